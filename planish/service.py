@@ -1,0 +1,191 @@
+"""The seam between those who ask and the engine that does: operations as frozen dataclasses in, futures out.
+
+`Service.submit` is all there is. The embedded engine implements it in process, a client of a server implements it over
+the wire, and the server exposes one; a test can run against any. Operations of one model run in the order in which they were submitted;
+`submit` raises at once on input that cannot be right, before anything is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from planish.types import (
+    AdamParams,
+    Checkpoint,
+    Datum,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    GetServerCapabilitiesResponse,
+    LoadWeightsResponse,
+    LoraConfig,
+    ModelInput,
+    OptimStepResponse,
+    SampleResponse,
+    SamplingParams,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+    TensorData,
+)
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Operation(Generic[R_co]):
+    """Something to do; its parameter is the type of its result."""
+
+
+@dataclass(frozen=True)
+class CreateModel(Operation[GetInfoResponse]):
+    """A new adapter on a base model, fresh or from a checkpoint (`from_path`)."""
+
+    model_id: str
+    base_model: str | None = None
+    """A name; None only with `from_path`, which knows its base model."""
+    lora: LoraConfig = LoraConfig()
+    """Ignored with `from_path`: the checkpoint's own shape counts."""
+    from_path: str | None = None
+    with_optimizer: bool = False
+    """With `from_path`: restore the optimizer's state and step too."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UnloadModel(Operation[None]):
+    """Frees a model's memory. Its checkpoints and samplers stay."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class ForwardBackward(Operation[ForwardBackwardOutput]):
+    model_id: str
+    data: Sequence[Datum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class OptimStep(Operation[OptimStepResponse]):
+    model_id: str
+    adam_params: AdamParams
+
+
+@dataclass(frozen=True)
+class SaveWeights(Operation[SaveWeightsResponse]):
+    """A training checkpoint: adapter, optimizer, step."""
+
+    model_id: str
+    name: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadWeights(Operation[LoadWeightsResponse]):
+    """Replaces the adapter of an existing model by a checkpoint of the same shape."""
+
+    model_id: str
+    path: str
+    with_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class SaveWeightsForSampler(Operation[SaveWeightsForSamplerResponse]):
+    """A named sampler checkpoint: the adapter alone."""
+
+    model_id: str
+    name: str
+    ttl_seconds: int | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PublishSampler(Operation[str]):
+    """An ephemeral sampler of the model's weights as they are after the operations before this one; answers its id."""
+
+    model_id: str
+    sampler_id: str
+
+
+@dataclass(frozen=True)
+class CreateSampler(Operation[str]):
+    """A sampler of a base model, or of a checkpoint by its path; answers its id."""
+
+    sampler_id: str
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+@dataclass(frozen=True)
+class ReleaseSampler(Operation[None]):
+    """Frees a sampler once its running requests are done."""
+
+    sampler_id: str
+
+
+@dataclass(frozen=True)
+class Sample(Operation[SampleResponse]):
+    sampler_id: str
+    prompt: ModelInput
+    num_samples: int
+    sampling_params: SamplingParams
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    """int64 [P - 1, K]: token ids whose logprobs at prompt positions 1..P-1 are asked for; -1 = none."""
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    prompt_only: bool = False
+    """Draw nothing; answer what was asked about the prompt (`compute_logprobs`)."""
+
+
+@dataclass(frozen=True)
+class SamplerInfo:
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says of itself."""
+
+    base_model: str
+    lora: LoraConfig
+    checkpoint: Checkpoint
+
+
+class Service(Protocol):
+    """An engine, near or far."""
+
+    def submit(self, operation: Operation[R]) -> Future[R]:
+        """Queue `operation`. Raises ValueError at once on bad input; later faults come through the future."""
+        ...
+
+    def capabilities(self) -> GetServerCapabilitiesResponse: ...
+
+    def sampler_info(self, sampler_id: str) -> SamplerInfo: ...
+
+    def model_info(self, model_id: str) -> GetInfoResponse: ...
+
+    def tokenizer_directory(self, base_model: str) -> Path:
+        """A local directory from which the base model's tokenizer loads."""
+        ...
+
+    def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
+        """Saved checkpoints, newest first."""
+        ...
+
+    def checkpoint_info(self, path: str) -> CheckpointInfo: ...
+
+    def delete_checkpoint(self, path: str) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,555 @@
+"""The vocabulary of planish: what goes into an operation and what comes out of it.
+
+Field names and meanings are those of the public SDK that people already write against, so code moves over by changing an
+import. Everything here is plain data: no torch is imported until a tensor is asked for, and every constructor checks what
+it can check alone (shapes, kinds, ranges); what needs a model (vocabulary, context) is checked by the service.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    ArrayLike = "TensorData | torch.Tensor | np.ndarray | Sequence[Any]"
+
+StopReason = Literal["stop", "length"]
+TensorDtype = Literal["int64", "float32"]
+LossFn = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro"]
+
+_NUMPY_DTYPE: dict[str, type[np.generic]] = {"int64": np.int64, "float32": np.float32}
+
+# The dtype that a plain list gets, by the name of the loss input it is given for.
+LOSS_INPUT_DTYPES: dict[str, TensorDtype] = {
+    "target_tokens": "int64",
+    "weights": "float32",
+    "advantages": "float32",
+    "logprobs": "float32",
+    "mask": "float32",
+    "clip_low_threshold": "float32",
+    "clip_high_threshold": "float32",
+    "sequence_ratio_mask": "float32",
+}
+
+
+@dataclass(frozen=True)
+class EncodedTextChunk:
+    """A run of token ids."""
+
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _token_list(self.tokens, "EncodedTextChunk.tokens"))
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A sequence of chunks that together are one token sequence."""
+
+    chunks: list[EncodedTextChunk] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        chunks = list(self.chunks)
+        for chunk in chunks:
+            if not isinstance(chunk, EncodedTextChunk):
+                raise ValueError(
+                    f"ModelInput.chunks holds a {type(chunk).__name__}; planish reads text only: give EncodedTextChunk(tokens=[...])"
+                )
+        object.__setattr__(self, "chunks", chunks)
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
+        return cls(chunks=[EncodedTextChunk(tokens=list(tokens))])
+
+    @classmethod
+    def empty(cls) -> ModelInput:
+        return cls(chunks=[])
+
+    def to_ints(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+    @property
+    def length(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    def append(self, chunk: EncodedTextChunk) -> ModelInput:
+        return ModelInput(chunks=[*self.chunks, chunk])
+
+    def append_int(self, token: int) -> ModelInput:
+        return self.append(EncodedTextChunk(tokens=[token]))
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class TensorData:
+    """A dense or CSR tensor of int64 or float32, independent of any framework.
+
+    A CSR tensor (`sparse_crow_indices` and `sparse_col_indices` given) is two-dimensional, `data` holds only the listed
+    values, and every other entry is 0 unless a `pad_value` is asked for.
+    """
+
+    dtype: TensorDtype
+    shape: list[int] | None
+    sparse_crow_indices: list[int] | None
+    sparse_col_indices: list[int] | None
+    _values: np.ndarray = field(repr=False)
+
+    def __init__(
+        self,
+        data: Sequence[Any] | np.ndarray | None = None,
+        dtype: TensorDtype | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Sequence[int] | None = None,
+        sparse_col_indices: Sequence[int] | None = None,
+    ) -> None:
+        if dtype not in _NUMPY_DTYPE:
+            raise ValueError(f"TensorData dtype={dtype!r}: give 'int64' or 'float32'")
+        values = _as_array(data if data is not None else [], dtype)
+        if (sparse_crow_indices is None) != (sparse_col_indices is None):
+            raise ValueError("TensorData: sparse_crow_indices and sparse_col_indices go together; give both or neither")
+        crow = None if sparse_crow_indices is None else [int(i) for i in sparse_crow_indices]
+        col = None if sparse_col_indices is None else [int(i) for i in sparse_col_indices]
+        if crow is not None and col is not None:
+            values = values.reshape(-1)
+            _check_csr(values, crow, col, shape)
+        elif shape is not None:
+            if math.prod(shape) != values.size:
+                raise ValueError(f"TensorData: {values.size} values do not fill shape={list(shape)}")
+            values = values.reshape(tuple(shape))
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "shape", list(shape) if shape is not None else list(values.shape))
+        object.__setattr__(self, "sparse_crow_indices", crow)
+        object.__setattr__(self, "sparse_col_indices", col)
+        object.__setattr__(self, "_values", values)
+
+    @property
+    def data(self) -> list[Any]:
+        """The stored values as one flat list (of a CSR tensor: the listed values only)."""
+        return self._values.reshape(-1).tolist()
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray) -> TensorData:
+        kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
+        if kind is None:
+            raise ValueError(f"TensorData.from_numpy: dtype {array.dtype} is neither integer nor floating point; convert it first")
+        return cls(data=array, dtype=kind, shape=array.shape)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> TensorData:
+        dense = tensor.detach().cpu()
+        return cls.from_numpy((dense.float() if dense.dtype.is_floating_point else dense).contiguous().numpy())
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
+        """CSR where that is smaller than dense (2-D tensors only), otherwise dense."""
+        dense = cls.from_torch(tensor)
+        if tensor.ndim != 2:
+            return dense
+        array = dense._values
+        rows, cols = np.nonzero(array != pad_value)
+        if array.shape[0] + 1 + 2 * len(rows) >= array.size:
+            return dense
+        crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=array.shape[0]))])
+        return cls(array[rows, cols], dense.dtype, array.shape, crow.tolist(), cols.tolist())
+
+    def to_numpy(self, pad_value: int = 0) -> np.ndarray:
+        """The dense array; entries that a CSR tensor does not list are `pad_value`."""
+        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
+            return self._values
+        assert self.shape is not None
+        out = np.full(self.shape, pad_value, dtype=_NUMPY_DTYPE[self.dtype])
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(self.sparse_crow_indices))
+        out[rows, self.sparse_col_indices] = self._values
+        return out
+
+    def to_torch(self, pad_value: int = 0) -> torch.Tensor:
+        import torch
+
+        array = self.to_numpy(pad_value)
+        # torch warns on arrays it cannot write to (memory maps, buffers of received bytes).
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def tolist(self, pad_value: int = 0) -> list[Any]:
+        return self.to_numpy(pad_value).tolist()
+
+    def __len__(self) -> int:
+        return int((self.shape or [0])[0])
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One training sequence: position i of `model_input` predicts `loss_fn_inputs["target_tokens"][i]`.
+
+    Values of `loss_fn_inputs` may be TensorData, torch tensors, numpy arrays or (nested) lists; lists get the dtype of
+    their key (`LOSS_INPUT_DTYPES`).
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: Mapping[str, TensorData] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_input, ModelInput):
+            raise ValueError(f"Datum.model_input is a {type(self.model_input).__name__}; give ModelInput.from_ints(tokens)")
+        converted = {key: as_tensor_data(key, value) for key, value in self.loss_fn_inputs.items()}
+        object.__setattr__(self, "loss_fn_inputs", converted)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens."""
+
+    max_tokens: int | None = None
+    """Most tokens to draw; None = until the model's context is full."""
+    seed: int | None = None
+    """Makes the draw reproducible; the samples of one request still differ from each other."""
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    """None = the model's end-of-sequence tokens; strings or token ids replace them; [] = never stop early."""
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_k: int = -1
+    """-1 = off."""
+    top_p: float = 1.0
+    """1 = off."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest; 0 = off."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
+            raise ValueError(f"SamplingParams.max_tokens={self.max_tokens!r}: give a whole number of at least 1, or None")
+        if self.seed is not None and not _is_int(self.seed):
+            raise ValueError(f"SamplingParams.seed={self.seed!r}: give a whole number, or None")
+        _check_number("SamplingParams.temperature", self.temperature, low=0.0)
+        if not _is_int(self.top_k) or (self.top_k < 1 and self.top_k != -1):
+            raise ValueError(f"SamplingParams.top_k={self.top_k!r}: give a whole number of at least 1, or -1 for off")
+        _check_number("SamplingParams.top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check_number("SamplingParams.min_p", self.min_p, low=0.0, high=1.0)
+        object.__setattr__(self, "stop", _stop(self.stop))
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One AdamW step (Loshchilov & Hutter 2019, decoupled weight decay), as in torch.optim.AdamW."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 = off."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+            _check_number(f"AdamParams.{name}", getattr(self, name), low=0.0)
+        for name in ("beta1", "beta2"):
+            _check_number(f"AdamParams.{name}", getattr(self, name), low=0.0, high=1.0, open_high=True)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Shape and initialisation of an adapter (Hu et al. 2021); alpha is 32 whatever the rank."""
+
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.rank) or not 1 <= self.rank <= 256:
+            raise ValueError(f"rank={self.rank!r}: give a whole number from 1 to 256")
+        if self.seed is not None and not _is_int(self.seed):
+            raise ValueError(f"seed={self.seed!r}: give a whole number, or None")
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise ValueError("train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True")
+
+
+@dataclass(frozen=True)
+class TopkLogprobs:
+    """The k likeliest tokens at each of n positions: two (n, k) arrays. Rows of NaN were not computed."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+    def tolist(self) -> list[list[tuple[int, float]] | None]:
+        """One list of (token id, logprob) pairs a position; None where not computed."""
+        rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        return [None if any(math.isnan(p) for p in probs) else list(zip(ids, probs, strict=True)) for ids, probs in rows]
+
+
+@dataclass(frozen=True)
+class PromptAltTokens:
+    """`k` draws at every prompt position after the first: tokens int64 and logprobs float32, both [P - 1, k]."""
+
+    tokens: TensorData
+    logprobs: TensorData
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One sample. The stop token, if one was drawn, is the last of `tokens`."""
+
+    stop_reason: StopReason
+    sequence_id: str
+    tokens_np: np.ndarray = field(repr=False)
+    """int32 [n]"""
+    logprobs_np: np.ndarray = field(repr=False)
+    """float32 [n]: log-softmax(logits / temperature) of each token, before top_k, top_p and min_p (temperature 0: of the logits)."""
+    topk_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return self.tokens_np.tolist()
+
+    @cached_property
+    def logprobs(self) -> list[float]:
+        return self.logprobs_np.tolist()
+
+    @cached_property
+    def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        return self.topk_logprobs_np.tolist() if self.topk_logprobs_np is not None else None
+
+
+@dataclass(frozen=True)
+class SampleResponse:
+    """What `sample` answers."""
+
+    sequences: list[SampledSequence]
+    prompt_logprobs_np: np.ndarray | None = field(default=None, repr=False)
+    """float32 [P], at temperature 1; NaN where undefined (the first token) or not asked for."""
+    topk_prompt_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
+    target_prompt_logprobs: TensorData | None = None
+    """float32, shape of the request's tensor; 0.0 where it had -1."""
+    prompt_alt_tokens: PromptAltTokens | None = None
+    prompt_cache_hit_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+
+    @cached_property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        if self.prompt_logprobs_np is None:
+            return None
+        return [None if math.isnan(p) else p for p in self.prompt_logprobs_np.tolist()]
+
+    @cached_property
+    def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        return self.topk_prompt_logprobs_np.tolist() if self.topk_prompt_logprobs_np is not None else None
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """What `forward` and `forward_backward` answer."""
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[dict[str, TensorData]]
+    """One dictionary a datum; "logprobs" has the shape of its target_tokens."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Keys are "name:reduction"; "loss:sum" is always there."""
+
+
+@dataclass(frozen=True)
+class OptimStepResponse:
+    metrics: dict[str, float] = field(default_factory=dict)
+    """"grad_norm" before clipping, "step" counted from 1."""
+
+
+@dataclass(frozen=True)
+class SaveWeightsResponse:
+    path: str
+
+
+@dataclass(frozen=True)
+class SaveWeightsForSamplerResponse:
+    path: str
+
+
+@dataclass(frozen=True)
+class LoadWeightsResponse:
+    path: str
+
+
+@dataclass(frozen=True)
+class ModelData:
+    arch: str
+    model_name: str
+    tokenizer_id: str | None = None
+
+
+@dataclass(frozen=True)
+class GetInfoResponse:
+    """What is known of one training model."""
+
+    model_id: str
+    model_data: ModelData
+    is_lora: bool = True
+    lora_rank: int | None = None
+
+    @property
+    def model_name(self) -> str:
+        return self.model_data.model_name
+
+
+@dataclass(frozen=True)
+class SupportedModel:
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
+
+
+@dataclass(frozen=True)
+class GetServerCapabilitiesResponse:
+    supported_models: list[SupportedModel]
+
+
+CheckpointType = Literal["training", "sampler"]
+_SEGMENTS: dict[str, CheckpointType] = {"weights": "training", "sampler_weights": "sampler"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved checkpoint."""
+
+    checkpoint_id: str
+    """"weights/NAME" or "sampler_weights/NAME"."""
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointPath:
+    """A parsed checkpoint path, `tinker://<run>/<weights|sampler_weights>/<name>`.
+
+    The scheme is the public SDK's, so a path from planish works in either client.
+    """
+
+    run_id: str
+    checkpoint_type: CheckpointType
+    name: str
+
+    def __str__(self) -> str:
+        segment = next(key for key, kind in _SEGMENTS.items() if kind == self.checkpoint_type)
+        return f"tinker://{self.run_id}/{segment}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self).split("/", 3)[3]
+
+    @classmethod
+    def parse(cls, path: str) -> CheckpointPath:
+        for scheme in ("tinker://", "planish://"):
+            if isinstance(path, str) and path.startswith(scheme):
+                parts = path.removeprefix(scheme).split("/")
+                if len(parts) == 3 and all(parts) and parts[1] in _SEGMENTS:
+                    return cls(parts[0], _SEGMENTS[parts[1]], parts[2])
+        raise ValueError(
+            f"checkpoint path {path!r}: expected tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>, "
+            "as save_state and save_weights_for_sampler return it"
+        )
+
+
+def as_tensor_data(key: str, value: Any) -> TensorData:
+    """`value` as TensorData; `key` names it in errors and decides the dtype of plain lists."""
+    if isinstance(value, TensorData):
+        return value
+    if isinstance(value, np.ndarray):
+        return _named(key, lambda: TensorData.from_numpy(value))
+    if type(value).__module__.split(".")[0] == "torch":
+        return _named(key, lambda: TensorData.from_torch(value))
+    if isinstance(value, (list, tuple)):
+        if key not in LOSS_INPUT_DTYPES:
+            known = ", ".join(sorted(LOSS_INPUT_DTYPES))
+            raise ValueError(f"loss_fn_inputs[{key!r}]: a plain list is taken only for {known}; give a TensorData or an array")
+        return _named(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
+    raise ValueError(f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array or a list")
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """`params` with another seed."""
+    return replace(params, seed=seed)
+
+
+def _named(key: str, build: Any) -> TensorData:
+    try:
+        return build()
+    except ValueError as error:
+        raise ValueError(f"loss_fn_inputs[{key!r}]: {error}") from None
+
+
+def _as_array(data: Sequence[Any] | np.ndarray, dtype: TensorDtype) -> np.ndarray:
+    try:
+        array = np.asarray(data)
+    except ValueError:
+        raise ValueError("nested lists of unequal lengths; give a rectangular array") from None
+    if array.size == 0:
+        return array.astype(_NUMPY_DTYPE[dtype])
+    if array.dtype.kind not in "iufb":
+        raise ValueError(f"values of kind {array.dtype} are not numbers")
+    if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
+        raise ValueError("fractions given for an int64 tensor")
+    return array.astype(_NUMPY_DTYPE[dtype], copy=False)
+
+
+def _check_csr(values: np.ndarray, crow: list[int], col: list[int], shape: Sequence[int] | None) -> None:
+    if shape is None or len(shape) != 2:
+        raise ValueError("TensorData: a CSR tensor needs a two-dimensional shape")
+    if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(col) or np.any(np.diff(crow) < 0):
+        raise ValueError("TensorData: sparse_crow_indices must rise from 0 to the number of values, one entry a row and one more")
+    if len(col) != values.size or any(not 0 <= c < shape[1] for c in col):
+        raise ValueError("TensorData: sparse_col_indices needs one column within the shape for each value")
+
+
+def _token_list(tokens: Any, name: str) -> list[int]:
+    values = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    for token in values:
+        if type(token) is not int:
+            if not _is_int(token):
+                raise ValueError(f"{name} holds {token!r}; token ids are whole numbers")
+            return [int(t) for t in values]
+    return values
+
+
+def _stop(stop: Any) -> Any:
+    if stop is None or isinstance(stop, str):
+        if stop == "":
+            raise ValueError("SamplingParams.stop is an empty string, which every text contains; give [] for no stop")
+        return stop
+    items = list(stop)
+    if all(isinstance(item, str) for item in items) and all(items):
+        return tuple(items)
+    if all(_is_int(item) for item in items):
+        return tuple(int(item) for item in items)
+    raise ValueError(f"SamplingParams.stop={items!r}: give non-empty strings only, or token ids only")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _check_number(
+    name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False
+) -> None:
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if number and math.isfinite(value) and low <= value <= high:
+        if not (open_low and value == low) and not (open_high and value == high):
+            return
+    span = f"{'above' if open_low else 'at least'} {low:g}"
+    if high != math.inf:
+        span += f" and {'below' if open_high else 'at most'} {high:g}"
+    raise ValueError(f"{name}={value!r}: give a finite number {span}")
