@@ -1,0 +1,1 @@
+"""One decoder, its weights, and where they come from."""

@@ -1,0 +1,171 @@
+"""Small real models for tests: directories that `transformers` loads, and a tokenizer of bytes.
+
+`tiny_model` writes an ordinary Hugging Face directory with transformers' own classes, so it serves as the oracle of every
+test of a model: what planish computes on it can be compared with `AutoModelForCausalLM.from_pretrained(path)`.
+
+Invariants: the same arguments give the same bytes; token id b < 256 is the byte b, so any text has a round trip; the special
+tokens that the chat formats of the supported families need are single ids; weights are large enough that logits differ.
+The random weights know nothing: a test that needs a model that answers uses the embedded default model.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+from planish.tokenizer import save_tokenizer
+
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
+"""Ids 256, 257, ...: control tokens of ChatML and of Llama 3; decoding can skip them."""
+
+WORD_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""The ids after those: single tokens that are part of the text, as in the Qwen families."""
+
+END_OF_TURN = "<|im_end|>"
+EOS_TOKEN_ID = 256 + SPECIAL_TOKENS.index(END_OF_TURN)
+NUM_TOKENS = 256 + len(SPECIAL_TOKENS) + len(WORD_TOKENS)
+VOCAB_SIZE = 272
+"""The default vocabulary of a tiny model; as in real checkpoints it is a little larger than the tokenizer."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML without a default system message."""
+
+WEIGHT_STD = 0.15
+
+
+def byte_symbols() -> list[str]:
+    """The character by which byte-level BPE writes each byte, in the order of the bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    shifted = {byte: chr(256 + rank) for rank, byte in enumerate(others)}
+    return [shifted.get(byte, chr(byte)) for byte in range(256)]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE without merges: id b is the byte b; then SPECIAL_TOKENS and WORD_TOKENS."""
+    vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in WORD_TOKENS])
+    return tokenizer
+
+
+def save_byte_tokenizer(directory: str | Path) -> Path:
+    """Write the byte tokenizer with its ChatML template into `directory`, for `transformers.AutoTokenizer`."""
+    save_tokenizer(
+        directory,
+        byte_tokenizer(),
+        chat_template=CHAT_TEMPLATE,
+        max_length=2048,
+        tokens={"eos_token": END_OF_TURN, "pad_token": "<|endoftext|>"},
+    )
+    return Path(directory)
+
+
+def tiny_model(
+    path: str | Path,
+    family: str = "llama",
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate: int = 96,
+    tied: bool = True,
+    seed: int = 0,
+    dtype: str = "float32",
+    rope_scaling: Mapping[str, Any] | None = None,
+    max_context: int = 2048,
+    shards: int = 1,
+) -> Path:
+    """Write a random model of `family` ("llama", "qwen2", "qwen3") as a Hugging Face directory and return its path.
+
+    `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear", "factor": 2.0}; `dtype` is
+    "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.
+    """
+    if family not in CONFIGS or dtype not in DTYPES:
+        raise ValueError(f"family is one of {sorted(CONFIGS)} and dtype one of {sorted(DTYPES)}, not {family!r}, {dtype!r}")
+    if vocab_size < NUM_TOKENS:
+        raise ValueError(f"vocab_size {vocab_size} is too small: the byte tokenizer has {NUM_TOKENS} tokens")
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[family](
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})},
+        bos_token_id=None,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=256,
+        dtype=dtype,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    randomize(model, seed)
+    model.to(DTYPES[dtype])
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(directory)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if tied:
+        tensors.pop("lm_head.weight")
+    save_weights(directory, tensors, shards)
+    return save_byte_tokenizer(directory)
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Fill every parameter from one seeded stream: matrices and biases around 0, norm scales around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * WEIGHT_STD
+            is_scale = name.endswith("norm.weight") or name.endswith("layernorm.weight")
+            parameter.copy_(noise + 1.0 if is_scale else noise)
+
+
+def save_weights(directory: str | Path, tensors: Mapping[str, torch.Tensor], shards: int = 1) -> None:
+    """Write tensors as model.safetensors, or as `shards` files with model.safetensors.index.json."""
+    directory = Path(directory)
+    if not 1 <= shards <= len(tensors):
+        raise ValueError(f"shards must be between 1 and the number of tensors, {len(tensors)}; it is {shards}")
+    if shards == 1:
+        save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    files = {name: f"model-{rank % shards + 1:05d}-of-{shards:05d}.safetensors" for rank, name in enumerate(tensors)}
+    for file in set(files.values()):
+        part = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    total_size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

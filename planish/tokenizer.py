@@ -1,0 +1,87 @@
+"""Tokenizers of local model directories.
+
+A model's own tokenizer is the only truth about its tokens, and it is read through `transformers`, which users know.
+Invariants: only a local directory is read, never the network; code inside a checkpoint never runs; `transformers` is
+imported at the first load, because that import takes seconds and may bring torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model directory: `encode`, `decode`, `apply_chat_template`, ... as `transformers` has them.
+
+    Raises UnknownModelError when `directory` is no directory or holds no tokenizer, UnsupportedError when the tokenizer
+    needs code of its own, DamagedFileError when its files cannot be read.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UnknownModelError(
+            f"no tokenizer at {directory}: it is not a directory; name a local Hugging Face model directory"
+        )
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise UnknownModelError(
+            f"no tokenizer in {directory}: tokenizer.json and tokenizer_config.json are missing; copy them from the model"
+        )
+    config = _tokenizer_config(directory)
+    if "auto_map" in config:
+        raise UnsupportedError(
+            f"the tokenizer in {directory} runs code of its own (auto_map in tokenizer_config.json), which planish never "
+            "does; convert it to tokenizer.json and remove auto_map"
+        )
+    from transformers import AutoTokenizer  # seconds, and torch: only when a tokenizer is wanted
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise bare Exception for files that they cannot parse
+        raise DamagedFileError(
+            f"the tokenizer in {directory} cannot be loaded ({error}); copy its files from the model again"
+        ) from error
+
+
+def _tokenizer_config(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedFileError(f"{path} is not JSON ({error}); copy it from the model again") from error
+    if not isinstance(config, dict):
+        raise DamagedFileError(f"{path} holds no JSON object; copy it from the model again")
+    return config
+
+
+def save_tokenizer(
+    directory: str | Path,
+    tokenizer: "Tokenizer",
+    *,
+    chat_template: str | None,
+    max_length: int,
+    tokens: Mapping[str, str],
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json; `tokens` names the roles, such as {"eos_token": "<|im_end|>"}.
+
+    The class is written as PreTrainedTokenizerFast, which takes tokenizer.json as it is: the classes of the families
+    replace the pre-tokenizer by their own.
+    """
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        **tokens,
+    }
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    directory = Path(directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
