@@ -150,7 +150,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * WEIGHT_STD
-            is_scale = name.endswith("norm.weight") or name.endswith("layernorm.weight")
+            is_scale = name.endswith(("norm.weight", "layernorm.weight"))
             parameter.copy_(noise + 1.0 if is_scale else noise)
 
 

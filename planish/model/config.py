@@ -1,0 +1,265 @@
+"""The architecture of a base model, read from a Hugging Face config.json.
+
+One decoder serves Llama 3.x (and SmolLM2), Qwen2.5 and Qwen3: the families differ in the fields of `ModelConfig` alone.
+The rule of this module: a config that asks for anything that the decoder would compute otherwise is refused, by name,
+before a weight is read; a missing field takes the default that `transformers` gives it, where that default is one number.
+The model's name is not part of it: the same architecture from the hub and from a GGUF file compares equal.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Llama 3.1's scaling by frequency bands; the fields are those of config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of all dimensions of a head, halves rotated against each other (not interleaved)."""
+
+    theta: float
+    scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_context: int
+    """Longest sequence in tokens that the model was made for (max_position_embeddings)."""
+    tied_head: bool
+    """The output head is the embedding matrix; there is no lm_head.weight."""
+    qk_norm: bool
+    """RMSNorm of each head's queries and keys before RoPE (Qwen3)."""
+    qkv_bias: bool
+    """Biases on the query, key and value projections (Qwen2)."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence, from generation_config.json, else config.json; empty if neither names one."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+        outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise DamagedFileError(
+                f"eos_token_id {outside} is outside the vocabulary of {self.vocab_size}; "
+                "config.json or generation_config.json is of another model"
+            )
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> "ModelConfig":
+        """Read config.json and generation_config.json of a Hugging Face directory.
+
+        Raises UnknownModelError (no such directory or no config.json), DamagedFileError (not JSON, a field missing or of
+        the wrong kind), UnsupportedError (a feature that the decoder does not have).
+        """
+        directory = Path(path)
+        if not (directory / "config.json").is_file():
+            raise UnknownModelError(f"{directory} is not a model directory: it has no config.json; check the path")
+        fields = read_json(directory / "config.json")
+        family = _family(fields, directory)
+        try:
+            _refuse_unsupported(fields, family)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{directory}/config.json: {error}") from error
+        try:
+            return _from_fields(fields, family, _eos_token_ids(directory, fields))
+        except (KeyError, TypeError) as error:
+            raise DamagedFileError(
+                f"{directory}/config.json is incomplete: {error.args[0]}; copy it from the model again"
+            ) from error
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with everything that shapes weights or logits; not with eos or max_context."""
+        fields = asdict(self)
+        del fields["eos_token_ids"], fields["max_context"]
+        fields["rope"]["kind"] = type(self.rope.scaling).__name__
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; DamagedFileError if it holds anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedFileError(f"{path} is not JSON ({error}); copy it from the model again") from error
+    if not isinstance(content, dict):
+        raise DamagedFileError(f"{path} holds no JSON object; copy it from the model again")
+    return content
+
+
+def _family(fields: Mapping[str, Any], directory: Path) -> Family:
+    model_type = fields.get("model_type")
+    architectures = fields.get("architectures") or [
+        name for name, family in FAMILIES.items() if family == model_type
+    ]
+    for name in architectures:
+        if name in FAMILIES and model_type in (None, FAMILIES[name]):
+            return FAMILIES[name]
+    raise UnsupportedError(
+        f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or model_type!r}; "
+        f"planish has {', '.join(FAMILIES)}"
+    )
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
+    if fields.get("quantization_config"):
+        raise UnsupportedError("quantization_config is set; use the unquantized checkpoint")
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedError(f"hidden_act {fields['hidden_act']!r}; the decoder has silu")
+    if fields.get("attention_bias") and family != "qwen2":
+        raise UnsupportedError("attention_bias is true; biases are supported for Qwen2 alone")
+    if fields.get("mlp_bias"):
+        raise UnsupportedError("mlp_bias is true; the decoder's MLP has no biases")
+    if (fields.get("pretraining_tp") or 1) > 1:
+        raise UnsupportedError(f"pretraining_tp is {fields['pretraining_tp']}; set it to 1 if the weights are whole")
+    if fields.get("rope_interleaved"):
+        raise UnsupportedError("rope_interleaved is true; the decoder rotates halves")
+    experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if (fields.get(key) or 0) > 1]
+    if experts:
+        raise UnsupportedError(f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are not supported")
+    if _uses_sliding_window(fields):
+        raise UnsupportedError("the model attends within a sliding window; the decoder attends to the whole context")
+
+
+def _uses_sliding_window(fields: Mapping[str, Any]) -> bool:
+    if fields.get("layer_types"):
+        return any(kind != "full_attention" for kind in fields["layer_types"])
+    if not fields.get("use_sliding_window") or fields.get("sliding_window") is None:
+        return False
+    return fields.get("max_window_layers", 28) < fields["num_hidden_layers"]
+
+
+def _from_fields(fields: Mapping[str, Any], family: Family, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    num_heads = _positive(fields, "num_attention_heads")
+    hidden_size = _positive(fields, "hidden_size")
+    if fields.get("head_dim") is not None:
+        head_dim = _positive(fields, "head_dim")
+    elif family == "qwen3":
+        head_dim = 128
+    elif hidden_size % num_heads == 0:
+        head_dim = hidden_size // num_heads
+    else:
+        raise TypeError(f"head_dim is missing, and hidden_size {hidden_size} is no multiple of the {num_heads} heads")
+    has_kv_heads = fields.get("num_key_value_heads") is not None or family != "llama"
+    return ModelConfig(
+        family=family,
+        vocab_size=_positive(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(fields, "intermediate_size"),
+        num_layers=_positive(fields, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_positive(fields, "num_key_value_heads") if has_kv_heads else num_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_number(fields, "rms_norm_eps", 1e-6),
+        rope=_rope(fields),
+        max_context=_positive(fields, "max_position_embeddings"),
+        tied_head=bool(fields.get("tie_word_embeddings", False)),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _rope(fields: Mapping[str, Any]) -> RopeConfig:
+    """RoPE from `rope_parameters` (transformers 5) or from `rope_theta` with `rope_scaling` (before)."""
+    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise TypeError(f"rope_parameters is {parameters!r}, not an object")
+    merged = {"rope_theta": fields.get("rope_theta"), **parameters}
+    theta = _number({key: value for key, value in merged.items() if value is not None}, "rope_theta", 10000.0)
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedError("rope_parameters differ between layers; the decoder has one RoPE for all layers")
+    rotary_part = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    if rotary_part not in (None, 1, 1.0):
+        raise UnsupportedError(f"partial_rotary_factor is {rotary_part}; the decoder rotates whole heads")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, LinearRopeScaling(_number(parameters, "factor")))
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            Llama3RopeScaling(
+                factor=_number(parameters, "factor"),
+                low_freq_factor=_number(parameters, "low_freq_factor"),
+                high_freq_factor=_number(parameters, "high_freq_factor"),
+                original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
+            ),
+        )
+    raise UnsupportedError(
+        f"RoPE scaling {kind!r}; planish has default, linear and llama3 (for a Qwen model, remove an added yarn "
+        "rope_scaling from config.json to use its native context)"
+    )
+
+
+def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = directory / "generation_config.json"
+    found = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if found is None:
+        found = fields.get("eos_token_id")
+    listed = found if isinstance(found, list) else [] if found is None else [found]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
+        raise DamagedFileError(f"eos_token_id in {directory} is {found!r}, not token ids; copy the file from the model again")
+    return tuple(dict.fromkeys(listed))
+
+
+def _positive(fields: Mapping[str, Any], key: str) -> int:
+    value = fields[key] if key in fields else _missing(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise TypeError(f"{key} is {value!r}, not a positive integer")
+    return value
+
+
+def _number(fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = fields.get(key, default)
+    if value is None:
+        _missing(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise TypeError(f"{key} is {value!r}, not a positive number")
+    return float(value)
+
+
+def _missing(key: str) -> Any:
+    raise TypeError(f"{key} is missing")
