@@ -1,0 +1,291 @@
+"""A GGUF file, converted once to an ordinary Hugging Face directory that everything else here can read.
+
+The weights are dequantized to bfloat16. Two things differ between the formats, and both are silent if forgotten: GGUF
+stores the rows of Llama's query and key projections in the order that rotates neighbours, Hugging Face in the one that
+rotates halves (Qwen's are stored alike); and a GGUF names its pre-tokenizer only by a word, so the four words whose rules
+are known here are accepted and any other is refused rather than tokenized almost right.
+
+The directory is whole or absent: it is written aside, read back and checked against its own config, then renamed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
+from planish.model.config import FAMILIES, ModelConfig
+from planish.model.weights import SINGLE_FILE, load_weights
+from planish.tokenizer import save_tokenizer
+
+CONVERSION = 1
+"""Raised when the conversion changes, so that a cached result of an older one is not taken for it."""
+
+TENSOR_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OUTER_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """What a GGUF file holds: metadata by key, tensors by name (still quantized, memory-mapped)."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, ReaderTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A field of the architecture, such as "block_count"; DamagedFileError if it is absent and has no default."""
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if value is None:
+            raise DamagedFileError(f"{self.path} has no {self.architecture}.{name}; get the file again")
+        return value
+
+
+def read_gguf(path: str | Path) -> GGUFFile:
+    """Open a GGUF file; UnknownModelError if there is none, DamagedFileError if it is truncated or something else."""
+    path = Path(path)
+    if not path.is_file():
+        raise UnknownModelError(f"there is no GGUF file at {path}; check the path")
+    try:
+        reader = GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+        return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+    except Exception as error:  # the reader indexes into the file unchecked: what a bad one raises is left to chance
+        raise DamagedFileError(f"{path} is not a readable GGUF file ({error}); it is truncated or altered") from error
+
+
+def convert_gguf(path: str | Path, directory: str | Path) -> Path:
+    """Write `path` (llama, qwen2 or qwen3) as a Hugging Face directory in bfloat16 and return the directory.
+
+    A `directory` that is there already is left as it is, also when another process makes it meanwhile. Raises
+    UnsupportedError, DamagedFileError or StorageError; then there is no directory.
+    """
+    directory = Path(directory)
+    if directory.exists():
+        return directory
+    source = read_gguf(path)
+    config = _config(source)
+    tokenizer = _tokenizer(source)
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}-{uuid4().hex[:8]}.tmp")
+    try:
+        staging.mkdir(parents=True)
+        _write_json(staging / "config.json", config)
+        _write_json(staging / "generation_config.json", {k: v for k, v in config.items() if k.endswith("_token_id")})
+        save_tokenizer(staging, tokenizer, **_tokenizer_settings(source))
+        save_file(_tensors(source), staging / SINGLE_FILE, metadata={"format": "pt"})
+        load_weights(staging, ModelConfig.from_directory(staging))
+        _publish(staging, directory)
+    except OSError as error:
+        raise StorageError(f"{path} could not be converted into {directory} ({error}); free space or rights there") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return directory
+
+
+def _publish(staging: Path, directory: Path) -> None:
+    for file in staging.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    try:
+        staging.rename(directory)
+    except OSError:
+        # Another process was faster: its directory was renamed whole, as ours would have been.
+        if not (directory / "config.json").is_file():
+            raise
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _config(source: GGUFFile) -> dict[str, Any]:
+    """config.json of the model."""
+    architectures = {family: name for name, family in FAMILIES.items()}
+    if source.architecture not in architectures:
+        raise UnsupportedError(
+            f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(architectures)}"
+        )
+    _refuse_unsupported(source)
+    heads = source.field("attention.head_count")
+    tokens = {
+        f"{role}_token_id": source.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    return {
+        "architectures": [architectures[source.architecture]],
+        "model_type": source.architecture,
+        "dtype": "bfloat16",
+        "vocab_size": int(source.tensors["token_embd.weight"].shape[1]),
+        "hidden_size": source.field("embedding_length"),
+        "intermediate_size": source.field("feed_forward_length"),
+        "num_hidden_layers": source.field("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": source.field("attention.head_count_kv", heads),
+        "head_dim": _head_dim(source),
+        "hidden_act": "silu",
+        "rms_norm_eps": _shortest(source.field("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(source.field("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(source),
+        "max_position_embeddings": source.field("context_length"),
+        "tie_word_embeddings": "output.weight" not in source.tensors,
+        **{role: token for role, token in tokens.items() if token is not None},
+    }
+
+
+def _refuse_unsupported(source: GGUFFile) -> None:
+    unsupported = None
+    if "token_embd.weight" not in source.tensors:
+        unsupported = "it has no token_embd.weight (is it a vocabulary or an adapter alone?)"
+    elif source.field("expert_count", 0):
+        unsupported = "it is a mixture of experts"
+    elif isinstance(source.field("attention.head_count"), list):
+        unsupported = "its layers differ in their number of heads"
+    elif "rope_freqs.weight" in source.tensors:
+        unsupported = "it keeps Llama 3's RoPE scaling as a table; use the model's Hugging Face directory"
+    elif source.field("attention.value_length", _head_dim(source)) != _head_dim(source):
+        unsupported = "its keys and values differ in length"
+    elif source.field("rope.dimension_count", _head_dim(source)) != _head_dim(source):
+        unsupported = "its RoPE turns a part of each head only"
+    if unsupported:
+        raise UnsupportedError(f"{source.path} cannot be converted: {unsupported}")
+
+
+def _head_dim(source: GGUFFile) -> int:
+    return source.field("attention.key_length", source.field("embedding_length") // source.field("attention.head_count"))
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: the file has 9.99999975e-06 where the model's author wrote 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(source: GGUFFile) -> dict[str, Any] | None:
+    kind = source.field("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": source.field("rope.scaling.factor")}
+    raise UnsupportedError(f"{source.path} has RoPE scaling {kind!r}; planish converts none and linear")
+
+
+def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, stored in source.tensors.items():
+        values = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32))
+        if source.architecture == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
+            values = _halves_from_neighbours(values, _head_dim(source))
+        tensors[_tensor_name(name)] = values.to(torch.bfloat16).contiguous()
+    return tensors
+
+
+def _tensor_name(name: str) -> str:
+    """The Hugging Face name; a tensor without one keeps its own, and the check of the whole directory then names it."""
+    parts = name.split(".")
+    if parts[0] == "blk" and len(parts) == 4 and parts[2] in TENSOR_NAMES:
+        return f"model.layers.{parts[1]}.{TENSOR_NAMES[parts[2]]}.{parts[3]}"
+    return OUTER_NAMES.get(name, name)
+
+
+def _halves_from_neighbours(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows (0, 1, 2, 3, ...) of each head to (0, 2, ..., 1, 3, ...), so that RoPE turns row i against row i + head_dim/2."""
+    return weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _tokenizer(source: GGUFFile) -> Tokenizer:
+    """Byte-level BPE from the file's tables; ids are those of the file."""
+    table = source.metadata
+    if table.get("tokenizer.ggml.model") != "gpt2":
+        raise UnsupportedError(
+            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts byte-level BPE ('gpt2')"
+        )
+    tokens, kinds = table.get("tokenizer.ggml.tokens"), table.get("tokenizer.ggml.token_type")
+    if not tokens or not kinds or len(tokens) != len(kinds):
+        raise DamagedFileError(f"{source.path} has no tokens, or not one type for each of them; get the file again")
+    vocab = {
+        token: index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind != TokenType.UNUSED
+    }
+    merges = [tuple(merge.split(" ", 1)) for merge in table.get("tokenizer.ggml.merges", [])]
+    pre = table.get("tokenizer.ggml.pre", "default")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # the only kind that tokenizers raises
+        raise DamagedFileError(f"the merges in {source.path} do not fit its tokens ({error}); get the file again") from error
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre, source.path)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    if table.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+        bos = table["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B", special_tokens=[(tokens[bos], bos)]
+        )
+    for kind, add in ((TokenType.CONTROL, tokenizer.add_special_tokens), (TokenType.USER_DEFINED, tokenizer.add_tokens)):
+        special = kind == TokenType.CONTROL
+        chosen = [token for token, found in zip(tokens, kinds, strict=True) if found == kind]
+        add([AddedToken(token, special=special, normalized=False) for token in chosen])
+    return tokenizer
+
+
+def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
+    """The cut into words, by llama.cpp's names for it."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre in ("default", "gpt-2"):
+        return words
+    if pre == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    split = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT}.get(pre)
+    if split is None:
+        raise UnsupportedError(f"{path} has the pre-tokenizer {pre!r}; planish knows smollm, qwen2, llama-bpe and gpt-2")
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), whole])
+
+
+def _tokenizer_settings(source: GGUFFile) -> dict[str, Any]:
+    tokens = source.metadata["tokenizer.ggml.tokens"]
+    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    ids = {role: source.metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    return {
+        "chat_template": source.metadata.get("tokenizer.chat_template"),
+        "max_length": source.field("context_length"),
+        "tokens": {role: tokens[token] for role, token in ids.items() if token is not None},
+    }
