@@ -1,0 +1,188 @@
+"""LoRA adapters (Hu et al. 2021): their layout in one flat vector, and the compute copy that products use.
+
+An adapter is ONE flat float32 vector, the master. Optimizer, gradient norm, snapshot and file work on the whole vector at
+once; names and shapes are views. Linears that read the same input (q, k, v; gate, up) keep their A matrices side by side,
+so that one product serves them all.
+
+Products run in the base model's dtype on a copy, `LoraWeights`, which never changes once made: the trainer
+and any number of samplers share it, and an optimizer step makes a new one. The factor alpha / rank is multiplied into the copy's B.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from planish.model.config import ModelConfig
+from planish.types import LoraConfig
+
+ALPHA = 32
+
+LAYER_SITES = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""The linears of a decoder layer, those that read the same input together, in the order of `LayerLora`."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One matrix within the flat vector."""
+
+    name: str
+    """Target and part: "model.layers.0.self_attn.q_proj.lora_A"."""
+    target: str
+    shape: tuple[int, int]
+    """A: (rank, in). B: (out, rank)."""
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def is_b(self) -> bool:
+        return self.name.endswith("lora_B")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Linears that read one input: A is [n * rank, in], one B [out, rank] for each of the n."""
+
+    a: Tensor
+    bs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class LayerLora:
+    """The sites of one decoder layer; None where nothing is trained."""
+
+    attn_in: Site | None
+    attn_out: Site | None
+    mlp_in: Site | None
+    mlp_out: Site | None
+
+
+class LoraLayout:
+    """Which matrices an adapter has, and where each lies in the flat vector."""
+
+    def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
+        self.model = model
+        self.lora = lora
+        self.scaling = ALPHA / lora.rank
+        self.entries: list[Entry] = []
+        self.sites: list[tuple[Entry, ...]] = []
+        """The entries of each site: its As, then its Bs; four sites a layer as trained, then the head."""
+        for layer in range(model.num_layers):
+            for site in LAYER_SITES:
+                if (lora.train_attn and site[0].startswith("self_attn")) or (lora.train_mlp and site[0].startswith("mlp")):
+                    self._add_site([(f"model.layers.{layer}.{name}", *linear_shape(model, name)) for name in site])
+        if lora.train_unembed:
+            self._add_site([("lm_head", model.vocab_size, model.hidden_size)])
+        self.size = sum(entry.size for entry in self.entries)
+
+    def _add_site(self, linears: list[tuple[str, int, int]]) -> None:
+        rank = self.lora.rank
+        parts = [(f"{target}.lora_A", target, (rank, fan_in)) for target, _, fan_in in linears]
+        parts += [(f"{target}.lora_B", target, (fan_out, rank)) for target, fan_out, _ in linears]
+        site = []
+        for name, target, shape in parts:
+            offset = self.entries[-1].offset + self.entries[-1].size if self.entries else 0
+            site.append(Entry(name, target, shape, offset))
+            self.entries.append(site[-1])
+        self.sites.append(tuple(site))
+
+    def init(self, seed: int | None) -> Tensor:
+        """A fresh master vector: A uniform as `kaiming_uniform_(a=sqrt(5))` (bound 1 / sqrt(in)), B zero; so the adapter starts as the identity."""
+        generator = torch.Generator(device="cpu")
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        flat = torch.zeros(self.size)
+        for entry in self.entries:
+            if not entry.is_b:
+                bound = 1 / math.sqrt(entry.shape[1])
+                flat[entry.offset : entry.offset + entry.size].uniform_(-bound, bound, generator=generator)
+        return flat
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The matrices of a flat vector by name, sharing its memory."""
+        return {e.name: flat[e.offset : e.offset + e.size].view(e.shape) for e in self.entries}
+
+
+class LoraWeights:
+    """The compute copy of one version of an adapter. Immutable; `leaves` collect gradients if asked to."""
+
+    def __init__(
+        self, layout: LoraLayout, master: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+    ) -> None:
+        self.layout = layout
+        flat = master.detach().to(device=device, dtype=dtype, copy=True)
+        self.leaves: list[Tensor] = []
+        self._spans: list[tuple[int, int, bool]] = []
+        sites = [self._site(flat, entries, requires_grad) for entries in layout.sites]
+        by_target = {entries[0].target: site for entries, site in zip(layout.sites, sites, strict=True)}
+        self.layers = [
+            LayerLora(*(by_target.get(f"model.layers.{layer}.{site[0]}") for site in LAYER_SITES))
+            for layer in range(layout.model.num_layers)
+        ]
+        head = by_target.get("lm_head")
+        self.head: tuple[Tensor, Tensor] | None = (head.a, head.bs[0]) if head else None
+
+    def _site(self, flat: Tensor, entries: tuple[Entry, ...], requires_grad: bool) -> Site:
+        a_entries = [e for e in entries if not e.is_b]
+        rows = sum(e.shape[0] for e in a_entries)
+        a = self._leaf(flat, a_entries[0].offset, (rows, a_entries[0].shape[1]), False, requires_grad)
+        bs = (self._leaf(flat, e.offset, e.shape, True, requires_grad) for e in entries if e.is_b)
+        return Site(a, tuple(bs))
+
+    def _leaf(self, flat: Tensor, offset: int, shape: tuple[int, int], is_b: bool, requires_grad: bool) -> Tensor:
+        size = shape[0] * shape[1]
+        leaf = flat[offset : offset + size].view(shape)
+        if is_b:
+            leaf.mul_(self.layout.scaling)
+        leaf = leaf.detach().requires_grad_(requires_grad)
+        self.leaves.append(leaf)
+        self._spans.append((offset, size, is_b))
+        return leaf
+
+    def collect_grad(self) -> Tensor:
+        """The leaves' gradients as one float32 vector with respect to the master; the leaves are left without."""
+        flat = torch.zeros(self.layout.size, device=self.leaves[0].device)
+        for leaf, (offset, size, is_b) in zip(self.leaves, self._spans, strict=True):
+            if leaf.grad is not None:
+                part = flat[offset : offset + size]
+                part.copy_(leaf.grad.view(-1))
+                if is_b:
+                    part.mul_(self.layout.scaling)
+                leaf.grad = None
+        return flat
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """Rows start .. stop - 1 of a batch use this adapter; None is the base model alone."""
+
+    start: int
+    stop: int
+    weights: LoraWeights | None
+
+
+def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
+    """(out, in) of a layer's linear."""
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return {
+        "q_proj": (queries, model.hidden_size),
+        "k_proj": (keys, model.hidden_size),
+        "v_proj": (keys, model.hidden_size),
+        "o_proj": (model.hidden_size, queries),
+        "gate_proj": (model.intermediate_size, model.hidden_size),
+        "up_proj": (model.intermediate_size, model.hidden_size),
+        "down_proj": (model.hidden_size, model.intermediate_size),
+    }[name.split(".")[1]]
