@@ -1,0 +1,50 @@
+# demo and test set themselves up: a virtual environment, pinned packages, the embedded model. Nothing else is needed.
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# A wheel of exactly this torch is installed first, so that no other package draws in a larger one.
+TORCH := torch==2.13.0
+TESTS ?= tests
+
+help:
+	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
+	@echo "make test   the test suite"
+	@echo "make lint   ruff and pyright"
+	@echo "make bench  seconds per step and tokens per second on this machine"
+	@echo "make clean  remove what the others made, except the cached model"
+
+demo: $(VENV)/.model
+	$(BIN)/python -m planish.recipes.demo
+
+test: $(VENV)/.dev $(VENV)/.model
+	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.model
+	$(BIN)/python benchmarks/grpo_step.py
+
+$(VENV)/.run: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) $(TORCH)
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.model: $(VENV)/.run
+	$(BIN)/planish models --fetch
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
