@@ -1,10 +1,10 @@
 """Small real models for tests: directories that `transformers` loads, and a tokenizer of bytes.
 
-`tiny_model` writes an ordinary Hugging Face directory with transformers' own classes, so it serves as the oracle of every
-test of a model: what planish computes on it can be compared with `AutoModelForCausalLM.from_pretrained(path)`.
+`tiny_model` writes an ordinary Hugging Face directory with transformers' own classes, so it serves as the oracle of
+every test of a model: what planish computes on it can be compared with `AutoModelForCausalLM.from_pretrained(path)`.
 
-Invariants: the same arguments give the same bytes; token id b < 256 is the byte b, so any text has a round trip; the special
-tokens that the chat formats of the supported families need are single ids; weights are large enough that logits differ.
+Invariants: the same arguments give the same bytes; token id b < 256 is the byte b, so any text has a round trip; the
+special tokens that the chat formats of the supported families need are single ids; weights are large enough that logits differ.
 The random weights know nothing: a test that needs a model that answers uses the embedded default model.
 """
 
@@ -110,7 +110,7 @@ def tiny_model(
     "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.
     """
     if family not in CONFIGS or dtype not in DTYPES:
-        raise ValueError(f"family is one of {sorted(CONFIGS)} and dtype one of {sorted(DTYPES)}, not {family!r}, {dtype!r}")
+        raise ValueError(f"family {family!r} is not in {sorted(CONFIGS)}, or dtype {dtype!r} not in {sorted(DTYPES)}")
     if vocab_size < NUM_TOKENS:
         raise ValueError(f"vocab_size {vocab_size} is too small: the byte tokenizer has {NUM_TOKENS} tokens")
     directory = Path(path)

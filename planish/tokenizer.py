@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
+from planish.errors import DamagedFileError, UnknownModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model directory: `encode`, `decode`, `apply_chat_template`, ... as `transformers` has them.
 
-    Raises UnknownModelError when `directory` is no directory or holds no tokenizer, UnsupportedError when the tokenizer
-    needs code of its own, DamagedFileError when its files cannot be read.
+    Raises UnknownModelError when `directory` is no directory or holds no tokenizer, DamagedFileError when its files
+    cannot be read or ask for code of their own.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -30,35 +30,24 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
         )
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise UnknownModelError(
-            f"no tokenizer in {directory}: tokenizer.json and tokenizer_config.json are missing; copy them from the model"
+            f"no tokenizer in {directory}: tokenizer.json and tokenizer_config.json are missing; copy them there"
         )
-    config = _tokenizer_config(directory)
-    if "auto_map" in config:
-        raise UnsupportedError(
-            f"the tokenizer in {directory} runs code of its own (auto_map in tokenizer_config.json), which planish never "
-            "does; convert it to tokenizer.json and remove auto_map"
-        )
-    from transformers import AutoTokenizer  # seconds, and torch: only when a tokenizer is wanted
-
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        return _load(directory)
     except Exception as error:  # transformers and tokenizers raise bare Exception for files that they cannot parse
         raise DamagedFileError(
-            f"the tokenizer in {directory} cannot be loaded ({error}); copy its files from the model again"
+            f"the tokenizer in {directory} cannot be loaded ({error}); copy tokenizer.json and tokenizer_config.json "
+            "from the model again (a tokenizer that runs code of its own must be converted to tokenizer.json)"
         ) from error
 
 
-def _tokenizer_config(directory: Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DamagedFileError(f"{path} is not JSON ({error}); copy it from the model again") from error
-    if not isinstance(config, dict):
-        raise DamagedFileError(f"{path} holds no JSON object; copy it from the model again")
-    return config
+def _load(directory: Path) -> "PreTrainedTokenizerBase":
+    # Loaded here and not above: the import takes seconds and brings torch.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # tokenizer.json is the model's own pipeline; the classes that AutoTokenizer picks by family rebuild parts of it.
+    loader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+    return loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
 
 
 def save_tokenizer(
@@ -71,8 +60,7 @@ def save_tokenizer(
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json; `tokens` names the roles, such as {"eos_token": "<|im_end|>"}.
 
-    The class is written as PreTrainedTokenizerFast, which takes tokenizer.json as it is: the classes of the families
-    replace the pre-tokenizer by their own.
+    The class is written as PreTrainedTokenizerFast, the one that takes tokenizer.json as it is.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,8 +1,8 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder serves Llama 3.x (and SmolLM2), Qwen2.5 and Qwen3: the families differ in the fields of `ModelConfig` alone.
-The rule of this module: a config that asks for anything that the decoder would compute otherwise is refused, by name,
-before a weight is read; a missing field takes the default that `transformers` gives it, where that default is one number.
+One decoder serves Llama 3.x (and SmolLM2), Qwen2.5 and Qwen3: the families differ in the fields of `ModelConfig`
+alone. The rule of this module: a config that asks for anything that the decoder would compute otherwise is refused, by
+name, before a weight is read; a missing field takes the default that `transformers` gives it, where that is one number.
 The model's name is not part of it: the same architecture from the hub and from a GGUF file compares equal.
 """
 
@@ -90,8 +90,8 @@ class ModelConfig:
     def from_directory(cls, path: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json of a Hugging Face directory.
 
-        Raises UnknownModelError (no such directory or no config.json), DamagedFileError (not JSON, a field missing or of
-        the wrong kind), UnsupportedError (a feature that the decoder does not have).
+        Raises UnknownModelError (no such directory or no config.json), DamagedFileError (not JSON, a field missing or
+        of the wrong kind), UnsupportedError (a feature that the decoder does not have).
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():
@@ -110,7 +110,7 @@ class ModelConfig:
             ) from error
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with everything that shapes weights or logits; not with eos or max_context."""
+        """16 hexadecimal digits that change with all that shapes weights or logits; not with eos or max_context."""
         fields = asdict(self)
         del fields["eos_token_ids"], fields["max_context"]
         fields["rope"]["kind"] = type(self.rope.scaling).__name__
@@ -130,9 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _family(fields: Mapping[str, Any], directory: Path) -> Family:
     model_type = fields.get("model_type")
-    architectures = fields.get("architectures") or [
-        name for name, family in FAMILIES.items() if family == model_type
-    ]
+    architectures = fields.get("architectures") or [name for name, family in FAMILIES.items() if family == model_type]
     for name in architectures:
         if name in FAMILIES and model_type in (None, FAMILIES[name]):
             return FAMILIES[name]
@@ -241,7 +239,7 @@ def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...
         found = fields.get("eos_token_id")
     listed = found if isinstance(found, list) else [] if found is None else [found]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
-        raise DamagedFileError(f"eos_token_id in {directory} is {found!r}, not token ids; copy the file from the model again")
+        raise DamagedFileError(f"eos_token_id in {directory} is {found!r}, not token ids; get the file again")
     return tuple(dict.fromkeys(listed))
 
 

