@@ -53,7 +53,9 @@ class Layer:
 class Decoder:
     """The frozen base model."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device

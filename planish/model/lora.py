@@ -80,7 +80,9 @@ class LoraLayout:
         """The entries of each site: its As, then its Bs; four sites a layer as trained, then the head."""
         for layer in range(model.num_layers):
             for site in LAYER_SITES:
-                if (lora.train_attn and site[0].startswith("self_attn")) or (lora.train_mlp and site[0].startswith("mlp")):
+                if (lora.train_attn and site[0].startswith("self_attn")) or (
+                    lora.train_mlp and site[0].startswith("mlp")
+                ):
                     self._add_site([(f"model.layers.{layer}.{name}", *linear_shape(model, name)) for name in site])
         if lora.train_unembed:
             self._add_site([("lm_head", model.vocab_size, model.hidden_size)])

@@ -1,0 +1,130 @@
+"""From logits to tokens: temperature, filters, and one uniform number a row.
+
+A token is drawn by inverting the cumulative distribution at a uniform number that depends on (seed, sample index, position)
+and on nothing else: not on the batch, not on the request's place in it. `torch.multinomial` draws one random number for each
+vocabulary entry and takes longer than the rest of a decoding step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.types import SamplingParams
+
+_CHUNK = 128
+
+
+class UniformStream:
+    """Uniform numbers in [0, 1) of one sample, by position: Philox (Salmon et al. 2011) keyed by the seed."""
+
+    _BLOCK = 64
+
+    def __init__(self, seed: int, index: int, purpose: int = 0) -> None:
+        # The two high words of the counter name the stream; the two low ones count within it.
+        counter = np.array([0, 0, index, purpose], dtype=np.uint64)
+        self._generator = np.random.Generator(np.random.Philox(key=seed % (1 << 128), counter=counter))
+        self._numbers: list[float] = []
+
+    def at(self, position: int) -> float:
+        while position >= len(self._numbers):
+            self._numbers += self._generator.random(self._BLOCK).tolist()
+        return self._numbers[position]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """tokens int64 [B]; log_normalizer float32 [B]: log of the sum of exp(logits / temperature)."""
+
+    tokens: Tensor
+    log_normalizer: Tensor
+
+
+def log_normalizer(scaled: Tensor) -> Tensor:
+    """logsumexp over the last dimension of float32 [B, V], with bits that do not depend on B."""
+    peak = scaled.amax(-1, keepdim=True)
+    return (peak.squeeze(-1) + _chunk_sums((scaled - peak).exp_()).sum(-1).log()).float()
+
+
+def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Draw:
+    """One token for each row of float32 logits [B, V].
+
+    Temperature 0 takes the likeliest token, and its normalizer is that of the unscaled logits. The normalizer is taken before
+    top_k, top_p and min_p.
+    """
+    device = logits.device
+    temperatures = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
+    scaled = logits / temperatures.unsqueeze(1)
+    peak = scaled.amax(-1, keepdim=True)
+    weights = scaled.sub_(peak).exp_()
+    normalizer = (peak.squeeze(-1) + _chunk_sums(weights).sum(-1).log()).float()
+    _filter(weights, params)
+    drawn = _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
+    greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+    if bool(greedy.any()):
+        drawn = torch.where(greedy, logits.argmax(-1), drawn)
+    return Draw(drawn, normalizer)
+
+
+def top_logprobs(logits: Tensor, normalizer: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of each row and their logprobs, likeliest first: int64 and float32 [B, k]."""
+    values, tokens = logits.topk(k, dim=-1)
+    return tokens, values / temperature.unsqueeze(1) - normalizer.unsqueeze(1)
+
+
+def _chunk_sums(weights: Tensor) -> Tensor:
+    """Sums of runs of 128 entries: float64 [B, C]. Short runs keep the order of additions the same for any B."""
+    return _padded(weights).unflatten(-1, (-1, _CHUNK)).sum(-1).double()
+
+
+def _padded(weights: Tensor) -> Tensor:
+    missing = -weights.shape[-1] % _CHUNK
+    return F.pad(weights, (0, missing)) if missing else weights
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first entry at which the running sum of non-negative weights [B, V] exceeds uniform times their total.
+
+    In two steps, over runs of 128 and then within one, as a running sum over the whole vocabulary costs as much as the softmax.
+    """
+    runs = _padded(weights).unflatten(-1, (-1, _CHUNK))
+    ends = runs.sum(-1).double().cumsum(-1)
+    goal = (uniforms * ends[:, -1]).unsqueeze(1)
+    run = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
+    # Rounding may point at a run without weight, or past the last entry with weight in a run; step back to one that has some.
+    run = torch.minimum(run, _last_positive(ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))))
+    before = torch.where(run > 0, ends.gather(1, (run - 1).clamp(min=0)), torch.zeros_like(goal))
+    within = runs.gather(1, run.unsqueeze(-1).expand(-1, 1, _CHUNK)).squeeze(1).double()
+    entry = torch.searchsorted(within.cumsum(-1), goal - before, right=True)
+    entry = torch.minimum(entry, _last_positive(within))
+    return (run * _CHUNK + entry).squeeze(1)
+
+
+def _last_positive(weights: Tensor) -> Tensor:
+    """Index of the last positive entry of each row: [B, 1]."""
+    last = weights.shape[-1] - 1
+    return last - (weights.flip(-1) > 0).int().argmax(-1, keepdim=True)
+
+
+def _filter(weights: Tensor, params: list[SamplingParams]) -> None:
+    """Zero, in place, what top_k, then top_p, then min_p leave out. `weights` are 1 at the peak of each row."""
+    vocab = weights.shape[-1]
+    for row, p in enumerate(params):
+        if p.temperature == 0:
+            continue
+        if 0 < p.top_k < vocab:
+            kept = weights[row].topk(p.top_k)
+            weights[row] = torch.zeros_like(weights[row]).scatter_(0, kept.indices, kept.values)
+        if p.top_p < 1:
+            ordered = weights[row].sort(descending=True, stable=True)
+            mass = ordered.values.double().cumsum(0)
+            # A token stays if those before it hold less than top_p: the likeliest always does.
+            before = mass - ordered.values
+            dropped = ordered.indices[before >= p.top_p * mass[-1]]
+            weights[row, dropped] = 0
+        if p.min_p > 0:
+            weights[row][weights[row] < p.min_p] = 0

@@ -1,0 +1,139 @@
+"""Keys and values of running sequences, kept dense so that attention reads them in place.
+
+A `KVPool` holds slots of one capacity; the slots in use are always 0 .. n - 1 (the last moves into a gap), so a whole pool
+is one operand of a matrix product, without gathering. Capacities are powers of two: a slot that fills moves to the
+pool of twice the capacity. Prompts and what is drawn after them live in different pools, so that the samples
+of a prompt share its slot.
+
+Keys are float32 on a CPU, where scores in bf16 would be rounded to bf16 and float32 products of such
+narrow shapes are as fast; values, and everything on a GPU, are in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from planish.model.config import ModelConfig
+
+CHUNK = 32
+"""Positions are cached, masked and attended in chunks of this many, aligned at the start of the sequence."""
+
+
+class SlotOwner(Protocol):
+    slot: int
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one position costs."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
+        keys = torch.float32 if device.type == "cpu" else dtype
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, keys, dtype, device)
+
+    @property
+    def bytes_per_position(self) -> int:
+        return self.layers * self.heads * self.head_dim * (self.key_dtype.itemsize + self.value_dtype.itemsize)
+
+
+def capacity_for(positions: int) -> int:
+    """The smallest slot that holds `positions`: a power of two, at least one chunk."""
+    return max(CHUNK, 1 << max(0, positions - 1).bit_length())
+
+
+class KVPool:
+    """Slots of `capacity` positions. `keys[layer]`, `values[layer]`: [slots, heads, capacity, head_dim]."""
+
+    def __init__(self, shape: KVShape, capacity: int) -> None:
+        self.shape = shape
+        self.capacity = capacity
+        self.owners: list[SlotOwner] = []
+        self.keys = [self._empty(0, shape.key_dtype) for _ in range(shape.layers)]
+        self.values = [self._empty(0, shape.value_dtype) for _ in range(shape.layers)]
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def add(self, owner: SlotOwner) -> None:
+        """Give `owner` a slot."""
+        if len(self.owners) == self.keys[0].shape[0]:
+            self._resize(max(4, len(self.owners) + len(self.owners) // 2))
+        owner.slot = len(self.owners)
+        self.owners.append(owner)
+
+    def remove(self, owner: SlotOwner) -> None:
+        """Free `owner`'s slot; the last slot moves into it. An empty pool gives its memory back."""
+        last = self.owners.pop()
+        if last is not owner:
+            for tensor in (*self.keys, *self.values):
+                tensor[owner.slot] = tensor[last.slot]
+            self.owners[owner.slot] = last
+            last.slot = owner.slot
+        owner.slot = -1
+        if not self.owners:
+            self._resize(0)
+
+    def move(self, owner: SlotOwner, target: KVPool) -> None:
+        """Move `owner` with its contents to a pool of larger slots."""
+        source = owner.slot
+        copies = [tensor[source].clone() for tensor in (*self.keys, *self.values)]
+        self.remove(owner)
+        target.add(owner)
+        for tensor, copy in zip((*target.keys, *target.values), copies, strict=True):
+            tensor[owner.slot, :, : self.capacity] = copy
+
+    def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """A copy of positions start .. stop - 1 of all layers: keys and values [layers, heads, stop - start, head_dim]."""
+        return (
+            torch.stack([keys[slot, :, start:stop] for keys in self.keys]),
+            torch.stack([values[slot, :, start:stop] for values in self.values]),
+        )
+
+    def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
+        """Put what `read` gave at positions from `start`."""
+        for layer in range(self.shape.layers):
+            stop = start + chunk[0].shape[2]
+            self.keys[layer][slot, :, start:stop] = chunk[0][layer]
+            self.values[layer][slot, :, start:stop] = chunk[1][layer]
+
+    def _resize(self, slots: int) -> None:
+        # Layer by layer, so that only one layer is there twice.
+        for tensors, dtype in ((self.keys, self.shape.key_dtype), (self.values, self.shape.value_dtype)):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = self._empty(slots, dtype)
+                kept = min(slots, old.shape[0])
+                tensors[layer][:kept] = old[:kept]
+
+    def _empty(self, slots: int, dtype: torch.dtype) -> Tensor:
+        # Zeros: masked positions get weight 0, and 0 times what uninitialised memory may hold is not always 0.
+        return torch.zeros(
+            slots, self.shape.heads, self.capacity, self.shape.head_dim, dtype=dtype, device=self.shape.device
+        )
+
+
+class KVPools:
+    """The pools of one kind, by capacity."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        self._pools: dict[int, KVPool] = {}
+
+    def of(self, capacity: int) -> KVPool:
+        if capacity not in self._pools:
+            self._pools[capacity] = KVPool(self.shape, capacity)
+        return self._pools[capacity]
+
+    def in_use(self) -> list[KVPool]:
+        return [self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])]

@@ -1,0 +1,123 @@
+"""What a request asks about its prompt: logprobs, likeliest tokens, logprobs of given tokens, draws at every position.
+
+All at temperature 1, except the draws, which use the request's. Filled block by block as the prompt is computed, so a long prompt
+never has more than one block of logits in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.engine.drawing import UniformStream, draw, log_normalizer, top_logprobs
+from planish.service import Sample
+from planish.types import PromptAltTokens, TensorData, TopkLogprobs
+
+_BLOCK = 128
+_ALT_STREAM = 1
+"""Purpose number of the draws at prompt positions: apart from those of the samples, which is 0."""
+
+Exact = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden [R, D], rows [P], tokens [P]) -> float32 logits [P]."""
+
+
+def asked(op: Sample) -> bool:
+    """Whether the request asks anything about its prompt."""
+    return (
+        op.prompt_logprobs
+        or op.topk_prompt_logprobs > 0
+        or op.target_prompt_logprobs is not None
+        or op.prompt_alt_tokens_k > 0
+    )
+
+
+@dataclass
+class PromptScores:
+    """Answers of one request; entry i of each array is about prompt token i, so entry 0 stays undefined."""
+
+    op: Sample
+    tokens: list[int]
+    seed: int
+
+    def __post_init__(self) -> None:
+        n, op = len(self.tokens), self.op
+        self._first = 1 if op.prompt_logprobs_last_n is None else max(1, n - op.prompt_logprobs_last_n)
+        self._logprobs = np.full(n, np.nan, np.float32) if op.prompt_logprobs else None
+        k = op.topk_prompt_logprobs
+        self._top = TopkLogprobs(np.zeros((n, k), np.int32), np.full((n, k), np.nan, np.float32)) if k else None
+        self._targets = op.target_prompt_logprobs.to_numpy() if op.target_prompt_logprobs is not None else None
+        self._target_logprobs = np.zeros(self._targets.shape, np.float32) if self._targets is not None else None
+        alt = op.prompt_alt_tokens_k
+        self._alt = (np.zeros((n - 1, alt), np.int64), np.zeros((n - 1, alt), np.float32)) if alt else None
+
+    def add(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact) -> None:
+        """Hidden states [R, D] of prompt positions start .. start + R - 1; position i speaks of token i + 1."""
+        stop = min(start + hidden.shape[0], len(self.tokens) - 1)
+        whole = self._targets is not None or self._alt is not None
+        for first in range(max(start, 0 if whole else self._first - 1), stop, _BLOCK):
+            last = min(first + _BLOCK, stop)
+            block = hidden[first - start : last - start]
+            self._add_block(first + 1, block, logits(block), exact)
+
+    def _add_block(self, token: int, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
+        """Rows of `logits` speak of tokens token, token + 1, ..."""
+        span = range(token, token + logits.shape[0])
+        normalizer = log_normalizer(logits)
+        device = logits.device
+        rows = torch.arange(len(span), device=device)
+        if self._logprobs is not None:
+            ids = torch.tensor([self.tokens[i] for i in span], device=device)
+            values = (exact(hidden, rows, ids) - normalizer).cpu().numpy()
+            asked_for = np.array([i >= self._first for i in span])
+            self._logprobs[span.start : span.stop][asked_for] = values[asked_for]
+        if self._top is not None:
+            ids, values = top_logprobs(
+                logits, normalizer, torch.ones(len(span), device=device), self._top.token_ids.shape[1]
+            )
+            keep = slice(max(span.start, self._first), span.stop)
+            skip = keep.start - span.start
+            self._top.token_ids[keep] = ids[skip:].cpu().numpy()
+            self._top.logprobs[keep] = values[skip:].cpu().numpy()
+        if self._targets is not None and self._target_logprobs is not None:
+            wanted = torch.from_numpy(self._targets[span.start - 1 : span.stop - 1]).to(device)
+            place = (wanted >= 0).nonzero(as_tuple=True)
+            if len(place[0]):
+                values = exact(hidden, place[0], wanted[place]) - normalizer[place[0]]
+                at = (place[0].cpu().numpy() + span.start - 1, place[1].cpu().numpy())
+                self._target_logprobs[at] = values.cpu().numpy()
+        if self._alt is not None:
+            self._draw(span, hidden, logits, exact)
+
+    def _draw(self, span: range, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
+        assert self._alt is not None
+        params = [self.op.sampling_params] * len(span)
+        temperature = self.op.sampling_params.temperature or 1.0
+        rows = torch.arange(len(span), device=logits.device)
+        for choice in range(self.op.prompt_alt_tokens_k):
+            stream = UniformStream(self.seed, choice, _ALT_STREAM)
+            drawn = draw(logits, params, [stream.at(i) for i in span])
+            logprobs = exact(hidden, rows, drawn.tokens) / temperature - drawn.log_normalizer
+            self._alt[0][span.start - 1 : span.stop - 1, choice] = drawn.tokens.cpu().numpy()
+            self._alt[1][span.start - 1 : span.stop - 1, choice] = logprobs.cpu().numpy()
+
+    @property
+    def logprobs(self) -> np.ndarray | None:
+        return self._logprobs
+
+    @property
+    def top(self) -> TopkLogprobs | None:
+        return self._top
+
+    @property
+    def targets(self) -> TensorData | None:
+        return TensorData.from_numpy(self._target_logprobs) if self._target_logprobs is not None else None
+
+    @property
+    def alternatives(self) -> PromptAltTokens | None:
+        if self._alt is None:
+            return None
+        return PromptAltTokens(TensorData.from_numpy(self._alt[0]), TensorData.from_numpy(self._alt[1]))

@@ -1,0 +1,442 @@
+"""Continuous batching: at every step requests may join, prompts are computed, and each running sample gets one token.
+
+One step admits what fits, computes some rows of new prompts, draws the first tokens of those that are ready, and then one
+token for every running sample of every tenant, in one pass of the decoder. Rows are grouped by adapter; samples of one prompt share
+its keys and values, prompts with a common beginning share the computation of it.
+
+Deterministic mode: a sample's tokens and logprobs have the same bits whatever else is in the batch and whatever the
+cache holds. Every product then has a number of rows for which this machine's products are known to give the same bits (see
+`RowTiling`), and attention has shapes that depend on the sample's own sequence only.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.engine.drawing import draw, top_logprobs
+from planish.engine.kv_cache import CHUNK, KVPools, KVShape, capacity_for
+from planish.engine.prefix_cache import PrefixCache
+from planish.engine.prompt_scores import PromptScores, asked
+from planish.engine.row_tiling import RowTiling
+from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
+from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
+from planish.engine.stopping import StopCondition
+from planish.model.decoder import Decoder
+from planish.model.head import exact_logits, head_logits
+from planish.model.lora import AdapterRows, LoraWeights
+from planish.service import Sample
+from planish.types import SampledSequence, SampleResponse, TopkLogprobs
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    kv_cache_bytes: int = 4 << 30
+    """Most memory that keys and values of running requests may reserve."""
+    prefix_cache_bytes: int = 1 << 30
+    """Most memory that known prefixes may take beside that."""
+    max_batch: int = 256
+    """Most samples that run at once."""
+    prefill_tokens: int = 2048
+    """Most prompt tokens computed in one step."""
+
+
+class Sampler:
+    """Draws from one base model and any number of its adapters. All methods but `validate` belong to one thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: SamplerSettings,
+        decode_text: Callable[[Sequence[int]], str],
+        tiling: RowTiling | None,
+    ) -> None:
+        """`tiling`: given, the sampler is deterministic."""
+        self._decoder = decoder
+        self._decode_text = decode_text
+        self._tiling = tiling
+        self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
+        per_position = self._shape.bytes_per_position
+        self._scheduler = Scheduler(
+            settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
+        )
+        self._settings = settings
+        self._prompts = KVPools(self._shape)
+        self._samples = KVPools(self._shape)
+        self._cache: PrefixCache[tuple[Tensor, Tensor]] = PrefixCache(
+            CHUNK, settings.prefix_cache_bytes // (per_position * CHUNK)
+        )
+        self._last_hidden: dict[int, Tensor] = {}
+        """Hidden state [1, D] of each ready prompt's last token, by id(prompt)."""
+        self._requests: list[Request] = []
+        self._count = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._scheduler.busy
+
+    def validate(self, op: Sample) -> None:
+        """Raise ValueError if the request cannot be served. May be called from any thread."""
+        config = self._decoder.config
+        tokens = op.prompt.to_ints()
+        if not tokens:
+            raise ValueError("prompt is empty; give at least one token (the model's BOS token, for instance)")
+        _check_vocabulary("prompt", tokens, config.vocab_size)
+        if op.num_samples < 1:
+            raise ValueError(f"num_samples={op.num_samples}: give at least 1")
+        if len(tokens) > config.max_context:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
+            )
+        max_tokens = self._max_tokens(op, len(tokens))
+        if not op.prompt_only and (max_tokens < 1 or len(tokens) + max_tokens > config.max_context):
+            raise ValueError(
+                f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
+                f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
+            )
+        needed = self._scheduler.positions_needed(len(tokens), max_tokens)
+        if needed > self._scheduler.max_positions:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens with max_tokens={max_tokens} needs {needed * self._shape.bytes_per_position:,} bytes "
+                f"of keys and values, and kv_cache_bytes={self._settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
+            )
+        _check_stop_ids(op.sampling_params.stop, config.vocab_size)
+        _check_questions(op, len(tokens), config.vocab_size)
+
+    def submit(
+        self, op: Sample, weights: LoraWeights | None, version: Hashable, future: Future[SampleResponse]
+    ) -> None:
+        """Queue a validated request; its answer goes to `future`, whose cancellation withdraws it."""
+        tokens = op.prompt.to_ints()
+        params = op.sampling_params
+        seed = params.seed if params.seed is not None else secrets.randbits(64)
+        request = Request(
+            op=op,
+            number=self._count,
+            tokens=tokens,
+            max_tokens=self._max_tokens(op, len(tokens)),
+            weights=weights,
+            version=version,
+            stop=StopCondition.of(params.stop, self._decoder.config.eos_token_ids),
+            seed=seed,
+            scores=PromptScores(op, tokens, seed) if asked(op) else None,
+            future=future,
+        )
+        self._count += 1
+        self._requests.append(request)
+        self._scheduler.waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Advance every running request by one token, and start what fits."""
+        self._drop_cancelled()
+        for prompt in self._scheduler.admit(self._cache):
+            self._place(prompt)
+        batch = self._scheduler.prefill_batch()
+        if batch:
+            self._prefill(batch)
+        fresh = [sample for sample in self._scheduler.running if not sample.tokens and sample.prompt.ready]
+        if fresh:
+            self._draw_first(fresh)
+        going = [sample for sample in self._scheduler.running if sample.tokens]
+        if going:
+            self._decode(going)
+
+    def forget(self, version: Hashable) -> None:
+        """Free the cached prefixes of a version that nobody will ask for again."""
+        self._cache.forget(version)
+
+    def fail(self, error: Exception) -> None:
+        """Answer every request with `error` and start afresh; after a fault in `step`, whose state cannot be trusted."""
+        requests, self._requests = self._requests, []
+        settings = self._scheduler
+        self._scheduler = Scheduler(settings.max_batch, settings.max_positions, settings.prefill_tokens)
+        self._prompts, self._samples = KVPools(self._shape), KVPools(self._shape)
+        self._last_hidden.clear()
+        for request in requests:
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_exception(error)
+
+    def _max_tokens(self, op: Sample, prompt_tokens: int) -> int:
+        if op.prompt_only:
+            return 0
+        asked_for = op.sampling_params.max_tokens
+        return self._decoder.config.max_context - prompt_tokens if asked_for is None else asked_for
+
+    # Prompts
+
+    def _place(self, prompt: Prompt) -> None:
+        """Give a new prompt its slot, with what the cache knows of it."""
+        pool = self._prompts.of(prompt.capacity)
+        pool.add(prompt)
+        known = [] if prompt.scored_for else self._cache.find(prompt.version, prompt.tokens)
+        for index, chunk in enumerate(known):
+            pool.write(prompt.slot, index * CHUNK, chunk)
+        prompt.computed = prompt.cached = len(known) * CHUNK
+
+    def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
+        batch = sorted(batch, key=lambda item: id(item[0].weights))
+        layout = _RowLayout([(prompt.weights, count) for prompt, count in batch], self._tiling)
+        tokens, positions = [0] * layout.total, [0] * layout.total
+        spans = []
+        for (prompt, count), row in zip(batch, layout.starts, strict=True):
+            start = prompt.computed
+            tokens[row : row + count] = prompt.tokens[start : start + count]
+            positions[row : row + count] = range(start, start + count)
+            spans.append(PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count))
+        attention = PrefillAttention(spans, CHUNK if self._tiling else None)
+        hidden = self._hidden(tokens, positions, attention, layout.adapters)
+        for (prompt, count), row in zip(batch, layout.starts, strict=True):
+            self._computed(prompt, hidden[row : row + count])
+
+    def _computed(self, prompt: Prompt, hidden: Tensor) -> None:
+        """`hidden` [count, D] are the next rows of the prompt."""
+        request = prompt.scored_for
+        if request is not None and request.scores is not None:
+            lora = prompt.weights.head if prompt.weights else None
+            weight = self._decoder.head_weight
+            request.scores.add(
+                prompt.computed,
+                hidden,
+                lambda h: self._logits(h, [AdapterRows(0, h.shape[0], prompt.weights)]),
+                lambda h, rows, ids: exact_logits(h, weight, lora, rows, ids),
+            )
+        prompt.computed += hidden.shape[0]
+        if not prompt.ready:
+            return
+        self._last_hidden[id(prompt)] = hidden[-1:].clone()
+        missing = self._cache.missing(prompt.version, prompt.tokens)
+        pool = self._prompts.of(prompt.capacity)
+        chunks = [pool.read(prompt.slot, i * CHUNK, (i + 1) * CHUNK) for i in missing]
+        self._cache.add(prompt.version, prompt.tokens, chunks)
+        if request is not None and not request.num_samples:
+            prompt.waiting -= 1
+            self._deliver(request)
+            self._release_if_unused(prompt)
+
+    def _release_if_unused(self, prompt: Prompt) -> None:
+        if prompt.waiting == 0 and prompt in self._scheduler.prompts:
+            self._scheduler.release(prompt)
+            self._prompts.of(prompt.capacity).remove(prompt)
+            self._last_hidden.pop(id(prompt), None)
+
+    # Samples
+
+    def _draw_first(self, samples: list[RunningSample]) -> None:
+        """The first token of each sample, from its prompt's last hidden state; the head runs once a prompt."""
+        samples = sorted(samples, key=lambda s: (id(s.prompt.weights), id(s.prompt)))
+        prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
+        layout = _RowLayout([(prompt.weights, 1) for prompt in prompts], self._tiling)
+        hidden = torch.zeros(
+            layout.total, self._decoder.config.hidden_size, dtype=self._decoder.dtype, device=self._decoder.device
+        )
+        row_of = {id(prompt): row for prompt, row in zip(prompts, layout.starts, strict=True)}
+        for prompt in prompts:
+            hidden[row_of[id(prompt)]] = self._last_hidden[id(prompt)][0]
+        logits = self._logits(hidden, layout.adapters)
+        self._draw(samples, [row_of[id(sample.prompt)] for sample in samples], hidden, logits, layout.adapters)
+
+    def _decode(self, samples: list[RunningSample]) -> None:
+        """One more token for each: its last token goes through the decoder."""
+        samples = sorted(samples, key=lambda s: id(s.prompt.weights))
+        for sample in samples:
+            self._make_room(sample)
+        layout = _RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling)
+        tokens, positions = [0] * layout.total, [0] * layout.total
+        for sample, row in zip(samples, layout.starts, strict=True):
+            tokens[row] = sample.tokens[-1]
+            positions[row] = sample.prompt.length + sample.drawn
+        rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
+        attention = DecodeAttention(rows, self._prompts, self._samples, self._tiling is not None, self._decoder.device)
+        hidden = self._hidden(tokens, positions, attention, layout.adapters)
+        self._draw(samples, layout.starts, hidden, self._logits(hidden, layout.adapters), layout.adapters)
+
+    def _make_room(self, sample: RunningSample) -> None:
+        """Room for the key of the sample's last token."""
+        need = capacity_for(sample.drawn + 1)
+        if sample.capacity == 0:
+            self._samples.of(need).add(sample)
+        elif need > sample.capacity:
+            self._samples.of(sample.capacity).move(sample, self._samples.of(need))
+        sample.capacity = max(need, sample.capacity)
+
+    def _draw(
+        self,
+        samples: list[RunningSample],
+        rows: list[int],
+        hidden: Tensor,
+        logits: Tensor,
+        adapters: list[AdapterRows],
+    ) -> None:
+        """Draw from row rows[i] of hidden and logits for samples[i], and note what came out."""
+        if rows != list(range(logits.shape[0])):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        params = [sample.request.op.sampling_params for sample in samples]
+        drawn = draw(logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples])
+        exact = self._exact(hidden, rows, drawn.tokens, adapters)
+        temperature = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
+        logprobs = (exact / temperature - drawn.log_normalizer).tolist()
+        most = max(sample.request.op.topk_sample_logprobs for sample in samples)
+        tops = top_logprobs(logits, drawn.log_normalizer, temperature, most) if most else None
+        top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
+        for i, (sample, token, logprob) in enumerate(zip(samples, drawn.tokens.tolist(), logprobs, strict=True)):
+            k = sample.request.op.topk_sample_logprobs
+            sample.tokens.append(token)
+            sample.logprobs.append(min(logprob, 0.0))
+            if k:
+                sample.top.append((top_ids[i][:k], top_values[i][:k]))
+            if len(sample.tokens) == sample.request.max_tokens or self._stopped(sample):
+                self._finish(sample)
+
+    def _stopped(self, sample: RunningSample) -> bool:
+        return sample.request.stop.met(sample.tokens, self._decode_text)
+
+    def _finish(self, sample: RunningSample) -> None:
+        self._take_out(sample)
+        request = sample.request
+        k = request.op.topk_sample_logprobs
+        top = TopkLogprobs(
+            np.array([ids for ids, _ in sample.top], np.int32),
+            np.array([values for _, values in sample.top], np.float32),
+        )
+        request.sequences[sample.index] = SampledSequence(
+            stop_reason="stop" if self._stopped(sample) else "length",
+            sequence_id=f"{request.op.sampler_id}:{request.number}:{sample.index}",
+            tokens_np=np.array(sample.tokens, np.int32),
+            logprobs_np=np.array(sample.logprobs, np.float32),
+            topk_logprobs_np=top if k else None,
+        )
+        if len(request.sequences) == request.num_samples:
+            self._deliver(request)
+
+    def _take_out(self, sample: RunningSample) -> None:
+        self._scheduler.finish(sample)
+        if sample.capacity:
+            self._samples.of(sample.capacity).remove(sample)
+        self._release_if_unused(sample.prompt)
+
+    def _deliver(self, request: Request) -> None:
+        self._requests.remove(request)
+        scores = request.scores
+        assert request.prompt is not None
+        response = SampleResponse(
+            sequences=[request.sequences[i] for i in range(request.num_samples)],
+            prompt_logprobs_np=scores.logprobs if scores else None,
+            topk_prompt_logprobs_np=scores.top if scores else None,
+            target_prompt_logprobs=scores.targets if scores else None,
+            prompt_alt_tokens=scores.alternatives if scores else None,
+            prompt_cache_hit_tokens=request.prompt.cached,
+        )
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_result(response)
+
+    def _drop_cancelled(self) -> None:
+        for request in [request for request in self._requests if request.future.cancelled()]:
+            self._requests.remove(request)
+            for sample in self._scheduler.withdraw(request):
+                self._take_out(sample)
+            if request.prompt is not None:
+                self._release_if_unused(request.prompt)
+
+    # The decoder
+
+    def _hidden(
+        self, tokens: list[int], positions: list[int], attention: Callable[..., Tensor], adapters: list[AdapterRows]
+    ) -> Tensor:
+        device = self._decoder.device
+        tile = self._tiling.tile if self._tiling else None
+        return self._decoder.hidden(
+            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention, adapters, tile=tile
+        )
+
+    def _logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
+        """float32 [R, V]; rows in the order of `hidden`."""
+        tile = self._tiling.tile if self._tiling else None
+        multiple = self._tiling.multiple if self._tiling else 1
+        parts = []
+        for rows in adapters:
+            h = hidden[rows.start : rows.stop]
+            lora = rows.weights.head if rows.weights else None
+            missing = -h.shape[0] % multiple
+            padded = torch.nn.functional.pad(h, (0, 0, 0, missing)) if missing else h
+            pieces = padded.split(tile) if tile else (padded,)
+            parts += [head_logits(piece, self._decoder.head_weight, lora) for piece in pieces]
+            if missing:
+                parts[-1] = parts[-1][: parts[-1].shape[0] - missing]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _exact(self, hidden: Tensor, rows: list[int], tokens: Tensor, adapters: list[AdapterRows]) -> Tensor:
+        """Logits of tokens[i] at hidden row rows[i]: float32 [B]."""
+        row_ids = torch.tensor(rows, device=hidden.device)
+        out = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
+        for segment in adapters:
+            mine = ((row_ids >= segment.start) & (row_ids < segment.stop)).nonzero().squeeze(1)
+            lora = segment.weights.head if segment.weights else None
+            if len(mine):
+                out[mine] = exact_logits(hidden, self._decoder.head_weight, lora, row_ids[mine], tokens[mine])
+        return out
+
+
+class _RowLayout:
+    """Where the rows of each member of a batch go: members of one adapter together, padded as the tiling asks."""
+
+    def __init__(self, members: Sequence[tuple[LoraWeights | None, int]], tiling: RowTiling | None) -> None:
+        multiple = tiling.multiple if tiling else 1
+        self.starts: list[int] = []
+        self.adapters: list[AdapterRows] = []
+        row = first = 0
+        for index, (weights, count) in enumerate(members):
+            self.starts.append(row)
+            row += count
+            if index + 1 == len(members) or members[index + 1][0] is not weights:
+                row += -row % multiple
+                self.adapters.append(AdapterRows(first, row, weights))
+                first = row
+        self.total = row
+
+
+def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        bad = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}")
+
+
+def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size: int) -> None:
+    if stop is not None and not isinstance(stop, str):
+        _check_vocabulary("SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size)
+
+
+def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if not 0 <= getattr(op, name) <= vocab_size:
+            raise ValueError(f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}")
+    if op.prompt_logprobs_last_n is not None:
+        if op.prompt_logprobs_last_n < 1:
+            raise ValueError(f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all")
+        if not (op.prompt_logprobs or op.topk_prompt_logprobs):
+            raise ValueError(
+                "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
+            )
+    if op.prompt_only and not asked(op):
+        raise ValueError("prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs")
+    if op.target_prompt_logprobs is not None:
+        targets = op.target_prompt_logprobs
+        if (
+            targets.dtype != "int64"
+            or targets.shape is None
+            or len(targets.shape) != 2
+            or targets.shape[0] != prompt_tokens - 1
+        ):
+            raise ValueError(
+                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; "
+                f"give int64 [prompt length - 1, K] = [{prompt_tokens - 1}, K], with -1 where nothing is asked"
+            )
+        wanted = targets.to_numpy()
+        if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
+            raise ValueError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")
