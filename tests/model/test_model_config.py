@@ -1,0 +1,221 @@
+import dataclasses
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
+from planish.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeConfig
+from planish.testing import EOS_TOKEN_ID, tiny_model
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3_SCALING,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def write(directory, fields, **changes):
+    content = {key: value for key, value in {**fields, **changes}.items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_llama_with_rope_scaling_of_older_transformers(tmp_path):
+    assert ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B)) == ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(500000.0, Llama3RopeScaling(32.0, 1.0, 4.0, 8192)),
+        max_context=131072,
+        tied_head=True,
+        qk_norm=False,
+        qkv_bias=False,
+        eos_token_ids=(128001, 128008, 128009),
+    )
+
+
+def test_rope_parameters_of_transformers_5_mean_the_same(tmp_path):
+    old = ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B))
+    parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
+    new = write(tmp_path, LLAMA_32_1B, rope_scaling="absent", rope_theta="absent", rope_parameters=parameters)
+    assert ModelConfig.from_directory(new) == old
+
+
+def test_qwen2_has_biases_and_an_unused_sliding_window(tmp_path):
+    config = ModelConfig.from_directory(write(tmp_path, QWEN25_05B))
+    assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == ("qwen2", True, False, 64)
+    assert config.rope == RopeConfig(1000000.0)
+
+
+def test_qwen3_has_norms_of_queries_and_keys(tmp_path):
+    config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B))
+    assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == ("qwen3", False, True, 128)
+
+
+def test_linear_scaling_under_its_older_key(tmp_path):
+    directory = write(tmp_path, QWEN3_06B, rope_scaling={"type": "linear", "factor": 4})
+    assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_what_transformers_writes_is_read(tmp_path, family):
+    config = ModelConfig.from_directory(tiny_model(tmp_path, family, head_dim=24, layers=3, kv_heads=1))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert config.family == family
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (3, 1, 24)
+    assert (config.num_heads, config.hidden_size) == (theirs.num_attention_heads, theirs.hidden_size)
+    assert config.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    assert config.eos_token_ids == (EOS_TOKEN_ID,)
+
+
+def test_generation_config_names_the_end_of_sequence_first(tmp_path):
+    directory = write(tmp_path, QWEN3_06B)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643, 151645]}))
+    assert ModelConfig.from_directory(directory).eos_token_ids == (151645, 151643)
+
+
+def test_a_model_without_end_of_sequence_has_none(tmp_path):
+    directory = write(tmp_path, QWEN3_06B, eos_token_id=None)
+    (directory / "generation_config.json").write_text("{}")
+    assert ModelConfig.from_directory(directory).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "named"),
+    [
+        (LLAMA_32_1B, {"attention_bias": True}, "attention_bias"),
+        (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA_32_1B, {"pretraining_tp": 2}, "pretraining_tp"),
+        (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
+        (LLAMA_32_1B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA_32_1B, {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+        (LLAMA_32_1B, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        (LLAMA_32_1B, {"rope_interleaved": True}, "rope_interleaved"),
+        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        (LLAMA_32_1B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        (LLAMA_32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA_32_1B, {"num_local_experts": 8}, "num_local_experts"),
+        (LLAMA_32_1B, {"num_key_value_heads": 5}, "num_key_value_heads"),
+        (LLAMA_32_1B, {"head_dim": 63}, "head_dim"),
+        (QWEN25_05B, {"use_sliding_window": True, "max_window_layers": 12}, "window"),
+        (QWEN25_05B, {"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "window"),
+        (QWEN3_06B, {"attention_bias": True}, "attention_bias"),
+        (QWEN3_06B, {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "Qwen3MoeForCausalLM"),
+        (QWEN3_06B, {"rope_scaling": "absent", "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "layers"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, fields, changes, named):
+    with pytest.raises(UnsupportedError, match=named):
+        ModelConfig.from_directory(write(tmp_path, fields, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": "absent"}, "vocab_size is missing"),
+        ({"hidden_size": "2048"}, "hidden_size is '2048'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        ({"eos_token_id": 128256}, "outside the vocabulary"),
+        ({"eos_token_id": "end"}, "not token ids"),
+    ],
+)
+def test_damaged_fields_are_named(tmp_path, changes, named):
+    with pytest.raises(DamagedFileError, match=named):
+        ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B, **changes))
+
+
+def test_files_that_are_no_config(tmp_path):
+    with pytest.raises(UnknownModelError, match=r"no config\.json"):
+        ModelConfig.from_directory(tmp_path)
+    for content in ("{", "[1]", ""):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(DamagedFileError, match=r"config\.json"):
+            ModelConfig.from_directory(tmp_path)
+
+
+def test_fingerprint_follows_the_architecture_alone(tmp_path):
+    config = ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B))
+    same = dataclasses.replace(config, eos_token_ids=(1,), max_context=4096)
+    assert same.fingerprint() == config.fingerprint()
+    others = [
+        dataclasses.replace(config, num_layers=15),
+        dataclasses.replace(config, tied_head=False),
+        dataclasses.replace(config, rope=RopeConfig(500000.0)),
+        dataclasses.replace(config, rope=RopeConfig(500000.0, LinearRopeScaling(32.0))),
+    ]
+    assert len({config.fingerprint(), *(other.fingerprint() for other in others)}) == 5

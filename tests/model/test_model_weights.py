@@ -1,0 +1,166 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
+from planish.model.config import ModelConfig
+from planish.model.weights import expected_shapes, load_weights
+from planish.testing import save_weights, tiny_model
+
+
+def load(directory):
+    return load_weights(directory, ModelConfig.from_directory(directory))
+
+
+def rewrite(directory, change):
+    """Store the weights of `directory` again after `change` has edited the dictionary of tensors."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    change(tensors)
+    save_weights(directory, tensors)
+    return directory
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_and_values_are_those_of_transformers(tmp_path, family, tied):
+    weights = load(tiny_model(tmp_path, family, tied=tied, dtype="bfloat16"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    if tied:
+        del theirs["lm_head.weight"]
+    assert weights.keys() == theirs.keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_sharded_weights_equal_single_ones(tmp_path):
+    single = load(tiny_model(tmp_path / "single", "qwen3", tied=False))
+    sharded = load(tiny_model(tmp_path / "sharded", "qwen3", tied=False, shards=4))
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 4
+    assert single.keys() == sharded.keys()
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_every_tensor_lies_in_a_mapping_of_its_file(tmp_path):
+    weights = load(tiny_model(tmp_path, shards=2))
+    regions = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(".safetensors"):
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            regions.append((start, end, Path(line.split(maxsplit=5)[5]).parent))
+    for name, tensor in weights.items():
+        assert any(
+            start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end and folder == tmp_path.resolve()
+            for start, end, folder in regions
+        ), f"{name} was copied"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_our_own_does_not_grow_by_the_model(tmp_path):
+    def anonymous_bytes():
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
+
+    tiny_model(tmp_path, vocab_size=131072, hidden_size=128)
+    before = anonymous_bytes()
+    weights = load(tmp_path)
+    total = sum(tensor.sum() for tensor in weights.values())  # reads every page
+    assert torch.isfinite(total)
+    stored = sum(tensor.nbytes for tensor in weights.values())
+    assert stored > 60e6
+    assert anonymous_bytes() - before < stored / 4
+
+
+def test_misfits_are_named_before_use(tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.norm.weight"] = torch.ones(65)
+
+    with pytest.raises(DamagedFileError) as caught:
+        load(rewrite(tiny_model(tmp_path), change))
+    message = str(caught.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight" in message
+    assert "unexpected: model.layers.0.self_attn.q_proj.bias" in message
+    assert "model.norm.weight is (65,), not (64,)" in message
+
+
+def test_many_misfits_are_counted(tmp_path):
+    directory = tiny_model(tmp_path, "qwen3", layers=2)
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 9, "layer_types": None}))
+    with pytest.raises(DamagedFileError, match=r"missing: model\.layers\.2\..* and 72 more"):
+        load(directory)
+
+
+def test_a_tied_head_may_be_stored_but_must_agree(tmp_path):
+    directory = tiny_model(tmp_path)
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert "lm_head.weight" not in load(directory)
+    rewrite(directory, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    with pytest.raises(UnsupportedError, match="tie_word_embeddings"):
+        load(directory)
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    directory = rewrite(tiny_model(tmp_path), lambda tensors: tensors.update({name: torch.ones(8)}))
+    assert load(directory).keys() == expected_shapes(ModelConfig.from_directory(directory)).keys()
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, 20000])
+def test_truncated_files_are_refused(tmp_path, kept):
+    file = tiny_model(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_an_altered_header_is_refused(tmp_path):
+    file = tiny_model(tmp_path) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[0] ^= 0xFF
+    file.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
+        load(tmp_path)
+
+
+def test_pickles_are_refused_with_the_remedy(tmp_path):
+    directory = tiny_model(tmp_path)
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match="convert them to safetensors"):
+        load(directory)
+
+
+def test_absent_weights_and_shards(tmp_path):
+    directory = tiny_model(tmp_path, shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DamagedFileError, match=r"model-00002-of-00002\.safetensors is missing"):
+        load(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    with pytest.raises(UnknownModelError, match="no weights"):
+        load(directory)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, {"model.norm.weight": "../outside.safetensors"}, {"a": 3}])
+def test_a_bad_index_is_refused(tmp_path, weight_map):
+    directory = tiny_model(tmp_path, shards=2)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(DamagedFileError, match=r"index\.json"):
+        load(directory)
+
+
+def test_integer_weights_are_refused(tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def quantize(tensors):
+        tensors[name] = tensors[name].to(torch.int8)
+
+    with pytest.raises(UnsupportedError, match=f"{name} .*I8"):
+        load(rewrite(tiny_model(tmp_path), quantize))
