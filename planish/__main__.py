@@ -1,0 +1,8 @@
+"""`python -m planish` is the command `planish`."""
+
+import sys
+
+from planish.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""The directory of one training run, and how it survives being killed.
+
+    config.json         the options of the run, written whole
+    metrics.jsonl       one object a training step, "step" first, flushed as each is made
+    checkpoints.jsonl   one object a checkpoint; the last one with "state_path" is where a run resumes
+    *.png               curves
+
+Invariants: a file is whole or absent (`write_whole`), an appended row is whole or cut off at the next start. Everything
+up to a checkpoint's row is on disk before that row is, so dropping the rows of later steps (`resume_at`) and doing those
+steps again leaves each step in metrics.jsonl exactly once. One process holds a run at a time, and only with the options
+that the run began with.
+"""
+
+import errno
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from planish.errors import DamagedFileError, StorageError, UserError
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints.jsonl"
+CONFIG = "config.json"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A row of checkpoints.jsonl. Fields that are None are left out of the file."""
+
+    name: str
+    batch: int
+    """Batches that were trained before this checkpoint: the index of the one to go on with."""
+    state_path: str | None = None
+    """Weights and optimizer state."""
+    sampler_path: str | None = None
+    """Weights only."""
+    final: bool | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self) -> Row:
+        known = {name: getattr(self, name) for name in _RECORD_FIELDS}
+        return {name: value for name, value in {**known, **self.extra}.items() if value is not None}
+
+    @classmethod
+    def from_row(cls, row: Row) -> Self:
+        known = {name: row[name] for name in _RECORD_FIELDS if name in row}
+        return cls(**known, extra={name: value for name, value in row.items() if name not in _RECORD_FIELDS})
+
+
+_RECORD_FIELDS = ("name", "batch", "state_path", "sampler_path", "final")
+
+
+class RunDirectory:
+    """One run's files, held by this process until `close` (or the end of the `with` block)."""
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any], *, may_change: Collection[str] = ()) -> None:
+        """Make the directory, or go on with the run that is in it.
+
+        Raises UserError when another process holds it, or when the run in it had other options than `config` (those in
+        `may_change` aside).
+        """
+        self.path = Path(path).expanduser()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.path / ".lock")
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"log_path={self.path}: another process is writing this run; wait for it or give another log_path"
+            ) from error
+        except OSError as error:
+            raise StorageError(f"log_path={self.path}: {error}; give a log_path that can be written to") from error
+        try:
+            self._check_config(_plain(config), may_change)
+            self._metrics = _Appender(self.path / METRICS)
+            self._checkpoints = _Appender(self.path / CHECKPOINTS)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._checkpoints.close()
+        self._lock.release()
+
+    def resume_point(self) -> CheckpointRecord | None:
+        """The newest checkpoint that has optimizer state; None in a new run."""
+        return resume_point(self.path)
+
+    def resume_at(self, batch: int) -> None:
+        """Drop the metrics of steps from `batch` on: they will be done again."""
+        rows = self.metrics()
+        kept = [row for row in rows if row["step"] < batch]
+        if len(kept) < len(rows):
+            self._metrics.replace(kept)
+
+    def metrics(self) -> list[Row]:
+        return read_rows(self.path / METRICS)
+
+    def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Append one row and flush it. Numbers only, all finite."""
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name!r} of step {step} is {value}: log finite numbers only")
+        self._metrics.append({"step": step, **_plain(metrics)})
+
+    def log_checkpoint(self, record: CheckpointRecord) -> None:
+        """Append a checkpoint that is already on disk; all metrics so far are made durable before it."""
+        self._metrics.sync()
+        self._checkpoints.append(record.row())
+        self._checkpoints.sync()
+
+    def _check_config(self, config: Row, may_change: Collection[str]) -> None:
+        path = self.path / CONFIG
+        if path.exists():
+            found = _read_object(path)
+            names = sorted((found.keys() | config.keys()) - set(may_change))
+            changed = [name for name in names if found.get(name) != config.get(name)]
+            if changed:
+                listed = ", ".join(f"{name} was {found.get(name)!r}, is {config.get(name)!r}" for name in changed)
+                raise UserError(
+                    f"log_path={self.path} holds a run with other options: {listed}; "
+                    "give the same options to go on with it, or another log_path"
+                )
+        elif (self.path / METRICS).exists() or (self.path / CHECKPOINTS).exists():
+            raise UserError(f"log_path={self.path} holds files of a run but no {CONFIG}; give another log_path")
+        write_whole(path, json.dumps(config, indent=2) + "\n")
+
+
+def resume_point(path: str | Path) -> CheckpointRecord | None:
+    """The newest checkpoint with optimizer state that the run directory `path` records, if any."""
+    rows = [row for row in read_rows(Path(path) / CHECKPOINTS) if row.get("state_path")]
+    if not rows:
+        return None
+    try:
+        return CheckpointRecord.from_row({"batch": 0, **rows[-1]})
+    except TypeError as error:
+        raise DamagedFileError(f"{Path(path) / CHECKPOINTS}: its last state has no name; remove that row") from error
+
+
+def checkpoint_of(path: str) -> str:
+    """`path` itself, or the newest state of the run directory that it names."""
+    if not (Path(path).expanduser() / CHECKPOINTS).is_file():
+        return path
+    record = resume_point(Path(path).expanduser())
+    if record is None or record.state_path is None:
+        raise UserError(f"load_checkpoint_path={path}: the run in it saved no state; let it reach a checkpoint first")
+    return record.state_path
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """The objects of a JSONL file; [] if there is no file. A torn last line, as a kill leaves it, is left out.
+
+    Raises DamagedFileError when any other line is not an object.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif line.strip() and number < len(lines):
+            raise DamagedFileError(f"{path}, line {number} is not a JSON object; repair or remove that line")
+    return rows
+
+
+def write_whole(path: str | Path, data: bytes | str) -> None:
+    """Put `data` at `path` such that a reader, now or after a power cut, sees the old file or the whole new one."""
+    path = Path(path)
+    payload = data.encode() if isinstance(data, str) else data
+    aside: str | None = None
+    try:
+        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)  # mkstemp makes it private
+        os.replace(aside, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise StorageError(f"cannot write {path} ({error}); free space or rights there") from error
+    finally:
+        if aside is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(aside)
+
+
+def draw_curve(
+    path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("reward/total",), *, title: str, xlabel: str = "step"
+) -> bool:
+    """Write a PNG of the metrics `names` over the steps; rows without a metric are gaps. False if no row has any."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # seconds to load, and only for pictures
+    from matplotlib.figure import Figure
+
+    rows = list(rows)
+    curves = {name: [(row["step"], row[name]) for row in rows if row.get(name) is not None] for name in names}
+    if not any(curves.values()):
+        return False
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in curves.items():
+        if points:
+            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
+    axes.set(title=title, xlabel=xlabel)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_whole(path, image.getvalue())
+    return True
+
+
+class _Appender:
+    """A JSONL file that is open for appending; the torn last line of an earlier process is repaired at the start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _repair(path)
+        self._file = self._open()
+
+    def append(self, row: Row) -> None:
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        whole = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(whole)  # or the next row would begin in the middle of this line
+            raise StorageError(f"cannot append to {self.path} ({error}); free space and start again") from error
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path} to disk ({error}); free space and start again") from error
+
+    def replace(self, rows: Iterable[Row]) -> None:
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._file.close()
+        self._file = self._open()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> io.FileIO:
+        try:
+            return open(self.path, "ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path} ({error}); give another log_path") from error
+
+
+def _repair(path: Path) -> None:
+    """End the file with a whole line: the newline that a kill cut off is put back, half a row is removed."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole, _, tail = content.rpartition(b"\n")
+    if not tail:
+        return
+    if _parse(tail) is not None:
+        write_whole(path, content + b"\n")
+    else:
+        write_whole(path, whole + b"\n" if whole else b"")
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # also when the cut fell inside a character
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _read_object(path: Path) -> Row:
+    found = _parse(path.read_bytes())
+    if found is None:
+        raise DamagedFileError(f"{path} is not a JSON object; repair it or give another log_path")
+    return found
+
+
+def _plain(values: Mapping[str, Any]) -> Row:
+    """What JSON can hold: numbers of other libraries become Python's, paths and other objects their text."""
+    return json.loads(json.dumps(dict(values), default=_to_json))
+
+
+def _to_json(value: Any) -> Any:
+    if hasattr(value, "item"):
+        return value.item()
+    return str(value)
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

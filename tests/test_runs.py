@@ -1,0 +1,160 @@
+"""A run directory survives what kills a run: torn lines, a full disk, two processes, other options."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planish.errors import DamagedFileError, StorageError, UserError
+from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, draw_curve, read_rows, resume_point, write_whole
+
+CONFIG = {"batch_size": 4, "max_steps": 10}
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def test_rows_are_on_disk_as_soon_as_they_are_logged(tmp_path):
+    with RunDirectory(tmp_path / "run", CONFIG) as run:
+        run.log(0, {"reward/total": 0.25})
+        assert read_rows(run.path / "metrics.jsonl") == [{"step": 0, "reward/total": 0.25}]
+    assert json.loads((tmp_path / "run/config.json").read_text()) == CONFIG
+
+
+def test_step_is_the_first_key(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(3, {"a": 1.0})
+    assert lines(tmp_path / "metrics.jsonl")[0].startswith('{"step": 3')
+
+
+def test_numbers_of_other_libraries_become_plain(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(0, {"a": numpy.float32(0.5), "b": numpy.int64(2)})
+        assert run.metrics() == [{"step": 0, "a": 0.5, "b": 2}]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path, value):
+    with RunDirectory(tmp_path, CONFIG) as run, pytest.raises(ValueError, match="optim/lr.*step 7"):
+        run.log(7, {"optim/lr": value})
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_a_kill_at_any_byte_of_the_last_row_loses_at_most_that_row(tmp_path, cut):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(0, {"reward/total": 0.25})
+        run.log(1, {"reward/total": 0.5})
+    path = tmp_path / "metrics.jsonl"
+    os.truncate(path, path.stat().st_size - cut)
+    before = read_rows(path)
+    with RunDirectory(tmp_path, CONFIG) as run:
+        assert run.metrics() == before
+        run.log(2, {"reward/total": 0.75})
+    expected = [0, 1, 2] if cut == 1 else [0, 2]
+    assert [row["step"] for row in read_rows(path)] == expected
+    assert path.read_bytes().endswith(b"}\n")
+
+
+def test_a_damaged_line_inside_is_an_error_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
+    with pytest.raises(DamagedFileError, match="line 2"):
+        read_rows(path)
+
+
+def test_resume_drops_exactly_the_steps_that_are_done_again(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        for step in range(5):
+            run.log(step, {"reward/total": step / 10})
+            if step == 2:
+                run.log_checkpoint(CheckpointRecord(name="000003", batch=3, state_path="planish://a/weights/000003"))
+    with RunDirectory(tmp_path, CONFIG) as run:
+        record = run.resume_point()
+        assert record is not None
+        run.resume_at(record.batch)
+        for step in range(record.batch, 6):
+            run.log(step, {"reward/total": 1.0})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+    assert [row["reward/total"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.0, 0.1, 0.2, 1.0, 1.0, 1.0]
+
+
+def test_the_resume_point_is_the_last_row_with_a_state(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log_checkpoint(CheckpointRecord("000002", 2, state_path="s2"))
+        run.log_checkpoint(CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5}))
+        run.log_checkpoint(CheckpointRecord("000005", 5, sampler_path="only-weights"))
+    assert resume_point(tmp_path) == CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5})
+    assert checkpoint_of(str(tmp_path)) == "s4"
+    assert checkpoint_of("planish://a/weights/x") == "planish://a/weights/x"
+
+
+def test_fields_that_are_none_are_left_out(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log_checkpoint(CheckpointRecord("final", 7, state_path="s", final=True))
+    assert read_rows(tmp_path / "checkpoints.jsonl") == [
+        {"name": "final", "batch": 7, "state_path": "s", "final": True}
+    ]
+
+
+def test_other_options_are_refused_by_name(tmp_path):
+    RunDirectory(tmp_path, CONFIG).close()
+    with pytest.raises(UserError, match=r"batch_size was 4, is 8.*another log_path"):
+        RunDirectory(tmp_path, {**CONFIG, "batch_size": 8})
+    with RunDirectory(tmp_path, {**CONFIG, "max_steps": 20}, may_change=["max_steps"]):
+        assert json.loads((tmp_path / "config.json").read_text())["max_steps"] == 20
+
+
+def test_files_of_an_unknown_run_are_not_taken_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match=r"no config\.json"):
+        RunDirectory(tmp_path, CONFIG)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    code = f"from planish.runs import RunDirectory; RunDirectory({str(tmp_path)!r}, {CONFIG!r})"
+    with RunDirectory(tmp_path, CONFIG):
+        second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "another process is writing this run" in second.stderr
+    third = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert third.returncode == 0, third.stderr
+
+
+def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    write_whole(path, "old")
+
+    def no_space(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(StorageError, match=r"config\.json.*No space left.*free space"):
+        write_whole(path, "new and longer")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_a_storage_error(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(0, {"a": 1.0})
+        run._metrics.close()
+        run._metrics._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        with pytest.raises(StorageError, match="free space"):
+            run.log(1, {"a": 2.0})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0]
+
+
+def test_the_curve_is_a_picture_and_leaves_no_global_state(tmp_path):
+    rows = [{"step": step, "reward/total": step / 4} for step in range(5)] + [{"step": 5, "test/correct": 0.5}]
+    before = "matplotlib.pyplot" in sys.modules
+    assert draw_curve(tmp_path / "curve.png", rows, title="GRPO")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not draw_curve(tmp_path / "none.png", rows, ["no/such"], title="GRPO")
+    assert not (tmp_path / "none.png").exists()
+    assert ("matplotlib.pyplot" in sys.modules) == before
