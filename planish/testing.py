@@ -4,8 +4,8 @@
 every test of a model: what planish computes on it can be compared with `AutoModelForCausalLM.from_pretrained(path)`.
 
 Invariants: the same arguments give the same bytes; token id b < 256 is the byte b, so any text has a round trip; the
-special tokens that the chat formats of the supported families need are single ids; weights are large enough that logits differ.
-The random weights know nothing: a test that needs a model that answers uses the embedded default model.
+special tokens that the chat formats of the supported families need are single ids; weights are large enough that logits
+differ. The random weights know nothing: a test that needs a model that answers uses the embedded default model.
 """
 
 import json

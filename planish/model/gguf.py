@@ -237,7 +237,7 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
     table = source.metadata
     if table.get("tokenizer.ggml.model") != "gpt2":
         raise UnsupportedError(
-            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts 'gpt2' (byte-level BPE)"
+            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts 'gpt2' alone"
         )
     tokens, kinds = table.get("tokenizer.ggml.tokens"), table.get("tokenizer.ggml.token_type")
     if not tokens or not kinds or len(tokens) != len(kinds):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import scan_cache_dir
+from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from rich.console import Console
 from rich.table import Table
@@ -76,7 +76,7 @@ def _embedded() -> ModelEntry:
 
 def _hub_cache() -> Iterator[ModelEntry]:
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for name in sorted(repository.repo_id for repository in repositories if repository.repo_type == "model"):

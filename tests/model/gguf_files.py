@@ -1,0 +1,92 @@
+"""GGUF files for tests, laid out as llama.cpp's converter does it, from a tiny model whose logits are known."""
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file
+
+from planish.model.config import ModelConfig
+from planish.testing import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, WORD_TOKENS, byte_symbols
+
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OTHER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+MERGED = "12"
+"""A token that only a tokenizer which does not cut digits apart would use."""
+
+
+def gguf_name(name):
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    _, _, layer, *inner, kind = name.split(".")
+    return f"blk.{layer}.{LAYER_NAMES['.'.join(inner)]}.{kind}"
+
+
+def neighbours_from_halves(rows, heads):
+    """The order of llama.cpp's converter: row i of a head's first half, then row i of its second half."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_tokens(writer, pre, kind="gpt2"):
+    tokens = [*byte_symbols(), *SPECIAL_TOKENS, *WORD_TOKENS, MERGED, "[PAD271]"]
+    types = [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS)
+    types += [gguf.TokenType.USER_DEFINED] * len(WORD_TOKENS) + [gguf.TokenType.NORMAL, gguf.TokenType.UNUSED]
+    assert len(tokens) == len(types) == VOCAB_SIZE
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(["1 2"])
+    writer.add_bos_token_id(tokens.index("<|im_start|>"))
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_pad_token_id(tokens.index("<|endoftext|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def write_gguf(
+    path, directory, pre="smollm", tokenizer="gpt2", quantized=(), kind=None, extra=lambda writer: None, without=()
+):
+    """Write the tiny model of `directory` as a GGUF file; tensors whose names end in `quantized` are of type `kind`."""
+    config = ModelConfig.from_directory(directory)
+    writer = gguf.GGUFWriter(path, config.family)
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    extra(writer)
+    write_tokens(writer, pre, tokenizer)
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if name in without:
+            continue
+        values = tensor.float().numpy()
+        if config.family == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = neighbours_from_halves(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
+        if quantized and name.endswith(quantized):
+            writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

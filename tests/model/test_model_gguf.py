@@ -1,0 +1,174 @@
+import json
+import os
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import neighbours_from_halves, write_gguf
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
+from planish.model.config import LinearRopeScaling, ModelConfig
+from planish.model.gguf import convert_gguf
+from planish.testing import SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
+from planish.tokenizer import load_tokenizer
+
+TEXTS = [
+    "",
+    "The capital of France is Paris.",
+    "def f(x):\n\treturn x ** 2  # squared\n\n\n",
+    "12 + 30 = 42, 3.14159 and 1e-12",
+    "naïve café, 日本語, Ελληνικά, 👩‍🚀🏽, e\u0301 and \u00e9",
+    "  leading, trailing  \r\n",
+    "".join(map(chr, range(0x20, 0x3000, 11))),
+]
+
+
+def logits(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(3, 90)[None]).logits[0]
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_the_converted_model_is_the_model(tmp_path, family, tied):
+    original = tiny_model(tmp_path / "hf", family, tied=tied, head_dim=24, dtype="bfloat16")
+    converted = convert_gguf(write_gguf(tmp_path / "m.gguf", original), tmp_path / "out")
+    before, after = ModelConfig.from_directory(original), ModelConfig.from_directory(converted)
+    assert before == after
+    assert {tensor.dtype for tensor in load_file(converted / "model.safetensors").values()} == {torch.bfloat16}
+    assert torch.equal(logits(original), logits(converted))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_order_of_rows_matters_to_these_logits(tmp_path):
+    """So that the test above can fail: with rows left in GGUF's order the logits are others."""
+    original = tiny_model(tmp_path / "hf", dtype="bfloat16")
+    scrambled = tiny_model(tmp_path / "scrambled", dtype="bfloat16")
+    tensors = load_file(scrambled / "model.safetensors")
+    for name, heads in (("q_proj", 4), ("k_proj", 2)):
+        key = f"model.layers.0.self_attn.{name}.weight"
+        tensors[key] = torch.from_numpy(neighbours_from_halves(tensors[key].float().numpy(), heads)).bfloat16()
+    save_weights(scrambled, {name: tensor.clone() for name, tensor in tensors.items()})
+    assert (logits(original) - logits(scrambled)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("Q8_0", 255), ("Q4_1", 15)])
+def test_quantized_tensors_are_dequantized(tmp_path, kind, steps):
+    original = tiny_model(tmp_path / "hf", dtype="bfloat16")
+    quantized = ("_proj.weight", "embed_tokens.weight")
+    path = write_gguf(tmp_path / "m.gguf", original, quantized=quantized, kind=gguf.GGMLQuantizationType[kind])
+    converted = load_file(convert_gguf(path, tmp_path / "out") / "model.safetensors")
+    for name, values in load_file(original / "model.safetensors").items():
+        gap = (converted[name].float() - values.float()).abs().max()
+        if name.endswith(quantized):
+            # Half a step of the widest block, and bfloat16's 8 bits.
+            assert 0 < gap < 2 * values.abs().max() * (0.55 / steps + 2**-8), name
+        else:
+            assert gap == 0, name
+
+
+def test_tokenizer_of_smollm_keeps_text_and_cuts_digits(tmp_path):
+    directory = convert_gguf(write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf")), tmp_path / "out")
+    tokenizer = load_tokenizer(directory)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("12") == [ord("1"), ord("2")]
+    assert tokenizer.encode("<|im_start|>") == [256 + SPECIAL_TOKENS.index("<|im_start|>")]
+    assert tokenizer.encode("<think>") == [256 + len(SPECIAL_TOKENS)]
+    assert tokenizer.decode(tokenizer.encode("<think>a<|im_end|>"), skip_special_tokens=True) == "<think>a"
+    assert "[PAD271]" not in tokenizer.get_vocab()
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.model_max_length == 2048
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_pre_tokenizers_differ_where_their_rules_do(tmp_path):
+    original = tiny_model(tmp_path / "hf")
+    tokens = {}
+    for pre in ("smollm", "qwen2", "llama-bpe", "gpt-2"):
+        directory = convert_gguf(write_gguf(tmp_path / f"{pre}.gguf", original, pre=pre), tmp_path / pre)
+        tokenizer = load_tokenizer(directory)
+        tokens[pre] = tokenizer.encode("9 12")
+        assert tokenizer.decode(tokens[pre]) == "9 12"
+        assert tokenizer.decode(tokenizer.encode("e\u0301")) == ("\u00e9" if pre == "qwen2" else "e\u0301")
+    apart, whole = [57, 32, 49, 50], [57, 32, 256 + len(SPECIAL_TOKENS) + len(WORD_TOKENS)]
+    assert tokens == {"smollm": apart, "qwen2": apart, "llama-bpe": whole, "gpt-2": whole}
+
+
+def test_an_existing_directory_is_left_alone(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
+    directory = convert_gguf(path, tmp_path / "out")
+    marked = directory / "config.json"
+    marked.write_text(json.dumps({**json.loads(marked.read_text()), "mark": 1}))
+    assert json.loads((convert_gguf(path, directory) / "config.json").read_text())["mark"] == 1
+
+
+def test_linear_rope_scaling_is_kept(tmp_path):
+    def extra(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(4.0)
+
+    directory = convert_gguf(write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), extra=extra), tmp_path / "o")
+    assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"pre": "deepseek-llm"}, "pre-tokenizer 'deepseek-llm'"),
+        ({"tokenizer": "llama"}, "'llama' tokenizer"),
+        ({"extra": lambda writer: writer.add_expert_count(8)}, "mixture of experts"),
+        ({"extra": lambda writer: writer.add_rope_dimension_count(8)}, "part of each head"),
+        ({"extra": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)}, "yarn"),
+        ({"extra": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))}, "RoPE scaling"),
+        ({"without": ("model.embed_tokens.weight",)}, "token_embd"),
+    ],
+)
+def test_what_is_not_supported_leaves_nothing(tmp_path, options, named):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), **options)
+    with pytest.raises(UnsupportedError, match=named):
+        convert_gguf(path, tmp_path / "out")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "m.gguf"]
+
+
+def test_other_architectures_are_named(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma")
+    writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match="'gemma'"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+def test_damaged_files(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), without=("model.layers.1.mlp.up_proj.weight",))
+    with pytest.raises(DamagedFileError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        convert_gguf(path, tmp_path / "out")
+    content = path.read_bytes()
+    for damaged in (b"", content[:100], content[: len(content) // 2], b"GGML" + content[4:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedFileError, match=r"m\.gguf"):
+            convert_gguf(path, tmp_path / "out")
+    with pytest.raises(UnknownModelError, match="no GGUF file"):
+        convert_gguf(tmp_path / "absent.gguf", tmp_path / "out")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "m.gguf"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_leaves_no_directory(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
+
+    def write_to_a_full_disk(tensors, target, metadata):
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"weights")
+
+    monkeypatch.setattr("planish.model.gguf.save_file", write_to_a_full_disk)
+    with pytest.raises(StorageError, match="No space left"):
+        convert_gguf(path, tmp_path / "out")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "m.gguf"]

