@@ -1,0 +1,40 @@
+"""Chat messages to tokens and back, for each family of models."""
+
+from planish.renderers.datums import conversation_to_datum, datum_from_weights
+from planish.renderers.messages import (
+    Content,
+    ContentPart,
+    Message,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    ToolSpec,
+    UnparsedToolCall,
+    get_text_content,
+)
+from planish.renderers.recommend import recommended_renderer_name
+from planish.renderers.registry import FORMATS, get_renderer
+from planish.renderers.renderer import Renderer
+from planish.renderers.termination import Parsed, Termination
+from planish.renderers.train_on import TrainOnWhat
+
+__all__ = [
+    "FORMATS",
+    "Content",
+    "ContentPart",
+    "Message",
+    "Parsed",
+    "Renderer",
+    "Termination",
+    "TextPart",
+    "ThinkingPart",
+    "ToolCall",
+    "ToolSpec",
+    "TrainOnWhat",
+    "UnparsedToolCall",
+    "conversation_to_datum",
+    "datum_from_weights",
+    "get_renderer",
+    "get_text_content",
+    "recommended_renderer_name",
+]

@@ -1,0 +1,151 @@
+"""Text to token ids and back, with control tokens only where a format puts them.
+
+A format writes a message as pieces: strings, which are ordinary text whatever they contain, and `Control`s, which are
+the format's own marks. Neighbouring strings are tokenised together, as the model's tokenizer does between two marks,
+so that the ids equal those of the rendered chat template. Invariants: an id of a guarded token (special tokens, and
+other added tokens of the form <...>, such as <think>) never comes out of a string; a Control that the vocabulary
+lacks is written as ordinary text (formats name those they cannot do without); the time is linear in the text.
+
+The tokenizer is asked as it is first. Only if a guarded id comes out (a text that names a special token) the text is
+tokenised again by a private copy of the tokenizer that has no such tokens; switching them off in the tokenizer itself
+(`split_special_tokens`) would change it for other threads, and does not reach added tokens that are not special.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Control:
+    """A mark of the format: one token where the vocabulary has it, the same characters as text where not."""
+
+    text: str
+
+
+Piece = str | Control
+
+
+@dataclass
+class Codec:
+    """A tokenizer of `transformers`, or anything with its encode, decode and conversion methods."""
+
+    tokenizer: Any
+    guarded: dict[int, str] = field(init=False, repr=False)
+    _control_ids: dict[str, int | None] = field(init=False, repr=False, default_factory=dict)
+    _plain: Tokenizer | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        missing = [name for name in ("encode", "decode", "convert_tokens_to_ids") if not hasattr(self.tokenizer, name)]
+        if missing:
+            raise ValueError(
+                f"tokenizer is a {type(self.tokenizer).__name__} without {', '.join(missing)}; give a tokenizer of "
+                "transformers, such as training_client.get_tokenizer()"
+            )
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        self.guarded = {
+            int(id_): token.content
+            for id_, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+        # Characters that the vocabulary lacks become the model's unknown token; that is no mark of any format.
+        unknown = getattr(getattr(getattr(self.tokenizer, "backend_tokenizer", None), "model", None), "unk_token", None)
+        self.guarded = {id_: text for id_, text in self.guarded.items() if text != unknown}
+
+    def control_id(self, text: str) -> int | None:
+        """The id of `text` as one token, or None if the vocabulary has no such token."""
+        if text not in self._control_ids:
+            id_ = self.tokenizer.convert_tokens_to_ids(text)
+            # Unknown tokens map to the id of the unknown token, which may be any token at all.
+            known = isinstance(id_, int) and self.tokenizer.convert_ids_to_tokens(id_) == text
+            self._control_ids[text] = id_ if known else None
+        return self._control_ids[text]
+
+    def require(self, texts: Iterable[str], renderer: str) -> None:
+        """ValueError if one of `texts` is not a single token; guards them from now on."""
+        for text in texts:
+            id_ = self.control_id(text)
+            if id_ is None:
+                name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+                raise ValueError(
+                    f"renderer {renderer} needs {text!r} as one token, and tokenizer {name} has none; choose the renderer "
+                    "of this model's family (recommended_renderer_name), or role_colon, which needs no special tokens"
+                )
+            self.guarded[id_] = text
+
+    def encode(self, pieces: Iterable[Piece]) -> list[int]:
+        ids: list[int] = []
+        run: list[str] = []
+        for piece in pieces:
+            id_ = self.control_id(piece.text) if isinstance(piece, Control) else None
+            if id_ is None:
+                run.append(piece.text if isinstance(piece, Control) else piece)
+                continue
+            ids += self.encode_text("".join(run))
+            run.clear()
+            ids.append(id_)
+        return ids + self.encode_text("".join(run))
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of ordinary text; no guarded id is among them."""
+        if not text:
+            return []
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self._is_plain(ids):
+            return ids
+        plain = self._plain_tokenizer()
+        if plain is not None:
+            ids = plain.encode(text, add_special_tokens=False).ids
+            if self._is_plain(ids):
+                return ids
+        # A vocabulary of whole words has the mark as a word of its own; a single character cannot be one.
+        ids = [id_ for character in text for id_ in self.tokenizer.encode(character, add_special_tokens=False)]
+        if not self._is_plain(ids):
+            name = next(self.guarded[id_] for id_ in ids if id_ in self.guarded)
+            raise ValueError(
+                f"the text of a message cannot be written without the special token {name!r}; remove it from the text"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if not ids:
+            return ""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def split(self, ids: Sequence[int], marks: Sequence[str]) -> list[Piece]:
+        """Decode, with `marks` as Controls: by their ids, or by their text where the vocabulary has no such token."""
+        by_id = {id_: mark for mark in marks if (id_ := self.control_id(mark)) is not None}
+        written = [mark for mark in marks if self.control_id(mark) is None]
+        pieces: list[Piece] = []
+        start = 0
+        for position, id_ in enumerate(ids):
+            if id_ in by_id:
+                pieces += split_text(self.decode(ids[start:position]), written)
+                pieces.append(Control(by_id[id_]))
+                start = position + 1
+        return pieces + split_text(self.decode(ids[start:]), written)
+
+    def _is_plain(self, ids: Iterable[int]) -> bool:
+        return self.guarded.keys().isdisjoint(ids)
+
+    def _plain_tokenizer(self) -> Tokenizer | None:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if self._plain is None and isinstance(backend, Tokenizer):
+            spec = json.loads(backend.to_str())
+            spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] not in self.guarded]
+            self._plain = Tokenizer.from_str(json.dumps(spec))
+            self._plain.no_truncation()
+            self._plain.no_padding()
+        return self._plain
+
+
+def split_text(text: str, marks: Sequence[str]) -> list[Piece]:
+    """`text` cut at each occurrence of a mark; empty strings are left out."""
+    if not marks:
+        return [text] if text else []
+    parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", text)
+    return [Control(part) if number % 2 else part for number, part in enumerate(parts) if part]

@@ -1,0 +1,61 @@
+"""Supervised examples as datums for the cross_entropy loss."""
+
+from typing import Literal
+
+import torch
+
+from planish.renderers.renderer import Messages, Renderer
+from planish.renderers.train_on import TrainOnWhat
+from planish.types import Datum, ModelInput, TensorData
+
+Reduction = Literal["mean", "none"]
+
+
+def conversation_to_datum(
+    messages: Messages,
+    renderer: Renderer,
+    max_length: int | None = None,
+    train_on_what: TrainOnWhat | str = TrainOnWhat.ALL_ASSISTANT_MESSAGES,
+    reduction: Reduction = "mean",
+) -> Datum:
+    """One conversation as one datum; see `datum_from_weights`."""
+    model_input, weights = renderer.build_supervised_example(messages, train_on_what)
+    return datum_from_weights(model_input, weights, max_length, reduction)
+
+
+def datum_from_weights(
+    model_input: ModelInput, weights: torch.Tensor, max_length: int | None = None, reduction: Reduction = "mean"
+) -> Datum:
+    """Tokens (N) and weights (N) as a datum of N - 1 positions: position i reads token i and predicts token i + 1.
+
+    At most the first `max_length` positions are kept. With reduction "mean" the weights are divided by their sum, so
+    that each example counts alike in a summed loss; "none" leaves them. ValueError if no target with a weight is
+    left.
+    """
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"reduction={reduction!r}: give 'mean' or 'none'")
+    if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+        raise ValueError(f"max_length={max_length!r}: give a whole number of at least 1, or None")
+    tokens = model_input.to_ints()
+    if weights.ndim != 1 or len(weights) != len(tokens):
+        raise ValueError(f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight a token")
+    if max_length is not None:
+        tokens, weights = tokens[: max_length + 1], weights[: max_length + 1]
+    target_weights = weights[1:].to(torch.float32)
+    total = float(target_weights.sum())
+    if not torch.any(target_weights != 0):
+        raise ValueError(
+            f"no token with a weight is left in the first max_length={max_length} positions; raise max_length or leave the "
+            "conversation out"
+        )
+    if reduction == "mean":
+        if total <= 0:
+            raise ValueError(f"weights sum to {total:g}, which 'mean' cannot divide by; use reduction='none'")
+        target_weights = target_weights / total
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": TensorData(tokens[1:], "int64", [len(tokens) - 1]),
+            "weights": TensorData.from_torch(target_weights),
+        },
+    )

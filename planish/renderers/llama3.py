@@ -1,0 +1,55 @@
+"""Llama 3's headers: `<|start_header_id|>role<|end_header_id|>`, a blank line, the text, `<|eot_id|>`.
+
+The tokens are those of the Llama 3.0 chat template, which trims the text of every message. Llama 3.1 and later
+templates put a preamble with the current date into the system message, and a tool protocol; both are left out: a
+prompt that changes overnight makes runs irreproducible.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.messages import Abilities, Checked
+from planish.renderers.termination import Parsed, cut_at_stop
+
+BOS, START, END, EOT = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+
+
+@dataclass(frozen=True)
+class Llama3:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END, EOT))
+
+    def opening(self) -> tuple[Piece, ...]:
+        return (Control(BOS),)
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        return [
+            Turn(
+                header=self.suffix((), message.role),
+                output=(message.text.strip(), Control(EOT)),
+                message=index,
+                sampled=message.role == "assistant",
+            )
+            for index, message in enumerate(messages)
+        ]
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        return (Control(START), role, Control(END), "\n\n")
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return (text,)
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        stop = codec.control_id(EOT)
+        assert stop is not None
+        return [stop]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
+        return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)

@@ -1,0 +1,264 @@
+"""Messages of a conversation: what a user writes, and the checked form that formats read.
+
+A message is a plain dictionary, as in the chat interfaces that people already write against. `read_messages` turns a
+conversation into `Checked` messages once; everything behind it works on those and needs no further checks.
+Invariants: a message that a format cannot express is refused and never rendered without the part; nothing in the text
+of a message is interpreted, with one exception that the chat templates share: an assistant's string that begins with
+a whole `<think>...</think>` block is read as a thinking part by the formats that have thinking. Content given as
+parts is never read that way.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired, TypedDict
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingPart(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+
+
+ContentPart = TextPart | ThinkingPart
+Content = str | list[ContentPart]
+
+
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+    """A JSON object as text (a mapping is accepted too, and written as JSON)."""
+
+
+class ToolCall(TypedDict):
+    type: NotRequired[Literal["function"]]
+    id: NotRequired[str | None]
+    function: FunctionCall
+
+
+class UnparsedToolCall(TypedDict):
+    raw_text: str
+    """What the model wrote, its tags included."""
+    error: str
+
+
+class ToolSpec(TypedDict):
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[dict[str, Any]]
+    """A JSON schema."""
+
+
+class Message(TypedDict):
+    role: str
+    content: Content
+    tool_calls: NotRequired[list[ToolCall]]
+    unparsed_tool_calls: NotRequired[list[UnparsedToolCall]]
+    reasoning_content: NotRequired[str]
+    """Another place for a thinking part, as some datasets have it."""
+    trainable: NotRequired[bool]
+    """Needed on every message with TrainOnWhat.CUSTOMIZED, refused otherwise."""
+    tools: NotRequired[list[ToolSpec]]
+    """On a first system message: the tools it offers (see Renderer.create_conversation_prefix_with_tools)."""
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+MESSAGE_KEYS = tuple(Message.__annotations__)
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a format can express, and what it needs."""
+
+    roles: tuple[str, ...]
+    thinking: bool = False
+    tools: bool = False
+    required: tuple[str, ...] = ()
+    """Controls that the vocabulary must have as single tokens."""
+    extends: bool = True
+    """Every prompt of a conversation begins with the prompts before it and their answers."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One message that its format can express."""
+
+    role: str
+    text: str
+    thinking: str | None = None
+    calls: tuple[tuple[str, str], ...] = ()
+    """(function name, arguments as a JSON object's text)"""
+    unparsed_calls: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    """Each tool's specification as JSON text."""
+    trainable: bool | None = None
+
+
+def get_text_content(message: Mapping[str, Any]) -> str:
+    """The text of a message, without its thinking parts."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]], abilities: Abilities, renderer: str) -> list[Checked]:
+    """The conversation in checked form; ValueError names the message, its fault and the remedy."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages is a {type(messages).__name__}; give a list of dictionaries with role and content")
+    if not messages:
+        raise ValueError("messages is empty; give at least one message, such as {'role': 'user', 'content': '...'}")
+    return [_read(message, f"messages[{index}]", index, abilities, renderer) for index, message in enumerate(messages)]
+
+
+def _read(message: Any, where: str, index: int, abilities: Abilities, renderer: str) -> Checked:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} is a {type(message).__name__}; give a dictionary with role and content")
+    unknown = [key for key in message if key not in MESSAGE_KEYS]
+    if unknown:
+        raise ValueError(f"{where} has unknown keys {unknown}; remove them (known: {', '.join(MESSAGE_KEYS)})")
+    role = message.get("role")
+    if role not in abilities.roles:
+        raise ValueError(f"{where}['role']={role!r}: renderer {renderer} knows the roles {', '.join(abilities.roles)}")
+    text, thinking = _read_content(message, where, abilities)
+    if thinking is not None and role != "assistant":
+        raise ValueError(
+            f"{where} is of role {role!r} and has a thinking part; only assistant messages think: remove it"
+        )
+    if thinking is not None and not abilities.thinking:
+        raise ValueError(f"{where} has a thinking part, which renderer {renderer} cannot write; remove it or use qwen3")
+    calls, unparsed = _read_calls(message, where, role, abilities, renderer)
+    trainable = message.get("trainable")
+    if trainable is not None and not isinstance(trainable, bool):
+        raise ValueError(f"{where}['trainable']={trainable!r}; give True or False")
+    return Checked(
+        role=role,
+        text=text,
+        thinking=thinking,
+        calls=calls,
+        unparsed_calls=unparsed,
+        tools=_read_tools(message, where, index, abilities, renderer),
+        trainable=trainable,
+    )
+
+
+def _read_content(message: Mapping[str, Any], where: str, abilities: Abilities) -> tuple[str, str | None]:
+    content = message.get("content")
+    if content is None and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
+        content = ""
+    if content is None:
+        raise ValueError(f"{where} has no content; give a string (an empty one is allowed) or a list of parts")
+    thinking = message.get("reasoning_content")
+    if thinking is not None and not isinstance(thinking, str):
+        raise ValueError(f"{where}['reasoning_content'] is a {type(thinking).__name__}; give a string")
+    if isinstance(content, str):
+        if thinking is None and abilities.thinking and message["role"] == "assistant":
+            return split_thinking(content)
+        return content, thinking
+    if isinstance(content, Mapping) or not isinstance(content, Sequence):
+        raise ValueError(f"{where}['content'] is a {type(content).__name__}; give a string or a list of parts")
+    texts: list[str] = []
+    thoughts: list[str] = [] if thinking is None else [thinking]
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", "thinking") or not isinstance(part.get(kind), str):
+            raise ValueError(
+                f"{where}['content'][{number}] is of type {kind!r} or lacks its text; give "
+                "{'type': 'text', 'text': ...} or {'type': 'thinking', 'thinking': ...} (planish reads text only)"
+            )
+        if kind == "thinking" and texts:
+            raise ValueError(
+                f"{where}['content'][{number}]: thinking comes before the text; put the thinking parts first"
+            )
+        (texts if kind == "text" else thoughts).append(part[kind])
+    return "".join(texts), ("".join(thoughts) if thoughts else None)
+
+
+THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>\n*(.*)", re.DOTALL)
+
+
+def split_thinking(text: str) -> tuple[str, str | None]:
+    """(text, thinking) of a string that begins with a whole think block; (text, None) otherwise."""
+    block = THINK_BLOCK.fullmatch(text)
+    if block is None:
+        return text, None
+    return block.group(2), block.group(1).strip("\n")
+
+
+def _read_calls(
+    message: Mapping[str, Any], where: str, role: str, abilities: Abilities, renderer: str
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    calls, unparsed = message.get("tool_calls") or (), message.get("unparsed_tool_calls") or ()
+    if not calls and not unparsed:
+        return (), ()
+    if not abilities.tools:
+        raise ValueError(
+            f"{where} has tool calls, which renderer {renderer} cannot write; use qwen3, qwen3_instruct or chatml"
+        )
+    if role != "assistant":
+        raise ValueError(
+            f"{where} is of role {role!r} and has tool calls; only assistant messages call tools: remove them"
+        )
+    read = tuple(_read_call(call, f"{where}['tool_calls'][{number}]") for number, call in enumerate(calls))
+    for number, call in enumerate(unparsed):
+        if not isinstance(call, Mapping) or not isinstance(call.get("raw_text"), str):
+            raise ValueError(
+                f"{where}['unparsed_tool_calls'][{number}] lacks raw_text; give {{'raw_text': ..., 'error': ...}}"
+            )
+    return read, tuple(call["raw_text"] for call in unparsed)
+
+
+def _read_call(call: Any, where: str) -> tuple[str, str]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise ValueError(f"{where}: give {{'type': 'function', 'function': {{'name': ..., 'arguments': '{{...}}'}}}}")
+    # The chat templates write the name between quotes as it is, so it must need no escaping.
+    if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
+        raise ValueError(f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        return name, json.dumps(dict(arguments), ensure_ascii=False)
+    try:
+        is_object = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise ValueError(
+            f"{where}: arguments={arguments!r} is not a JSON object; give one as text, such as '{{\"x\": 1}}'"
+        )
+    return name, str(arguments)
+
+
+def _read_tools(
+    message: Mapping[str, Any], where: str, index: int, abilities: Abilities, renderer: str
+) -> tuple[str, ...]:
+    tools = message.get("tools") or ()
+    if not tools:
+        return ()
+    if not abilities.tools:
+        raise ValueError(
+            f"{where} offers tools, which renderer {renderer} cannot write; use qwen3, qwen3_instruct or chatml"
+        )
+    if message["role"] != "system" or index != 0:
+        raise ValueError(f"{where} offers tools; only a system message at the start of the conversation may")
+    return tuple(tool_json(tool, f"{where}['tools'][{number}]") for number, tool in enumerate(tools))
+
+
+def tool_json(tool: Any, where: str) -> str:
+    """A tool's specification as the chat templates write it: {"type": "function", "function": {...}}."""
+    spec = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or not spec["name"]:
+        raise ValueError(f"{where}: give {{'name': ..., 'description': ..., 'parameters': {{JSON schema}}}}")
+    try:
+        return json.dumps({"type": "function", "function": dict(spec)}, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: the specification is not plain JSON ({error}); use dictionaries, lists and strings"
+        ) from None

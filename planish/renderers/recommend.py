@@ -1,0 +1,136 @@
+"""Which renderer a model was made for: by its name, or for a local directory by its files.
+
+A directory's chat template decides: the renderer that writes the same text is the right one. Base models often carry
+their family's template without having been trained on it; they give themselves away by an end-of-sequence token that
+is not the template's end of turn. A name decides by its family. Nothing is guessed: an unknown model is an error that
+lists the names.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from planish.errors import DamagedFileError, UnknownModelError
+from planish.renderers.chat_format import ChatFormat
+from planish.renderers.chatml import ChatML, Thinking
+from planish.renderers.llama3 import BOS, EOT, START, Llama3
+from planish.renderers.registry import FORMATS
+from planish.renderers.templates import HELLO, choose_template, default_system_message, render_template, writes_like
+
+FAMILIES: tuple[tuple[str, str], ...] = (
+    (r"(?:meta-)?llama-3(?:\.\d)?-\d+b-instruct", "llama3"),
+    (r"(?:meta-)?llama-3(?:\.\d)?-\d+b", "role_colon"),
+    (r"qwen3-[\d.]+b(?:-a[\d.]+b)?-base", "role_colon"),
+    (r"qwen3-[\d.]+b(?:-a[\d.]+b)?-instruct-2507", "qwen3_instruct"),
+    (r"qwen3-[\d.]+b(?:-a[\d.]+b)?", "qwen3"),
+    (r"qwen2\.5-(?:math-|coder-)?[\d.]+b-instruct(?:-1m)?", "chatml"),
+    (r"qwen2\.5-(?:math-|coder-)?[\d.]+b", "role_colon"),
+    (r"smollm2-[\d.]+[mb]-instruct", "chatml"),
+    (r"smollm2-[\d.]+[mb]", "role_colon"),
+)
+"""Model names without their organisation, in lower case, and their renderers."""
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+def recommended_renderer_name(model_name_or_path: str | Path) -> str:
+    """The renderer's name for a model name, such as "Qwen/Qwen3-8B", or for a local model directory.
+
+    A directory without a chat template, or with one of a base model, gets role_colon. UnknownModelError (a
+    ValueError) names what was looked at and lists the renderers.
+    """
+    path = Path(model_name_or_path)
+    if path.is_dir():
+        return _of_directory(path)
+    name = str(model_name_or_path)
+    family = name.rstrip("/").rpartition("/")[2].lower()
+    for pattern, renderer in FAMILIES:
+        if re.fullmatch(pattern, family):
+            return renderer
+    raise UnknownModelError(
+        f"no renderer is known for model {name!r}, and no directory of that name exists; {_choose()}"
+    )
+
+
+def _choose() -> str:
+    return f"name the renderer yourself: {', '.join(FORMATS)}"
+
+
+def _of_directory(path: Path) -> str:
+    config = _read_json(path / "config.json")
+    if config is None:
+        raise UnknownModelError(
+            f"{path} has no config.json, so it is no model directory; copy it from the model, or {_choose()}"
+        )
+    template = _template(path)
+    if template is None:
+        if config.get("model_type") in ARCHITECTURES:
+            return "role_colon"
+        raise UnknownModelError(
+            f"{path} has no chat template and is of model type {config.get('model_type')!r}; {_choose()}"
+        )
+    tokens = _read_json(path / "tokenizer_config.json") or {}
+    bos = _token_text(tokens.get("bos_token"))
+    written = render_template(template, [HELLO], True, bos or BOS)
+    if START in written and EOT in written:
+        # Later Llama templates add a dated preamble, so their text never equals ours; the marks are the family's own.
+        return "llama3"
+    if "<|im_end|>" in written and _is_base(path, tokens, config):
+        return "role_colon"
+    for name, chat_format in _candidates(template, bos):
+        if writes_like(template, chat_format, bos):
+            return name
+    raise UnknownModelError(f"the chat template in {path} writes none of the forms known here; {_choose()}")
+
+
+def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
+    return (
+        ("qwen3", ChatML(thinking=Thinking.STRIP_HISTORY)),
+        ("qwen3_instruct", ChatML()),
+        ("chatml", ChatML(default_system=default_system_message(template, bos))),
+        ("llama3", Llama3()),
+    )
+
+
+def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether generation ends with tokens known by name, and ChatML's end of turn is not one of them."""
+    generation = _read_json(path / "generation_config.json") or {}
+    ids: set[int] = set()
+    for source in (config, generation):
+        value = source.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    names = {str(id_): _token_text(token) for id_, token in tokens.get("added_tokens_decoder", {}).items()}
+    names |= {
+        str(token["id"]): token["content"]
+        for token in (_read_json(path / "tokenizer.json") or {}).get("added_tokens", [])
+    }
+    ends = {names[str(id_)] for id_ in ids if str(id_) in names} | {_token_text(tokens.get("eos_token"))} - {""}
+    return bool(ends) and "<|im_end|>" not in ends
+
+
+def _template(path: Path) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    separate = _read_json(path / "chat_template.json") or {}
+    tokens = _read_json(path / "tokenizer_config.json") or {}
+    return choose_template(separate.get("chat_template") or tokens.get("chat_template"))
+
+
+def _token_text(token: Any) -> str:
+    """A token of tokenizer_config.json: a string or a dictionary with its content."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedFileError(f"{path} is not JSON ({error}); copy it from the model again") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{path} holds no JSON object; copy it from the model again")
+    return value

@@ -1,0 +1,168 @@
+"""Messages to tokens and back: prompts to sample from, examples to train on, answers to read.
+
+A Renderer is a tokenizer with a chat format. Its invariants, whatever the format:
+
+* Text of messages never becomes a control token.
+* `build_generation_prompt(messages[:-1])` is a prefix of `build_supervised_example(messages)` when the last message
+  is the assistant's, so the model is trained on the positions it samples at.
+* Weights are one number a token, 0.0 or 1.0, unshifted: weights[i] belongs to token i, as the target.
+* What is sampled after a header is tokenised apart from it, as sampling does.
+* Time is linear in the conversation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from planish.errors import UnsupportedError
+from planish.renderers.chat_format import ChatFormat, Turn
+from planish.renderers.codec import Codec
+from planish.renderers.messages import Checked, Message, ToolSpec, read_messages, tool_json
+from planish.renderers.termination import Parsed
+from planish.renderers.train_on import TrainOnWhat, read_train_on_what, trained_messages
+from planish.types import ModelInput
+
+Messages = Sequence[Message] | Sequence[Mapping[str, Any]]
+PER_TURN = (TrainOnWhat.ALL_ASSISTANT_MESSAGES, TrainOnWhat.ALL_MESSAGES, TrainOnWhat.CUSTOMIZED)
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Made by `get_renderer`; with a format of your own, `Renderer(name, tokenizer, format)`."""
+
+    name: str
+    tokenizer: Any = field(repr=False)
+    format: ChatFormat
+    codec: Codec = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        codec = Codec(self.tokenizer)
+        codec.require(self.format.abilities.required, self.name)
+        object.__setattr__(self, "codec", codec)
+
+    @property
+    def has_extension_property(self) -> bool:
+        """Each prompt of a conversation begins with the prompts before it and their answers, so that a rollout of
+        several turns is one training sequence (answers in the form of `parse_response`, tokenised as the tokenizer
+        does)."""
+        return self.format.abilities.extends
+
+    def get_stop_sequences(self) -> list[str] | list[int]:
+        """For `SamplingParams(stop=...)`."""
+        return self.format.stop(self.codec)
+
+    def build_generation_prompt(
+        self, messages: Messages, role: str = "assistant", prefill: str | None = None
+    ) -> ModelInput:
+        """The conversation and the header of the message to be sampled, which begins with `prefill`.
+
+        `prefill` may hold the format's word tags, such as `<think>`; everything else in it is ordinary text.
+        """
+        checked = read_messages(messages, self.format.abilities, self.name)
+        roles = [name for name in self.format.abilities.roles if name != "tool"]
+        if role not in roles:
+            raise ValueError(f"role={role!r}: renderer {self.name} can prompt for {', '.join(roles)}")
+        if prefill is not None and not isinstance(prefill, str):
+            raise ValueError(f"prefill is a {type(prefill).__name__}; give a string, or None")
+        ids = self.codec.encode(self.format.opening())
+        for turn in self.format.turns(checked):
+            header, output = self._encode_turn(turn)
+            ids += header
+            ids += output
+        ids += self.codec.encode(self.format.suffix(checked, role))
+        if prefill:
+            ids += self.codec.encode(self.format.prefill(prefill))
+        return ModelInput.from_ints(ids)
+
+    def build_supervised_example(
+        self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
+    ) -> tuple[ModelInput, torch.Tensor]:
+        """Tokens (N) and their weights, float32 (N): 1.0 for what `train_on_what` chooses.
+
+        A chosen message's output is trained, with its end mark; its header only by ALL_TOKENS. Where a format strips
+        reasoning from history, so do the earlier turns here; `build_supervised_examples` trains each with its own.
+        """
+        what = read_train_on_what(train_on_what)
+        checked = read_messages(messages, self.format.abilities, self.name)
+        trained = trained_messages(checked, what)
+        everything = what is TrainOnWhat.ALL_TOKENS
+        ids = self.codec.encode(self.format.opening())
+        weights = [0.0] * len(ids)
+        for turn in self.format.turns(checked):
+            is_target = everything or (turn.message is not None and trained[turn.message])
+            if is_target and turn.untrainable is not None:
+                raise ValueError(
+                    f"messages[{turn.message}] cannot be trained by renderer {self.name}: {turn.untrainable}"
+                )
+            header, output = self._encode_turn(turn)
+            ids += header
+            ids += output
+            weights += [float(everything)] * len(header) + [float(is_target)] * len(output)
+        if trained[-1]:
+            overlap = self.codec.encode(self.format.overlap(checked[-1]))
+            ids += overlap
+            weights += [1.0] * len(overlap)
+        return ModelInput.from_ints(ids), torch.tensor(weights, dtype=torch.float32)
+
+    def build_supervised_examples(
+        self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
+    ) -> list[tuple[ModelInput, torch.Tensor]]:
+        """As `build_supervised_example`, but where the format strips history, one example for each user turn that has
+        targets: every answer is then trained after the prompt it is sampled from. Each message is a target once.
+
+        ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES stay one example.
+        """
+        what = read_train_on_what(train_on_what)
+        checked = read_messages(messages, self.format.abilities, self.name)
+        trained = trained_messages(checked, what)
+        if self.has_extension_property or what not in PER_TURN:
+            return [self.build_supervised_example(messages, what)]
+        examples: list[tuple[ModelInput, torch.Tensor]] = []
+        begin = 0
+        for end in _turn_ends(checked):
+            flags = [begin <= index and flag for index, flag in enumerate(trained[:end])]
+            if any(flags):
+                part = [{**message, "trainable": flag} for message, flag in zip(messages[:end], flags, strict=True)]
+                examples.append(self.build_supervised_example(part, TrainOnWhat.CUSTOMIZED))
+            begin = end
+        return examples
+
+    def parse_response(self, tokens: Sequence[int]) -> Parsed:
+        """(message, termination) of sampled tokens, the stop token or stop string included as the sampler returns them.
+
+        The message is a dictionary with role and content (a string, or parts where there is reasoning), and
+        tool_calls and unparsed_tool_calls where there are any. Nothing that a model can write raises.
+        """
+        ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)  # type: ignore[union-attr]
+        return self.format.parse(self.codec, ids)
+
+    def create_conversation_prefix_with_tools(
+        self, tools: Sequence[ToolSpec], system_prompt: str = ""
+    ) -> list[Message]:
+        """The messages that offer `tools`, to be put before a conversation; rendered as the chat template does it."""
+        if not self.format.abilities.tools:
+            raise UnsupportedError(f"renderer {self.name} has no form for tools; use qwen3, qwen3_instruct or chatml")
+        if not tools:
+            raise ValueError("tools is empty; give at least one {'name': ..., 'description': ..., 'parameters': ...}")
+        for number, tool in enumerate(tools):
+            tool_json(tool, f"tools[{number}]")
+        return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
+
+    def _encode_turn(self, turn: Turn) -> tuple[list[int], list[int]]:
+        header = self.codec.encode(turn.header)
+        if turn.sampled:
+            return header, self.codec.encode(turn.output)
+        # A token may span the border (a line break of the header and one of the text); it counts to the text.
+        whole = self.codec.encode((*turn.header, *turn.output))
+        border = 0
+        while border < len(header) and whole[border] == header[border]:
+            border += 1
+        return whole[:border], whole[border:]
+
+
+def _turn_ends(messages: Sequence[Checked]) -> list[int]:
+    """Where each user turn ends: before the next user message, and at the end."""
+    begins = [index for index, message in enumerate(messages) if message.role == "user"]
+    return [*begins[1:], len(messages)]

@@ -1,0 +1,71 @@
+r"""`User: ...\n\nAssistant: ...\n\n`: a transcript that any language model can continue; made for base models.
+
+Roles are words, so text that contains `\n\nUser:` looks like a turn; prompts may contain it (few-shot examples do),
+but an answer that is trained on may not, since it would teach the model to stop in the middle. A model stops by
+writing the next `User:`, therefore the last assistant message of a supervised example is followed by these tokens,
+trained with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.messages import Abilities, Checked
+from planish.renderers.termination import Parsed, Termination, eos_ids
+
+STOP = "\n\nUser:"
+
+
+@dataclass(frozen=True)
+class RoleColon:
+    bos: str | None = None
+    """The tokenizer's beginning-of-sequence token, if it has one."""
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(roles=("system", "user", "assistant"))
+
+    def opening(self) -> tuple[Piece, ...]:
+        return (Control(self.bos),) if self.bos else ()
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        return [self._turn(index, message) for index, message in enumerate(messages)]
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        return (f"{role.capitalize()}:",)
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return (text,)
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ("User:",) if last.role == "assistant" else ()
+
+    def stop(self, codec: Codec) -> list[str]:
+        return [STOP]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        ends = eos_ids(codec)
+        eos_at = next((position for position, token in enumerate(tokens) if token in ends), None)
+        text = codec.decode(tokens[:eos_at])
+        body, found, _ = text.partition(STOP)
+        if found and eos_at is None and STOP not in codec.decode(tokens[:-1]):
+            ending = Termination.STOP_SEQUENCE
+        elif not found and eos_at == len(tokens) - 1:
+            ending = Termination.EOS
+        else:
+            ending = Termination.MALFORMED
+        if not found:
+            body = body.removesuffix("\n\n")
+        return Parsed({"role": "assistant", "content": body.removeprefix(" ")}, ending)
+
+    def _turn(self, index: int, message: Checked) -> Turn:
+        stops_early = message.role == "assistant" and STOP in message.text
+        reason = f"its text contains the stop sequence {STOP!r}; remove that from the answer" if stops_early else None
+        return Turn(
+            header=self.suffix((), message.role),
+            output=(f" {message.text}\n\n",),
+            message=index,
+            sampled=True,
+            untrainable=reason,
+        )

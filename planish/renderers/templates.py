@@ -1,0 +1,95 @@
+"""What a model's own chat template says: rendered with probe conversations, never read as text.
+
+Templates are programs; two spellings can mean the same. So a default system message is taken from what a template
+writes, and the renderer of a local model is the one whose text equals the template's on the probes. Templates run in
+jinja2's sandbox, as `transformers` runs them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from planish.errors import DamagedFileError
+from planish.renderers.chat_format import ChatFormat
+from planish.renderers.messages import read_messages
+from planish.renderers.tool_calls import as_text
+
+HELLO = {"role": "user", "content": "Hello."}
+ANSWER = {"role": "assistant", "content": "Good day."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+AGAIN = {"role": "user", "content": "And now?"}
+PROBES: tuple[tuple[Sequence[Mapping[str, str]], bool], ...] = (
+    ((HELLO,), True),
+    ((SYSTEM, HELLO), True),
+    ((HELLO, ANSWER, AGAIN), True),
+    ((SYSTEM, HELLO, ANSWER), False),
+)
+"""Conversations, and whether a prompt is asked for."""
+
+
+def render_template(
+    template: str, messages: Sequence[Mapping[str, Any]], prompt: bool, bos_token: str = "", **names: Any
+) -> str:
+    """The text that a chat template makes; DamagedFileError if it is no valid template or refuses the messages."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(template).render(
+            messages=[dict(message) for message in messages], add_generation_prompt=prompt, bos_token=bos_token, **names
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise DamagedFileError(f"the chat template cannot be rendered ({error}); name the renderer instead") from error
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def chat_template_of(tokenizer: Any) -> str | None:
+    """A tokenizer's chat template; of several, the one named default."""
+    return choose_template(getattr(tokenizer, "chat_template", None))
+
+
+def choose_template(template: Any) -> str | None:
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def default_system_message(template: str, bos_token: str = "") -> str | None:
+    """The system message that a ChatML template puts before a conversation that has none."""
+    text = render_template(template, [HELLO], True, bos_token)
+    before, found, _ = text.partition(f"<|im_start|>user\n{HELLO['content']}<|im_end|>")
+    if not found:
+        return None
+    _, found, rest = before.partition("<|im_start|>system\n")
+    return rest.partition("<|im_end|>")[0] if found else None
+
+
+def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> bool:
+    """Whether the format's text equals the template's on every probe."""
+    for messages, prompt in PROBES:
+        ours = format_text(chat_format, messages, prompt)
+        theirs = render_template(template, messages, prompt, bos_token)
+        # After the last message a ChatML template writes a line break, which here begins the next header.
+        if theirs not in ((ours,) if prompt else (ours, ours + "\n")):
+            return False
+    return True
+
+
+def format_text(chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+    """What a format writes, as text."""
+    checked = read_messages(messages, chat_format.abilities, type(chat_format).__name__)
+    pieces = list(chat_format.opening())
+    for turn in chat_format.turns(checked):
+        pieces += [*turn.header, *turn.output]
+    return as_text([*pieces, *(chat_format.suffix(checked, "assistant") if prompt else ())])

@@ -1,0 +1,121 @@
+"""Tool calls as the Qwen families write them: JSON between `<tool_call>` tags, results between `<tool_response>` tags.
+
+Arguments travel as the text of a JSON object, so that what a model wrote is rendered again as it was. A call that is
+no valid JSON of this form becomes an entry of `unparsed_tool_calls` with its text and the error, never an exception:
+what a model writes is data.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from planish.renderers.codec import Control, Piece
+from planish.renderers.messages import Checked
+
+CALL, CALL_END = Control("<tool_call>"), Control("</tool_call>")
+RESPONSE, RESPONSE_END = Control("<tool_response>"), Control("</tool_response>")
+CALL_TAGS = (CALL.text, CALL_END.text)
+
+# The wording of the models' chat templates; they were trained on exactly this.
+TOOLS_INTRODUCTION = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+TOOLS_CONCLUSION: tuple[Piece, ...] = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within ",
+    CALL,
+    CALL_END,
+    " XML tags:\n",
+    CALL,
+    '\n{"name": <function-name>, "arguments": <args-json-object>}\n',
+    CALL_END,
+)
+
+# The form in which the arguments can be taken over letter by letter.
+PLAIN_CALL = re.compile(r'\s*\{"name": "[^"\\]+", "arguments": (\{.*\})\}\s*', re.DOTALL)
+
+
+def tools_pieces(system: str, tools: Sequence[str]) -> tuple[Piece, ...]:
+    """The text of a system message that offers tools (JSON texts)."""
+    lead = f"{system}\n\n" if system else ""
+    return (lead + TOOLS_INTRODUCTION, *(f"\n{tool}" for tool in tools), *TOOLS_CONCLUSION)
+
+
+def call_pieces(message: Checked) -> list[Piece]:
+    """An assistant message's calls, as they follow its text; unparsed ones as they were written, at the end."""
+    pieces: list[Piece] = []
+    for number, (name, arguments) in enumerate(message.calls):
+        separator = "\n" if number or message.text else ""
+        pieces += [separator, CALL, f'\n{{"name": "{name}", "arguments": {arguments}}}\n', CALL_END]
+    for number, raw in enumerate(message.unparsed_calls):
+        inner = raw.removeprefix(CALL.text)
+        closing = [CALL_END] if inner.endswith(CALL_END.text) else []
+        separator = "\n" if number or message.calls or message.text else ""
+        pieces += [separator, CALL, inner.removesuffix(CALL_END.text), *closing]
+    return pieces
+
+
+def response_pieces(text: str) -> tuple[Piece, ...]:
+    return (RESPONSE, f"\n{text}\n", RESPONSE_END)
+
+
+def as_text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text if isinstance(piece, Control) else piece for piece in pieces)
+
+
+def read_calls(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """`content`, and `tool_calls` and `unparsed_tool_calls` where there are any."""
+    start = next((at for at, piece in enumerate(pieces) if piece == CALL), len(pieces))
+    if start == len(pieces):
+        return {"content": as_text(pieces)}
+    # The line break before the first call belongs to the call; blanks between calls carry nothing.
+    texts = [as_text(pieces[:start]).removesuffix("\n")]
+    calls: list[dict[str, Any]] = []
+    unparsed: list[dict[str, str]] = []
+    while start < len(pieces):
+        end = next((at for at in range(start + 1, len(pieces)) if pieces[at] in (CALL, CALL_END)), len(pieces))
+        inner = as_text(pieces[start + 1 : end])
+        closed = end < len(pieces) and pieces[end] == CALL_END
+        call, error = _read_call(inner) if closed else (None, "the call is not closed")
+        if call is not None:
+            calls.append(call)
+        else:
+            unparsed.append({"raw_text": CALL.text + inner + (CALL_END.text if closed else ""), "error": str(error)})
+        after = end + 1 if closed else end
+        start = next((at for at in range(after, len(pieces)) if pieces[at] == CALL), len(pieces))
+        texts.append(as_text(pieces[after:start]).strip())
+    message: dict[str, Any] = {"content": "\n".join([*texts[:1], *filter(None, texts[1:])])}
+    if calls:
+        message["tool_calls"] = calls
+    if unparsed:
+        message["unparsed_tool_calls"] = unparsed
+    return message
+
+
+def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        call = json.loads(inner)
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON: {error}"
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None, "not a JSON object with a name"
+    name, arguments = call["name"], call.get("arguments", {})
+    if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
+        return None, f"the name {name!r} is empty or needs escaping"
+    if not isinstance(arguments, dict):
+        return None, "the arguments are not a JSON object"
+    plain = PLAIN_CALL.fullmatch(inner)
+    # With further keys or doubled names the pattern may match more than the arguments.
+    verbatim = (
+        plain.group(1) if plain and set(call) == {"name", "arguments"} and _same(plain.group(1), arguments) else None
+    )
+    text = verbatim if verbatim is not None else json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", "function": {"name": name, "arguments": text}}, None
+
+
+def _same(text: str, value: object) -> bool:
+    try:
+        return json.loads(text) == value
+    except ValueError:
+        return False

@@ -1,0 +1,67 @@
+"""Which messages of a conversation a supervised example trains on."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from planish.renderers.messages import Checked
+
+
+class TrainOnWhat(StrEnum):
+    LAST_ASSISTANT_MESSAGE = "last_assistant_message"
+    LAST_ASSISTANT_TURN = "last_assistant_turn"
+    """Every assistant message after the last user message: with tools, one turn has several."""
+    ALL_ASSISTANT_MESSAGES = "all_assistant_messages"
+    ALL_MESSAGES = "all_messages"
+    ALL_TOKENS = "all_tokens"
+    """The headers of messages too, but never a beginning-of-sequence token."""
+    ALL_USER_AND_SYSTEM_MESSAGES = "all_user_and_system_messages"
+    CUSTOMIZED = "customized"
+    """Those with `trainable` True; every message must have the key."""
+
+
+def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
+    try:
+        return TrainOnWhat(value)
+    except ValueError:
+        names = ", ".join(TrainOnWhat)
+        raise ValueError(f"train_on_what={value!r}: give a TrainOnWhat or one of {names}") from None
+
+
+def trained_messages(messages: Sequence[Checked], what: TrainOnWhat) -> list[bool]:
+    """One flag a message; ValueError if none would be trained or `trainable` is where it should not be."""
+    _check_trainable(messages, what)
+    assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    last_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+    chosen: set[int] = set()
+    match what:
+        case TrainOnWhat.LAST_ASSISTANT_MESSAGE:
+            chosen = set(assistants[-1:])
+        case TrainOnWhat.LAST_ASSISTANT_TURN:
+            chosen = {index for index in assistants if index > last_user}
+        case TrainOnWhat.ALL_ASSISTANT_MESSAGES:
+            chosen = set(assistants)
+        case TrainOnWhat.ALL_MESSAGES | TrainOnWhat.ALL_TOKENS:
+            chosen = set(range(len(messages)))
+        case TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES:
+            chosen = {index for index, message in enumerate(messages) if message.role in ("user", "system")}
+        case TrainOnWhat.CUSTOMIZED:
+            chosen = {index for index, message in enumerate(messages) if message.trainable}
+    if not chosen:
+        raise ValueError(
+            f"train_on_what={what.value}: messages holds nothing to train on; add such a message, choose another "
+            "TrainOnWhat, or leave this conversation out"
+        )
+    return [index in chosen for index in range(len(messages))]
+
+
+def _check_trainable(messages: Sequence[Checked], what: TrainOnWhat) -> None:
+    for index, message in enumerate(messages):
+        if what is TrainOnWhat.CUSTOMIZED and message.trainable is None:
+            raise ValueError(
+                f"messages[{index}] lacks 'trainable', which train_on_what=customized needs; set True or False"
+            )
+        if what is not TrainOnWhat.CUSTOMIZED and message.trainable is not None:
+            raise ValueError(
+                f"messages[{index}] has 'trainable', which only train_on_what=customized reads; remove the key, or choose "
+                "TrainOnWhat.CUSTOMIZED"
+            )
