@@ -1,0 +1,123 @@
+"""Drawing tokens from logits: the distribution, the filters, the logprobs, and what the draw may depend on."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.engine.drawing import UniformStream, draw, log_normalizer, top_logprobs
+from planish.types import SamplingParams
+
+
+def logits_of(probabilities: list[float], rows: int) -> torch.Tensor:
+    return torch.tensor(probabilities).log().repeat(rows, 1)
+
+
+def test_draws_follow_the_distribution():
+    probabilities = [0.5, 0.25, 0.125, 0.0625, 0.0625]
+    n = 20_000
+    uniforms = np.random.default_rng(0).random(n).tolist()
+    drawn = draw(logits_of(probabilities, n), [SamplingParams()] * n, uniforms).tokens
+    share = torch.bincount(drawn, minlength=5) / n
+    assert (share - torch.tensor(probabilities)).abs().max() < 0.015
+
+
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
+    probabilities = torch.rand(7, 1000, generator=torch.Generator().manual_seed(0))
+    uniforms = [0.0, 1e-9, 0.25, 0.5, 0.75, 0.999, 1 - 2**-53]
+    drawn = draw(probabilities.log(), [SamplingParams()] * 7, uniforms).tokens
+    cumulative = probabilities.double().cumsum(-1) / probabilities.double().sum(-1, keepdim=True)
+    for row, (token, u) in enumerate(zip(drawn.tolist(), uniforms, strict=True)):
+        assert cumulative[row, token] >= u - 1e-6
+        assert token == 0 or cumulative[row, token - 1] <= u + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), u=st.floats(0, 1, exclude_max=True), vocab=st.sampled_from([1, 5, 127, 128, 129, 300])
+)
+def test_a_token_without_weight_is_never_drawn(seed: int, u: float, vocab: int):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, vocab, generator=generator) * 40
+    logits[:, torch.rand(vocab, generator=generator) < 0.5] = -torch.inf
+    logits[0, seed % vocab] = 0.0
+    token = int(draw(logits, [SamplingParams()], [u]).tokens[0])
+    assert logits[0, token] > -torch.inf
+
+
+def test_temperature_zero_takes_the_likeliest_and_leaves_logits_unscaled():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    drawn = draw(logits, [SamplingParams(temperature=0.0)] * 4, [0.9] * 4)
+    assert drawn.tokens.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(drawn.log_normalizer, logits.logsumexp(-1))
+
+
+def test_the_normalizer_is_of_the_scaled_logits_before_any_filter():
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(1)) * 5
+    params = [
+        SamplingParams(temperature=0.5, top_k=2),
+        SamplingParams(temperature=2.0, top_p=0.1),
+        SamplingParams(min_p=0.9),
+    ]
+    drawn = draw(logits, params, [0.5] * 3)
+    scaled = logits / torch.tensor([[0.5], [2.0], [1.0]])
+    torch.testing.assert_close(drawn.log_normalizer, scaled.logsumexp(-1))
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        (SamplingParams(top_k=2), {0, 1}),
+        (SamplingParams(top_k=100), {0, 1, 2, 3, 4}),
+        (SamplingParams(top_p=0.5), {0}),
+        (SamplingParams(top_p=0.51), {0, 1}),
+        (SamplingParams(top_p=0.76), {0, 1, 2}),
+        (SamplingParams(min_p=0.5), {0, 1}),
+        (SamplingParams(min_p=0.24), {0, 1, 2}),
+        (SamplingParams(top_k=3, top_p=0.8), {0, 1}),
+        (SamplingParams(temperature=0.5, min_p=0.2), {0, 1}),
+    ],
+)
+def test_filters_keep_what_they_say(params: SamplingParams, allowed: set[int]):
+    n = 2000
+    uniforms = np.random.default_rng(0).random(n).tolist()
+    drawn = draw(logits_of([0.5, 0.25, 0.125, 0.0625, 0.0625], n), [params] * n, uniforms).tokens
+    assert set(drawn.tolist()) == allowed
+
+
+def test_rows_do_not_depend_on_the_batch():
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(2)) * 6
+    uniforms = np.random.default_rng(1).random(64).tolist()
+    whole = draw(logits, [SamplingParams()] * 64, uniforms)
+    for row in range(0, 64, 7):
+        alone = draw(logits[row : row + 1], [SamplingParams()], uniforms[row : row + 1])
+        assert torch.equal(alone.tokens, whole.tokens[row : row + 1])
+        assert torch.equal(alone.log_normalizer, whole.log_normalizer[row : row + 1])
+    assert torch.equal(log_normalizer(logits[5:6]), log_normalizer(logits)[5:6])
+
+
+def test_top_logprobs_are_those_of_a_log_softmax():
+    logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(3)) * 3
+    tokens, values = top_logprobs(logits, log_normalizer(logits), torch.ones(5), 4)
+    expected = logits.log_softmax(-1).topk(4)
+    assert torch.equal(tokens, expected.indices)
+    torch.testing.assert_close(values, expected.values)
+
+
+def test_uniform_streams_differ_by_seed_index_and_purpose_and_repeat():
+    def numbers(*key: int) -> list[float]:
+        stream = UniformStream(*key)
+        return [stream.at(i) for i in range(200)]
+
+    assert numbers(7, 0) == numbers(7, 0)
+    keys = [(7, 0), (8, 0), (7, 1), (7, 0, 1), (-7, 0), (2**64 + 7, 0)]
+    assert len({tuple(numbers(*key)) for key in keys}) == len(keys)
+    everything = [u for key in keys for u in numbers(*key)]
+    assert len(set(everything)) == len(everything) and min(everything) >= 0 and max(everything) < 1
+
+
+def test_a_stream_is_read_by_position_in_any_order():
+    forward, backward = UniformStream(3, 1), UniformStream(3, 1)
+    expected = [forward.at(i) for i in range(130)]
+    assert [backward.at(i) for i in reversed(range(130))] == expected[::-1]

@@ -1,0 +1,59 @@
+"""The index of known prefixes: exact, least recently used, never a chunk without its predecessors."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.engine.prefix_cache import PrefixCache
+
+
+def store(cache: PrefixCache[tuple], version: str, tokens: list[int]) -> None:
+    cache.add(version, tokens, [tuple(tokens[: (i + 1) * 2]) for i in cache.missing(version, tokens)])
+
+
+def test_the_longest_known_prefix_is_found_but_for_the_last_token():
+    cache: PrefixCache[tuple] = PrefixCache(2, 100)
+    store(cache, "a", [1, 2, 3, 4, 5, 6])
+    assert cache.find("a", [1, 2, 3, 4, 9, 9]) == [(1, 2), (1, 2, 3, 4)]
+    assert cache.find("a", [1, 2, 3, 4]) == [(1, 2)]
+    assert cache.find("a", [1, 2]) == []
+    assert cache.find("a", [2, 2, 3, 4]) == []
+
+
+def test_versions_do_not_share_and_can_be_forgotten():
+    cache: PrefixCache[tuple] = PrefixCache(2, 100)
+    store(cache, "a", [1, 2, 3])
+    store(cache, "b", [1, 2, 3])
+    cache.forget("a")
+    assert cache.find("a", [1, 2, 3]) == []
+    assert cache.find("b", [1, 2, 3]) == [(1, 2)]
+
+
+def test_equal_chunks_after_different_prefixes_are_different():
+    cache: PrefixCache[tuple] = PrefixCache(2, 100)
+    store(cache, "a", [1, 1, 7, 7])
+    assert cache.find("a", [2, 2, 7, 7, 0]) == []
+    assert cache.find("a", [7, 7, 0]) == []
+
+
+def test_what_was_used_last_stays():
+    cache: PrefixCache[tuple] = PrefixCache(2, 3)
+    store(cache, "a", [1, 1, 2, 2])
+    store(cache, "a", [3, 3])
+    cache.find("a", [1, 1, 2, 2, 0])
+    store(cache, "a", [4, 4])
+    assert cache.find("a", [1, 1, 2, 2, 0]) == [(1, 1), (1, 1, 2, 2)]
+    assert cache.find("a", [3, 3, 0]) == []
+    assert cache.find("a", [4, 4, 0]) == [(4, 4)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=25), st.integers(1, 6))
+def test_it_answers_only_true_prefixes_and_stays_within_its_capacity(prompts: list[list[int]], capacity: int):
+    cache: PrefixCache[tuple] = PrefixCache(2, capacity)
+    for tokens in prompts:
+        for i, value in enumerate(cache.find("v", tokens)):
+            assert value == tuple(tokens[: (i + 1) * 2])
+        store(cache, "v", tokens)
+        assert len(cache) <= capacity
+        whole = min(len(tokens) // 2, capacity)
+        assert len(cache.find("v", [*tokens, 0])) >= whole if len(tokens) % 2 == 0 else True

@@ -1,0 +1,40 @@
+"""Stops: tokens, strings, strings across token borders, and none."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from planish.engine.stopping import StopCondition
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Bytes as tokens; 300 and up are control tokens without text."""
+    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+def end_of(tokens: Sequence[int], stop: StopCondition) -> int | None:
+    """How many tokens are drawn until the stop is met."""
+    return next((n for n in range(1, len(tokens) + 1) if stop.met(tokens[:n], decode)), None)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [(None, 3), ([], None), ([300], 6), ([98, 300], 2), ("b", 2), (["zz", "c"], 4), ("ab", 2), ("nothing", None)],
+)
+def test_stops(stop, expected):
+    tokens = [97, 98, 301, 99, 100, 300, 101]
+    assert end_of(tokens, StopCondition.of(stop, eos_token_ids=[301])) == expected
+
+
+def test_a_string_is_found_across_token_borders():
+    text = b"Human: hi\n\nUser: what"
+    assert end_of(list(text), StopCondition.of("\n\nUser:", ())) == text.index(b"\n\nUser:") + len("\n\nUser:")
+
+
+def test_a_string_of_multibyte_characters_is_found_at_its_last_byte():
+    text = "x" * 50 + "日本€" + "y"
+    assert end_of(list(text.encode()), StopCondition.of("本€", ())) == len(("x" * 50 + "日本€").encode())
+
+
+def test_an_explicit_stop_replaces_the_end_of_sequence():
+    assert end_of([301, 97], StopCondition.of("a", eos_token_ids=[301])) == 2

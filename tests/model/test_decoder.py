@@ -1,0 +1,203 @@
+"""The decoder against transformers and PEFT, on small random models of each family."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.weights import load_weights
+from planish.testing import tiny_model
+from planish.types import LoraConfig
+
+CPU = torch.device("cpu")
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = [
+    ("llama", {}),
+    ("llama", {"tied": False, "kv_heads": 4, "shards": 2}),
+    ("llama", {"rope_scaling": LLAMA3_SCALING}),
+    ("llama", {"kv_heads": 1}),
+    ("qwen2", {}),
+    ("qwen2", {"tied": False}),
+    ("qwen3", {}),
+    ("qwen3", {"tied": False, "head_dim": 32}),
+]
+
+
+class CausalAttention:
+    """One sequence, in float32: the definition."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        repeat = q.shape[1] // k.shape[1]
+        q, k, v = (
+            x.float().transpose(0, 1) for x in (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
+        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+
+def logits_of(decoder: Decoder, tokens: torch.Tensor, weights: LoraWeights | None = None, **options) -> torch.Tensor:
+    attend = CausalAttention()
+
+    def in_dtype(*args):
+        return attend(*args).to(decoder.dtype)
+
+    hidden = decoder.hidden(
+        tokens, torch.arange(len(tokens)), in_dtype, [AdapterRows(0, len(tokens), weights)], **options
+    )
+    logits = hidden.float() @ decoder.head_weight.float().t()
+    if weights is not None and weights.head is not None:
+        logits = logits + (hidden @ weights.head[0].t()).float() @ weights.head[1].float().t()
+    return logits
+
+
+def random_tokens(decoder: Decoder, n: int) -> torch.Tensor:
+    return torch.randint(0, decoder.config.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("family", "options"), VARIANTS)
+def test_logits_equal_transformers(tmp_path, family, options):
+    tiny_model(tmp_path, family=family, **options)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    tokens = random_tokens(decoder, 200)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens[None]).logits[0]
+    ours = logits_of(decoder, tokens)
+    assert theirs.std() > 0.5
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
+    tiny_model(tmp_path, family=family, layers=4)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    tokens = random_tokens(decoder, 200)
+    # The reference reads the same rounded weights, so that only the arithmetic differs.
+    exact.load_state_dict({name: weight.float() for name, weight in theirs.state_dict().items()})
+    reference = exact(tokens[None]).logits[0]
+    our_error = (logits_of(decoder, tokens) - reference).norm() / reference.norm()
+    their_error = (theirs(tokens[None]).logits[0].float() - reference).norm() / reference.norm()
+    assert our_error <= 1.1 * their_error
+    assert our_error < 0.02
+
+
+def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
+    """The same base model and adapter in transformers and PEFT."""
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    targets = sorted({entry.target for entry in layout.entries})
+    config = PeftConfig(r=layout.lora.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0)
+    twin = get_peft_model(base, config)
+    parameters = dict(twin.named_parameters())
+    for name, value in layout.views(master).items():
+        target, part = name.rsplit(".", 1)
+        parameters[f"base_model.model.{target}.{part}.default.weight"].data.copy_(value)
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", LoraConfig(rank=8, train_unembed=False)),
+        ("llama", LoraConfig(rank=1, train_mlp=False, train_unembed=False)),
+        ("qwen2", LoraConfig(rank=5, train_attn=False, train_unembed=False)),
+        ("qwen3", LoraConfig(rank=32)),
+    ],
+)
+def test_an_adapter_equals_peft(tmp_path, family, lora):
+    tiny_model(tmp_path, family=family, tied=False)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    layout = LoraLayout(decoder.config, lora)
+    master = layout.init(0) + 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(decoder, 60)
+    theirs = peft_twin(tmp_path, layout, master)(tokens[None]).logits[0]
+    ours = logits_of(decoder, tokens, LoraWeights(layout, master, torch.float32, CPU))
+    assert (logits_of(decoder, tokens) - theirs).abs().max() > 1e-2
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_many_adapters_in_one_batch_equal_each_alone(tmp_path):
+    tiny_model(tmp_path)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    weights: list[LoraWeights | None] = [None]
+    for seed, rank in enumerate((4, 256, 7)):
+        layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank != 7))
+        master = layout.init(seed) + 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
+        weights.append(LoraWeights(layout, master, torch.float32, CPU))
+    tokens = random_tokens(decoder, 40)
+
+    def itself(layer, q, k, v):
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    def run(rows, adapters):
+        return decoder.hidden(tokens[rows], torch.arange(len(tokens))[rows], itself, adapters)
+
+    with torch.inference_mode():
+        together = run(slice(0, 40), [AdapterRows(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)])
+        for i, w in enumerate(weights):
+            alone = run(slice(10 * i, 10 * i + 10), [AdapterRows(0, 10, w)])
+            torch.testing.assert_close(together[10 * i : 10 * i + 10], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_seeded(tmp_path):
+    tiny_model(tmp_path)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    layout = LoraLayout(decoder.config, LoraConfig(rank=4))
+    tokens = random_tokens(decoder, 20)
+    fresh = LoraWeights(layout, layout.init(3), torch.float32, CPU)
+    torch.testing.assert_close(logits_of(decoder, tokens, fresh), logits_of(decoder, tokens))
+    assert torch.equal(layout.init(3), layout.init(3))
+    assert not torch.equal(layout.init(3), layout.init(4))
+    assert not torch.equal(layout.init(None), layout.init(None))
+
+
+def test_recomputing_layers_gives_the_same_gradient(tmp_path):
+    tiny_model(tmp_path)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    layout = LoraLayout(decoder.config, LoraConfig(rank=4))
+    master = layout.init(0) + 0.05
+    tokens = random_tokens(decoder, 30)
+    gradients = []
+    for recompute in (False, True):
+        weights = LoraWeights(layout, master, torch.float32, CPU, requires_grad=True)
+        logits_of(decoder, tokens, weights, recompute=recompute).logsumexp(-1).sum().backward()
+        gradients.append(weights.collect_grad())
+    assert gradients[0].norm() > 0
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_the_gradient_is_with_respect_to_the_master(tmp_path):
+    """Finite differences on the master vector, through the scaling that the compute copy of B carries."""
+    tiny_model(tmp_path, layers=1)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    layout = LoraLayout(decoder.config, LoraConfig(rank=2))
+    master = layout.init(0) + 0.05
+    tokens = random_tokens(decoder, 10)
+    weights = LoraWeights(layout, master, torch.float32, CPU, requires_grad=True)
+
+    def loss(weights: LoraWeights) -> torch.Tensor:
+        return logits_of(decoder, tokens, weights).log_softmax(-1)[:, 0].sum()
+
+    loss(weights).backward()
+    gradient = weights.collect_grad()
+    direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
+    step = 1e-3 * direction
+    plus, minus = (loss(LoraWeights(layout, master + s * step, torch.float32, CPU)).item() for s in (1, -1))
+    assert (plus - minus) / 2 == pytest.approx(float(gradient @ step), rel=0.02)
+
+
+def test_weights_already_in_dtype_are_not_copied(tmp_path):
+    tiny_model(tmp_path, dtype="bfloat16")
+    config = ModelConfig.from_directory(tmp_path)
+    weights = load_weights(tmp_path, config)
+    decoder = Decoder(config, weights, torch.bfloat16, CPU)
+    assert decoder.head_weight.data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
