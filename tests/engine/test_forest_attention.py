@@ -1,0 +1,89 @@
+"""Forest attention equals attention under the T x T mask, in values and in gradients, with either kernel."""
+
+import numpy as np
+import pytest
+import torch
+
+from planish.engine.attention import BlockKernel, ForestAttention, FusedCpuKernel, dense_mask_attention, pieces
+from planish.engine.packing import Packed, mask, pack
+
+CPU = torch.device("cpu")
+
+
+def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> Packed:
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 50, 17)
+    sequences = []
+    for _ in range(prompts):
+        prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
+        for _ in range(samples):
+            # Few token values, so that completions share their first tokens too and segments of one row occur.
+            sequences.append(np.concatenate([prompt, rng.integers(0, 2, rng.integers(1, longest))]))
+    sequences.append(rng.integers(50, 60, longest))
+    (packed,) = pack(sequences, 100_000)
+    return packed
+
+
+def attention_gradients(attend, inputs, weight):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attend(0, *leaves)
+    (out.double() * weight).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def inputs(rows: int, heads: int, kv_heads: int, dtype: torch.dtype, scale: float = 1.5):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(rows, heads, 16), (rows, kv_heads, 16), (rows, kv_heads, 16)]
+    qkv = [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in shapes]
+    return qkv, torch.randn(shapes[0], generator=generator).double()
+
+
+@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
+def test_forest_equals_dense_mask(kernel, heads: int, kv_heads: int):
+    for seed in range(3):
+        packed = forest(seed)
+        qkv, weight = inputs(len(packed), heads, kv_heads, torch.float64)
+        fast = attention_gradients(ForestAttention(packed, CPU, kernel), qkv, weight)
+        slow = attention_gradients(dense_mask_attention(packed, CPU), qkv, weight)
+        for a, b in zip(fast, slow, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
+def test_forest_in_low_precision_stays_near_float64(kernel, dtype: torch.dtype, tolerance: float):
+    packed = forest(5, longest=200)
+    qkv, weight = inputs(len(packed), 6, 2, dtype)
+    fast = attention_gradients(ForestAttention(packed, CPU, kernel), qkv, weight)
+    slow = attention_gradients(dense_mask_attention(packed, CPU), [x.double() for x in qkv], weight)
+    for a, b in zip(fast, slow, strict=True):
+        assert a.dtype == dtype
+        assert float((a.double() - b).norm() / b.norm()) < tolerance
+
+
+def test_blocks_bound_the_scores_and_change_nothing(monkeypatch):
+    packed = forest(2)
+    qkv, weight = inputs(len(packed), 4, 2, torch.float64)
+    whole = attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight)
+    monkeypatch.setattr("planish.engine.attention._SCORE_ENTRIES", 1)
+    for a, b in zip(attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_pieces_cover_each_allowed_pair_once():
+    packed = forest(3)
+    count = np.zeros((len(packed), len(packed)), int)
+    for piece in pieces(packed):
+        block = np.ones((piece.q_end - piece.q_start, piece.k_end - piece.k_start), int)
+        count[piece.q_start : piece.q_end, piece.k_start : piece.k_end] += np.tril(block) if piece.causal else block
+    assert np.array_equal(count, mask(packed).astype(int))
+
+
+def test_several_thousand_rows_need_no_square_matrix():
+    (packed,) = pack([np.arange(6000) % 97], 10_000)
+    qkv, weight = inputs(6000, 2, 1, torch.float32)
+    out, *grads = attention_gradients(ForestAttention(packed, CPU), qkv, weight)
+    last = torch.softmax((qkv[0][-1] @ qkv[1][:, 0].T) * 16**-0.5, -1) @ qkv[2][:, 0]
+    torch.testing.assert_close(out[-1], last, rtol=1e-4, atol=1e-5)
+    assert all(torch.isfinite(grad).all() for grad in grads)

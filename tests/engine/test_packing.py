@@ -1,0 +1,107 @@
+"""Packing: the forest reproduces every datum, its mask is the ancestor relation, and the budget counts shared tokens once."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.engine.packing import Packed, mask, pack
+
+sequences_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14)
+
+
+def arrays(sequences: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(sequence, np.int64) for sequence in sequences]
+
+
+def forest_size(sequences: list[list[int]]) -> int:
+    return len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences_of_few_tokens, st.integers(1, 40))
+def test_each_datum_is_packed_once_and_its_rows_spell_its_tokens(sequences: list[list[int]], budget: int):
+    packed = pack(arrays(sequences), budget)
+    assert sorted(datum for part in packed for datum in part.datums) == list(range(len(sequences)))
+    for part in packed:
+        for datum, rows in zip(part.datums, part.rows, strict=True):
+            assert part.tokens[rows].tolist() == sequences[datum]
+            assert part.positions[rows].tolist() == list(range(len(sequences[datum])))
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences_of_few_tokens, st.integers(1, 40))
+def test_mask_is_the_ancestor_relation(sequences: list[list[int]], budget: int):
+    for part in pack(arrays(sequences), budget):
+        allowed = np.zeros((len(part), len(part)), bool)
+        for rows in part.rows:
+            for i, row in enumerate(rows):
+                allowed[row, rows[: i + 1]] = True
+        assert np.array_equal(mask(part), allowed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences_of_few_tokens, st.integers(1, 40))
+def test_budget_counts_each_shared_token_once(sequences: list[list[int]], budget: int):
+    for part in pack(arrays(sequences), budget):
+        members = [sequences[datum] for datum in part.datums]
+        assert len(part) == forest_size(members)
+        assert len(part) <= max(budget, max(len(member) for member in members))
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences_of_few_tokens)
+def test_segments_cover_the_rows_and_name_their_ancestors(sequences: list[list[int]]):
+    (part,) = pack(arrays(sequences), 1000)
+    assert [s.start for s in part.segments] == [0, *(s.end for s in part.segments[:-1])]
+    assert part.segments[-1].end == len(part)
+    for segment in part.segments:
+        above = {row for start, end in segment.ancestors for row in range(start, end)}
+        assert above == set(np.flatnonzero(mask(part)[segment.start][: segment.start]))
+        assert set(part.until[segment.start : segment.end]) == {segment.until}
+
+
+@settings(max_examples=60, deadline=None)
+@given(sequences_of_few_tokens, st.integers(1, 40), st.randoms())
+def test_micro_batches_do_not_depend_on_the_order_of_the_datums(sequences, budget, random):
+    def contents(parts: list[Packed], order: list[int]) -> set:
+        return {tuple(sorted(tuple(sequences[order[d]]) for d in part.datums)) for part in parts}
+
+    order = list(range(len(sequences)))
+    plain = contents(pack(arrays(sequences), budget), order)
+    random.shuffle(order)
+    assert contents(pack(arrays([sequences[i] for i in order]), budget), order) == plain
+
+
+def test_groups_that_share_a_prompt_stay_together():
+    rng = np.random.default_rng(0)
+    groups = [rng.integers(0, 1000, 60) for _ in range(6)]
+    sequences = [np.concatenate([prompt, rng.integers(0, 1000, 20)]) for prompt in groups for _ in range(4)]
+    packed = pack(sequences, 300)  # a group is 140 rows: two fit; greedy filling would cut the third
+    assert [len({d // 4 for d in part.datums}) for part in packed] == [2, 2, 2]
+    assert sum(len(part) for part in packed) == 6 * 140
+
+
+def test_a_datum_longer_than_the_budget_stands_alone():
+    long, short = np.arange(50), np.array([7, 8])
+    packed = pack([short, long, short], 10)
+    assert [part.datums for part in packed] == [(0, 2), (1,)]
+    assert [len(part) for part in packed] == [2, 50]
+
+
+def test_thousands_of_datums_with_a_long_prefix_take_no_time():
+    prefix = np.arange(16_000)
+    sequences = [np.concatenate([prefix, [i, i + 1]]) for i in range(1500)]
+    start = time.perf_counter()
+    packed = pack(sequences, 16_600)
+    assert time.perf_counter() - start < 20
+    assert sum(len(part) for part in packed) == 16_000 * len(packed) + 3000
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="micro_batch_tokens"):
+        pack([np.array([1])], 0)
+    with pytest.raises(ValueError, match="empty"):
+        pack([np.array([], np.int64)], 10)
