@@ -1,0 +1,92 @@
+r"""Boxes with braces, answers that a library must judge, and answers that would never end."""
+
+import time
+
+import pytest
+from math_verify import parse, verify
+
+from planish.recipes.grading import Grade, Grader, GradingError, extract_boxed
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader() as grader:
+        yield grader
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{72}", "72"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{3} and then \boxed{4", "3"),
+        (r"\boxed{ 5 }", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{\frac{1}{2}", None),
+        ("boxed 7", None),
+        ("", None),
+    ],
+)
+def test_the_last_closed_box_counts(text, expected):
+    assert extract_boxed(text) == expected
+
+
+NUMBERS = [
+    ("72", "72", True),
+    ("72.0", "72", True),
+    ("1,000", "1000", True),
+    ("$18", "18", True),
+    (r"\$18", "18", True),
+    ("18.", "18", True),
+    ("-3", "3", False),
+    ("+3", "3", True),
+    ("73", "72", False),
+    (".5", "0.5", True),
+]
+EXPRESSIONS = [
+    (r"\frac{1}{2}", "0.5", True),
+    ("10^{3}", "1000", True),
+    ("2+3", "5", True),
+    ("x = 5", "5", True),
+    (r"5\text{ cm}", "5", True),
+    (r"\frac{", "5", False),
+    ("{{{", "5", False),
+    ("", "5", False),
+    ("none", "5", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "expected", "equal"), NUMBERS + EXPRESSIONS)
+def test_answers_are_compared_by_value(grader, answer, expected, equal):
+    assert grader.equal(answer, expected) is equal
+
+
+@pytest.mark.parametrize(("answer", "expected", "equal"), NUMBERS)
+def test_the_fast_way_for_numbers_equals_the_library(answer, expected, equal):
+    assert verify(parse(f"${expected}$"), parse(f"${answer}$")) is equal
+
+
+def test_a_response_without_a_box_is_wrong(grader):
+    assert grader.grade("it is 5", "5") == Grade(boxed=None, correct=False)
+    assert grader.grade(r"\boxed{5}", "5") == Grade(boxed="5", correct=True)
+
+
+def test_an_endless_answer_is_ended_counted_and_raised():
+    with Grader(timeout_seconds=0.5) as grader:
+        assert grader.equal("2+3", "5")
+        start = time.monotonic()
+        with pytest.raises(GradingError, match="could not be compared"):
+            grader.equal("9^{9^{9^{9}}}", "5")
+        assert time.monotonic() - start < 10
+        assert grader.failures == 1
+        assert grader.equal("2+3", "5"), "the next answer gets a fresh process"
+
+
+def test_an_answer_on_which_the_library_fails_is_counted_and_raised(grader):
+    before = grader.failures
+    with pytest.raises(GradingError, match="1/0"):
+        grader.equal("1/0", "2/0")
+    assert grader.failures == before + 1
+    assert grader.equal("2+3", "5")
