@@ -164,14 +164,14 @@ class _RMSNorm(torch.autograd.Function):
     """The weight is frozen: only x gets a gradient, and only x and one number a row are kept."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:  # noqa: ANN001
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = x.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight).to(dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         wide = x.float()
         weighted = grad.float() * weight
@@ -183,12 +183,12 @@ class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up (Shazeer 2020); silu is recomputed in the backward pass rather than kept."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 

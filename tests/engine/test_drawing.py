@@ -114,7 +114,9 @@ def test_uniform_streams_differ_by_seed_index_and_purpose_and_repeat():
     keys = [(7, 0), (8, 0), (7, 1), (7, 0, 1), (-7, 0), (2**64 + 7, 0)]
     assert len({tuple(numbers(*key)) for key in keys}) == len(keys)
     everything = [u for key in keys for u in numbers(*key)]
-    assert len(set(everything)) == len(everything) and min(everything) >= 0 and max(everything) < 1
+    assert len(set(everything)) == len(everything)
+    assert min(everything) >= 0
+    assert max(everything) < 1
 
 
 def test_a_stream_is_read_by_position_in_any_order():

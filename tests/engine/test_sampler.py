@@ -1,0 +1,403 @@
+"""The sampler against transformers, and every fast path against its slow twin: shared prompts, cache, batch, tenants."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from planish.engine.row_tiling import FIXED, RowTiling, probe
+from planish.engine.sampler import Sampler, SamplerSettings
+from planish.model.decoder import Decoder
+from planish.model.lora import LoraLayout, LoraWeights
+from planish.service import Sample
+from planish.testing import EOS_TOKEN_ID, tiny_model
+from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams, TensorData
+
+CPU = torch.device("cpu")
+NO_STOP: list[int] = []
+Job = tuple[Sample, LoraWeights | None, Any]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(path, family="qwen3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def decoder(model_dir) -> Decoder:
+    return Decoder.load(model_dir, torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def theirs(model_dir):
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tiling(decoder) -> RowTiling:
+    return probe(decoder.config, decoder.dtype, CPU) or FIXED
+
+
+def sampler_of(decoder: Decoder, tiling: RowTiling | None = None, **settings) -> Sampler:
+    return Sampler(decoder, SamplerSettings(**settings), text_of, tiling)
+
+
+def request(prompt: Sequence[int], n: int = 1, **options) -> Sample:
+    names = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p", "min_p")
+    params = {"stop": NO_STOP, "max_tokens": 12, **{k: v for k, v in options.items() if k in names}}
+    rest = {k: v for k, v in options.items() if k not in names}
+    return Sample("sampler", ModelInput.from_ints(prompt), n, SamplingParams(**params), **rest)
+
+
+def run(sampler: Sampler, *ops: Sample | Job) -> list[SampleResponse]:
+    futures: list[Future[SampleResponse]] = []
+    for job in ops:
+        op, weights, version = job if isinstance(job, tuple) else (job, None, "base")
+        sampler.validate(op)
+        futures.append(Future())
+        sampler.submit(op, weights, version, futures[-1])
+    for _ in range(5000):
+        if not sampler.busy:
+            break
+        sampler.step()
+    assert not sampler.busy
+    assert_nothing_left(sampler)
+    return [future.result(timeout=0) for future in futures]
+
+
+def assert_nothing_left(sampler: Sampler) -> None:
+    assert sampler._scheduler._reserved == 0
+    assert not sampler._prompts.in_use()
+    assert not sampler._samples.in_use()
+    assert not sampler._last_hidden
+    assert not sampler._requests
+
+
+def drawn(responses: list[SampleResponse]) -> list[tuple[list[int], list[float]]]:
+    return [(s.tokens, s.logprobs) for response in responses for s in response.sequences]
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, n).tolist()
+
+
+def adapter(decoder: Decoder, seed: int, rank: int = 8) -> LoraWeights:
+    layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
+    noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
+    return LoraWeights(layout, layout.init(seed) + noise, decoder.dtype, decoder.device)
+
+
+def full_logprobs(theirs, prompt: list[int], temperature: float = 1.0) -> torch.Tensor:
+    with torch.inference_mode():
+        return (theirs(torch.tensor([prompt])).logits[0] / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_logprobs_equal_transformers(decoder, theirs, temperature):
+    prompt = tokens(75)
+    (response,) = run(
+        sampler_of(decoder), request(prompt, 3, max_tokens=70, temperature=temperature, top_k=50, top_p=0.9)
+    )
+    for sequence in response.sequences:
+        rows = full_logprobs(theirs, prompt + sequence.tokens, temperature)[len(prompt) - 1 : -1]
+        expected = rows[torch.arange(70), sequence.tokens]
+        assert (torch.tensor(sequence.logprobs) - expected).abs().max() < 2e-5
+
+
+def test_greedy_equals_transformers_generate(decoder, theirs):
+    prompt = tokens(40, seed=3)
+    (response,) = run(sampler_of(decoder), request(prompt, max_tokens=40, temperature=0.0))
+    expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40, eos_token_id=None)[0, 40:]
+    assert response.sequences[0].tokens == expected.tolist()
+    rows = full_logprobs(theirs, prompt + response.sequences[0].tokens)[len(prompt) - 1 : -1]
+    assert (torch.tensor(response.sequences[0].logprobs) - rows.amax(-1)).abs().max() < 2e-5
+
+
+def mixed_requests() -> list[Sample]:
+    """Prompts of many lengths, some with common beginnings, several samples each, all sampling options."""
+    common = tokens(100, seed=9)
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"temperature": 0.0},
+    ]
+    return [
+        request(
+            common[: 20 * (i % 6)] + tokens(3 + 9 * i, seed=i),
+            1 + i % 3,
+            seed=i,
+            max_tokens=5 + 13 * (i % 5),
+            **options[i % 6],
+        )
+        for i in range(14)
+    ]
+
+
+def test_deterministic_bits_do_not_depend_on_the_batch_nor_on_the_cache(decoder, tiling):
+    for chosen in (tiling, FIXED):
+        sampler = sampler_of(decoder, chosen, max_batch=9, prefill_tokens=96)
+        together = drawn(run(sampler, *mixed_requests()))
+        responses = run(sampler, *mixed_requests())
+        assert sum(response.prompt_cache_hit_tokens for response in responses) > 300
+        assert drawn(responses) == together
+        alone = [run(sampler_of(decoder, chosen), op)[0] for op in mixed_requests()]
+        assert drawn(alone) == together
+
+
+def test_without_determinism_batch_and_cache_change_rounding_only(decoder):
+    sampler = sampler_of(decoder, max_batch=9, prefill_tokens=96)
+    for _ in range(2):
+        for batched, op in zip(run(sampler, *mixed_requests()), mixed_requests(), strict=True):
+            (alone,) = run(sampler_of(decoder), op)
+            for a, b in zip(batched.sequences, alone.sequences, strict=True):
+                assert a.tokens == b.tokens
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+def test_shared_prompt_equals_one_request_a_sample(decoder, tiling):
+    prompt = tokens(130)
+    sampler = sampler_of(decoder, tiling)
+    (shared,) = run(sampler, request(prompt, 5, seed=11, max_tokens=40))
+    full = [sequence.tokens for sequence in shared.sequences]
+    assert len({tuple(row) for row in full}) == 5
+    (fewer,) = run(sampler_of(decoder, tiling), request(prompt, 3, seed=11, max_tokens=40))
+    assert [sequence.tokens for sequence in fewer.sequences] == full[:3]
+    ids = [sequence.sequence_id for sequence in shared.sequences]
+    assert len(set(ids)) == 5
+
+
+def test_equal_prompts_of_several_requests_are_computed_once(decoder, monkeypatch):
+    sampler = sampler_of(decoder)
+    computed = []
+    original = sampler._prefill
+    monkeypatch.setattr(sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch)))
+    run(sampler, *[request(tokens(70), seed=i) for i in range(6)])
+    assert computed == [[70]]
+
+
+def test_a_common_prefix_within_one_batch_is_computed_once(decoder, monkeypatch):
+    sampler = sampler_of(decoder)
+    computed = []
+    original = sampler._prefill
+    monkeypatch.setattr(sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch)))
+    common = tokens(100)
+    run(sampler, *[request(common + tokens(20, seed=i + 1)) for i in range(4)])
+    assert computed == [[120], [24, 24, 24]]
+
+
+def test_many_tenants_equal_each_alone(decoder, tiling):
+    adapters = [None, adapter(decoder, 1, rank=4), adapter(decoder, 2, rank=32), adapter(decoder, 3, rank=5)]
+    jobs: list[Job] = [
+        (request(tokens(50, seed=i // 4), 2, seed=i, max_tokens=20), adapters[i % 4], f"v{i % 4}") for i in range(12)
+    ]
+    together = drawn(run(sampler_of(decoder, tiling), *jobs))
+    alone = drawn([run(sampler_of(decoder, tiling), job)[0] for job in jobs])
+    assert together == alone
+    assert together[0] != together[2]
+
+
+def test_the_cache_never_serves_another_version(decoder):
+    sampler = sampler_of(decoder)
+    prompt, first, second = tokens(100), adapter(decoder, 1), adapter(decoder, 2)
+    run(sampler, (request(prompt, seed=0), first, "first"))
+    (crossed,) = run(sampler, (request(prompt, seed=0), second, "second"))
+    assert crossed.prompt_cache_hit_tokens == 0
+    (again,) = run(sampler, (request(prompt, seed=0), second, "second"))
+    assert again.prompt_cache_hit_tokens == 96
+    assert again.sequences[0].tokens == crossed.sequences[0].tokens
+    sampler.forget("second")
+    assert run(sampler, (request(prompt, seed=0), second, "second"))[0].prompt_cache_hit_tokens == 0
+
+
+@pytest.mark.parametrize("chunk", [32, 50, 1000])
+def test_a_prompt_computed_in_pieces_equals_one_computed_at_once(decoder, theirs, chunk):
+    prompt = tokens(700)
+    (response,) = run(
+        sampler_of(decoder, prefill_tokens=chunk), request(prompt, max_tokens=3, seed=1, prompt_logprobs=True)
+    )
+    expected = full_logprobs(theirs, prompt)[torch.arange(699), prompt[1:]]
+    assert (torch.tensor(response.prompt_logprobs[1:]) - expected).abs().max() < 5e-5
+    assert response.prompt_logprobs[0] is None
+
+
+def test_a_sample_that_outgrows_its_slot_several_times(decoder, theirs):
+    prompt = tokens(10)
+    (response,) = run(sampler_of(decoder), request(prompt, 2, max_tokens=300, seed=5))
+    for sequence in response.sequences:
+        rows = full_logprobs(theirs, prompt + sequence.tokens)[len(prompt) - 1 : -1]
+        assert (torch.tensor(sequence.logprobs) - rows[torch.arange(300), sequence.tokens]).abs().max() < 5e-5
+
+
+def test_questions_about_the_prompt(decoder, theirs):
+    prompt = tokens(150)
+    targets = np.full((149, 2), -1)
+    targets[::3, 0] = prompt[1::3][: len(targets[::3])]
+    targets[5, 1] = 7
+    op = request(
+        prompt,
+        max_tokens=4,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=2,
+        prompt_logprobs_last_n=40,
+        target_prompt_logprobs=TensorData.from_numpy(targets),
+        prompt_alt_tokens_k=2,
+        temperature=0.8,
+        seed=3,
+    )
+    (response,) = run(sampler_of(decoder), op)
+    rows = full_logprobs(theirs, prompt)
+    own = rows[torch.arange(149), prompt[1:]]
+    assert response.prompt_logprobs[:110] == [None] * 110
+    assert (torch.tensor(response.prompt_logprobs[110:]) - own[109:]).abs().max() < 2e-5
+    assert response.topk_prompt_logprobs[:110] == [None] * 110
+    for i in (110, 149):
+        expected = rows[i - 1].topk(3)
+        assert [token for token, _ in response.topk_prompt_logprobs[i]] == expected.indices.tolist()
+        np.testing.assert_allclose([p for _, p in response.topk_prompt_logprobs[i]], expected.values, atol=2e-5)
+    answered = response.target_prompt_logprobs.to_numpy()
+    asked = targets >= 0
+    np.testing.assert_allclose(answered[asked], rows.numpy()[:149][np.nonzero(asked)[0], targets[asked]], atol=2e-5)
+    assert not answered[~asked].any()
+    warm = full_logprobs(theirs, prompt, 0.8).numpy()[:149]
+    alt = response.prompt_alt_tokens
+    np.testing.assert_allclose(alt.logprobs.to_numpy(), np.take_along_axis(warm, alt.tokens.to_numpy(), 1), atol=2e-5)
+    assert len(np.unique(alt.tokens.to_numpy())) > 30
+    sequence = response.sequences[0]
+    after = full_logprobs(theirs, prompt + sequence.tokens, 0.8)[149:-1]
+    for i, top in enumerate(sequence.topk_logprobs):
+        assert [token for token, _ in top] == after[i].topk(2).indices.tolist()
+
+
+def test_prompt_only_draws_nothing_even_in_a_full_context(decoder, theirs):
+    prompt = tokens(decoder.config.max_context)
+    op = Sample("s", ModelInput.from_ints(prompt), 1, SamplingParams(), prompt_logprobs=True, prompt_only=True)
+    (response,) = run(sampler_of(decoder), op)
+    assert response.sequences == []
+    expected = full_logprobs(theirs, prompt)[torch.arange(len(prompt) - 1), prompt[1:]]
+    assert (torch.tensor(response.prompt_logprobs[1:]) - expected).abs().max() < 1e-4
+
+
+def test_stops(decoder):
+    prompt = tokens(30)
+    sampler = sampler_of(decoder)
+    (free,) = run(sampler, request(prompt, seed=2, max_tokens=200))
+    whole = free.sequences[0].tokens
+    assert free.sequences[0].stop_reason == "length"
+    third = next(i for i, token in enumerate(whole) if i >= 3 and token not in whole[:i])
+    (by_id,) = run(sampler, request(prompt, seed=2, max_tokens=200, stop=[whole[third]]))
+    assert by_id.sequences[0].tokens == whole[: third + 1]
+    assert by_id.sequences[0].stop_reason == "stop"
+    (by_eos,) = run(sampler, request(prompt, 8, seed=2, max_tokens=400, stop=None))
+    for sequence in by_eos.sequences:
+        if sequence.stop_reason == "stop":
+            assert sequence.tokens[-1] == EOS_TOKEN_ID
+        assert EOS_TOKEN_ID not in sequence.tokens[:-1]
+    text = text_of(whole)
+    readable = next(i for i in range(5, len(text) - 2) if "\ufffd" not in text[i : i + 2])
+    stop = text[readable : readable + 2]
+    (by_text,) = run(sampler, request(prompt, seed=2, max_tokens=200, stop=stop))
+    assert by_text.sequences[0].tokens == whole[: len(by_text.sequences[0].tokens)]
+    assert text_of(by_text.sequences[0].tokens).find(stop) + len(stop) == len(text_of(by_text.sequences[0].tokens))
+
+
+def test_unseeded_requests_differ_and_seeded_ones_repeat(decoder):
+    sampler = sampler_of(decoder)
+    a, b = run(sampler, request(tokens(9)), request(tokens(9)))
+    assert drawn([a]) != drawn([b])
+    c, d = run(sampler, request(tokens(9), seed=1), request(tokens(9), seed=1))
+    assert drawn([c]) == drawn([d])
+
+
+def test_more_work_than_memory_waits_and_is_done(decoder, tiling):
+    unlimited = drawn(run(sampler_of(decoder, tiling), *mixed_requests()))
+    per_position = sampler_of(decoder)._shape.bytes_per_position
+    tight = sampler_of(
+        decoder, tiling, kv_cache_bytes=per_position * 400, prefix_cache_bytes=per_position * 64, max_batch=3
+    )
+    assert drawn(run(tight, *mixed_requests())) == unlimited
+    assert len(tight._cache) <= 2
+
+
+def test_cancelling_frees_memory_at_any_time(decoder):
+    sampler = sampler_of(decoder, prefill_tokens=64, max_batch=4)
+    ops = [request(tokens(100, seed=i % 3), 3, max_tokens=50, prompt_logprobs=i == 4) for i in range(6)]
+    for steps in (0, 1, 2, 5, 30):
+        futures: list[Future[SampleResponse]] = [Future() for _ in ops]
+        for op, future in zip(ops, futures, strict=True):
+            sampler.submit(op, None, "base", future)
+        for _ in range(steps):
+            sampler.step()
+        cancelled = [future for future in futures[:5] if future.cancel()]
+        assert cancelled
+        for _ in range(500):
+            sampler.step()
+        assert futures[5].done()
+        assert not sampler.busy
+        assert_nothing_left(sampler)
+
+
+def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):
+    sampler = sampler_of(decoder)
+    future: Future[SampleResponse] = Future()
+    sampler.submit(request(tokens(20)), None, "base", future)
+    sampler.step()
+    sampler.fail(RuntimeError("the device is gone"))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        future.result(timeout=0)
+    run(sampler, request(tokens(20)))
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (request([]), "prompt is empty"),
+        (request([999]), "999"),
+        (request([1], n=0), "num_samples"),
+        (request(tokens(2000), max_tokens=100), "2000.*48.*100"),
+        (request(tokens(3000)), "3000.*2048"),
+        (request([1], stop=[5000]), "stop"),
+        (request([1, 2], topk_prompt_logprobs=-1), "topk_prompt_logprobs"),
+        (request([1, 2], prompt_logprobs_last_n=1), "include_prompt_logprobs"),
+        (request([1, 2], prompt_logprobs=True, prompt_logprobs_last_n=0), "prompt_logprobs_last_n"),
+        (request([1, 2], target_prompt_logprobs=TensorData([[1], [1]], "int64", [2, 1])), r"\[1, K\]"),
+        (request([1, 2], target_prompt_logprobs=TensorData([[500]], "int64", [1, 1])), "outside"),
+        (request([1], prompt_only=True), "prompt_only"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(decoder, op, message):
+    with pytest.raises(ValueError, match=message):
+        sampler_of(decoder).validate(op)
+
+
+def test_a_request_that_can_never_fit_is_refused(decoder):
+    sampler = sampler_of(decoder, kv_cache_bytes=sampler_of(decoder)._shape.bytes_per_position * 100)
+    with pytest.raises(ValueError, match="kv_cache_bytes"):
+        sampler.validate(request(tokens(80), max_tokens=60))
+
+
+def test_bf16_logprobs_are_close_to_float32(tmp_path):
+    tiny_model(tmp_path, family="llama", dtype="bfloat16")
+    prompt = tokens(60)
+    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    (response,) = run(sampler_of(decoder), request(prompt, 4, max_tokens=40, seed=0))
+    gaps = []
+    for sequence in response.sequences:
+        rows = full_logprobs(exact, prompt + sequence.tokens)[len(prompt) - 1 : -1]
+        gaps.append(torch.tensor(sequence.logprobs) - rows[torch.arange(40), sequence.tokens])
+    assert torch.cat(gaps).abs().max() < 0.1
+    assert torch.cat(gaps).square().mean() / 2 < 2e-4
