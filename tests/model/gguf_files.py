@@ -59,7 +59,14 @@ def write_tokens(writer, pre, kind="gpt2"):
 
 
 def write_gguf(
-    path, directory, pre="smollm", tokenizer="gpt2", quantized=(), kind=None, extra=lambda writer: None, without=()
+    path,
+    directory,
+    pre="smollm",
+    tokenizer="gpt2",
+    quantized=(),
+    kind=gguf.GGMLQuantizationType.Q8_0,
+    extra=lambda writer: None,
+    without=(),
 ):
     """Write the tiny model of `directory` as a GGUF file; tensors whose names end in `quantized` are of type `kind`."""
     config = ModelConfig.from_directory(directory)

@@ -1,5 +1,7 @@
 """The real embedded model, if it is in the cache (`make test` puts it there)."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -71,7 +73,7 @@ def test_it_knows_the_capital_of_france(tokenizer):
 
 @pytest.mark.slow
 def test_it_answers_in_chat(tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16)
     messages = [{"role": "user", "content": "Who wrote Romeo and Juliet?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.model.config import LinearRopeScaling, ModelConfig
 from planish.model.gguf import convert_gguf
-from planish.testing import SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
+from planish.testing import EOS_TOKEN_ID, SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
 from planish.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -114,6 +114,13 @@ def test_linear_rope_scaling_is_kept(tmp_path):
 
     directory = convert_gguf(write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), extra=extra), tmp_path / "o")
     assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
+
+
+def test_the_end_of_a_turn_ends_a_sequence_too(tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), extra=lambda writer: writer.add_eot_token_id(263)
+    )
+    assert ModelConfig.from_directory(convert_gguf(path, tmp_path / "out")).eos_token_ids == (EOS_TOKEN_ID, 263)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,17 @@ def test_a_name_is_a_name(name):
         resolve_model(name)
 
 
+def test_models_is_a_mapping(tmp_path):
+    with pytest.raises(ValueError, match="models is list"):
+        resolve_model("m", [("m", str(tmp_path))])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_name_that_no_file_system_takes():
+    for name in ("x" * 5000, "x" * 5000 + ".gguf", "a\0b"):
+        with pytest.raises(UnknownModelError, match="no source"):
+            resolve_model(name)
+
+
 def test_the_error_lists_what_was_tried_and_the_remedy(home):
     with pytest.raises(UnknownModelError) as caught:
         resolve_model("nobody/nothing")

@@ -70,8 +70,7 @@ def test_memory_of_our_own_does_not_grow_by_the_model(tmp_path):
     tiny_model(tmp_path, vocab_size=131072, hidden_size=128)
     before = anonymous_bytes()
     weights = load(tmp_path)
-    total = sum(tensor.sum() for tensor in weights.values())  # reads every page
-    assert torch.isfinite(total)
+    assert all(torch.isfinite(tensor.sum()) for tensor in weights.values())  # reads every page
     stored = sum(tensor.nbytes for tensor in weights.values())
     assert stored > 60e6
     assert anonymous_bytes() - before < stored / 4
