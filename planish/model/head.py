@@ -1,0 +1,257 @@
+"""The output head: logits, and logprobs of chosen tokens with their gradients, in bounded memory.
+
+On a CPU a bfloat16 product returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06; a logprob would be wrong by as
+much. So the likeliest tokens of each row, which carry the log-sum-exp, and the scored targets are computed again as float32
+dot products of single weight rows. The rest stays rounded: its errors are small in sum, for they average out.
+The sampler and the trainer both take their logits from here, so they agree.
+
+The base head is frozen: gradients go to the hidden states and to the head's LoRA factors.
+
+Shapes: R rows, D hidden, V vocabulary, P (row, target) pairs, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+Lora = tuple[Tensor, Tensor]
+"""(A [r, D], B [V, r]), the scaling multiplied into B."""
+
+_EXACT = 16  # likeliest tokens of a row that are computed again in float32
+_BLOCK = 32  # vocabulary entries behind one candidate in the search for them
+_CHUNK = 256  # rows of one product
+_TILE = 16  # rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as long
+_PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
+
+
+@torch.no_grad()
+def head_logits(hidden: Tensor, weight: Tensor, lora: Lora | None) -> Tensor:
+    """float32 [R, V]: hidden [R, D] times weight [V, D] transposed, plus the adapter; no gradient."""
+    low = _low(hidden, lora)
+    logits = _product(hidden, weight, low, lora)
+    if not _is_rounded(hidden):
+        return logits.float()
+    tokens, exact = _likeliest(hidden, weight, low, lora, logits)
+    return logits.float().scatter_(1, tokens, exact)
+
+
+@torch.no_grad()
+def exact_logits(hidden: Tensor, weight: Tensor, lora: Lora | None, rows: Tensor, tokens: Tensor) -> Tensor:
+    """float32 [P]: single logits as float32 dot products."""
+    return _dots(hidden, weight, _low(hidden, lora), lora, rows, tokens)
+
+
+def scored_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    lora: Lora | None,
+    rows: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    recompute: bool = False,
+) -> Tensor:
+    """float32 [P]: log-softmax(logits[rows] / temperature) at `targets`; differentiable in hidden and the LoRA factors.
+
+    `rows`, `targets`: int64 [P]. A row may be scored against several targets. Rows whose logprobs get no gradient cost
+    nothing in the backward pass. Logits are kept for it in the model's dtype (R * V entries), or made again if `recompute`.
+    """
+    a, b = lora if lora is not None else (None, None)
+    keep = torch.is_grad_enabled() and not recompute
+    return _ScoredLogprobs.apply(hidden, a, b, weight, rows, targets, temperature, keep)  # type: ignore[no-any-return]
+
+
+class _ScoredLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, a, b, weight, rows, targets, temperature: float, keep: bool) -> Tensor:  # noqa: ANN001
+        lora = None if a is None else (a, b)
+        low = _low(hidden, lora)
+        kept: list[Tensor] = []
+        log_total = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
+        for chunk in _spans(hidden.shape[0], _CHUNK):
+            stored = _stored_logits(hidden[chunk], weight, low[chunk] if low is not None else None, lora)
+            for tile, wide in _wide_tiles(stored):
+                log_total[chunk][tile] = _logsumexp_(wide.div_(temperature))
+            kept += stored if keep else ()
+        scored = _dots(hidden, weight, low, lora, rows, targets)
+        ctx.save_for_backward(hidden, a, b, weight, rows, targets, low, log_total, *kept)
+        ctx.temperature, ctx.keep = temperature, keep
+        return scored.div_(temperature) - log_total[rows]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
+        """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row at once."""
+        hidden, a, b, weight, rows, targets, low, log_total, *kept = ctx.saved_tensors
+        lora = None if a is None else (a, b)
+        pairs = _LivePairs(rows, targets, grad / ctx.temperature)
+        row_grad = log_total.new_zeros(hidden.shape[0]).index_add_(0, pairs.rows, pairs.grad)
+        grads = _HeadGrads(hidden, weight, low, lora)
+        per_chunk = 3 if _is_rounded(hidden) else 1
+        for number, chunk in enumerate(_spans(hidden.shape[0], _CHUNK)):
+            where = pairs.distinct_rows(chunk)
+            if where.numel() == 0:
+                continue
+            here = where - chunk.start
+            if ctx.keep:
+                stored = [tensor[here] for tensor in kept[per_chunk * number : per_chunk * (number + 1)]]
+            else:
+                stored = _stored_logits(hidden[where], weight, low[where] if low is not None else None, lora)
+            for tile, wide in _wide_tiles(stored):
+                mine = where[tile]
+                wide.div_(ctx.temperature).sub_(log_total[mine, None]).exp_().mul_(-row_grad[mine, None])
+                pairs.add_at_targets(wide, mine)
+                stored[-1][tile] = wide
+            grads.add(where, stored[-1].to(hidden.dtype))
+        return grads.hidden, grads.a, grads.b, None, None, None, None, None
+
+
+class _LivePairs:
+    """The pairs that have a gradient, by rising row."""
+
+    def __init__(self, rows: Tensor, targets: Tensor, grad: Tensor) -> None:
+        live = torch.nonzero(grad).squeeze(1)
+        order = live[rows[live].argsort(stable=True)]
+        self.rows, self.grad = rows[order], grad[order]
+        self._targets = targets[order]
+
+    def _between(self, first: int, last: int) -> slice:
+        """The pairs of rows first .. last."""
+        bounds = torch.searchsorted(self.rows, self.rows.new_tensor([first, last + 1])).tolist()
+        return slice(*bounds)
+
+    def distinct_rows(self, chunk: slice) -> Tensor:
+        return torch.unique_consecutive(self.rows[self._between(chunk.start, chunk.stop - 1)])
+
+    def add_at_targets(self, grad_logits: Tensor, rows: Tensor) -> None:
+        """Adds each gradient at its target; `rows`, rising, are those that grad_logits holds."""
+        mine = self._between(int(rows[0]), int(rows[-1]))
+        slots = torch.searchsorted(rows, self.rows[mine])
+        grad_logits.index_put_((slots, self._targets[mine]), self.grad[mine], accumulate=True)
+
+
+class _HeadGrads:
+    """Sums the gradients of hidden, A and B over chunks of rows."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> None:
+        self._source, self._weight, self._low, self._lora = hidden, weight, low, lora
+        wide = _wide(hidden)
+        self.hidden = torch.zeros_like(hidden)
+        self._a = torch.zeros(lora[0].shape, dtype=wide, device=hidden.device) if lora is not None else None
+        self._b = torch.zeros(lora[1].shape, dtype=wide, device=hidden.device) if lora is not None else None
+
+    def add(self, where: Tensor, grad_logits: Tensor) -> None:
+        grad_hidden = grad_logits @ self._weight
+        if self._lora is not None and self._low is not None and self._a is not None and self._b is not None:
+            a, b = self._lora
+            grad_low = grad_logits @ b
+            grad_hidden = torch.addmm(grad_hidden, grad_low, a)
+            self._a += grad_low.t() @ self._source[where]
+            self._b += grad_logits.t() @ self._low[where]
+        self.hidden[where] = grad_hidden
+
+    @property
+    def a(self) -> Tensor | None:
+        return self._a.to(self._source.dtype) if self._a is not None else None
+
+    @property
+    def b(self) -> Tensor | None:
+        return self._b.to(self._source.dtype) if self._b is not None else None
+
+
+def _stored_logits(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> list[Tensor]:
+    """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones at the tokens."""
+    logits = _product(hidden, weight, low, lora)
+    return [*_likeliest(hidden, weight, low, lora, logits), logits] if _is_rounded(hidden) else [logits]
+
+
+def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """The stored logits in float32 (or wider), a few rows at a time in one buffer that stays in a CPU's cache."""
+    *corrections, logits = stored
+    size = _TILE if logits.device.type == "cpu" else _CHUNK
+    buffer = torch.empty(min(size, logits.shape[0]), logits.shape[1], dtype=_wide(logits), device=logits.device)
+    for tile in _spans(logits.shape[0], size):
+        wide = buffer[: tile.stop - tile.start].copy_(logits[tile])
+        if corrections:
+            tokens, exact = corrections
+            wide.scatter_(1, tokens[tile], exact[tile])
+        yield tile, wide
+
+
+def _logsumexp_(x: Tensor) -> Tensor:
+    """log(sum(exp(x))) of each row; overwrites x."""
+    largest = x.amax(1, keepdim=True)
+    return x.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _is_rounded(hidden: Tensor) -> bool:
+    """Whether a plain product comes back in fewer bits than float32."""
+    return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type == "cpu"
+
+
+def _low(hidden: Tensor, lora: Lora | None) -> Tensor | None:
+    """The hidden states within the adapter: [R, r]."""
+    return hidden @ lora[0].t() if lora is not None else None
+
+
+def _product(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> Tensor:
+    """Logits [R, V]: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
+    if hidden.device.type == "cpu" or hidden.dtype in (torch.float32, torch.float64):
+        logits = hidden @ weight.t()
+        return torch.addmm(logits, low, lora[1].t()) if low is not None and lora is not None else logits
+    logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    if low is not None and lora is not None:
+        logits += torch.mm(low, lora[1].t(), out_dtype=torch.float32)
+    return logits
+
+
+def _likeliest(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]."""
+    tokens = _top_tokens(logits, min(_EXACT, logits.shape[1]))
+    exact = torch.empty(tokens.shape, dtype=_wide(hidden), device=hidden.device)
+    for rows in _spans(hidden.shape[0], max(1, _PAIR_ENTRIES // (tokens.shape[1] * hidden.shape[1]))):
+        exact[rows] = _dot(hidden[rows, None], weight[tokens[rows]])
+        if low is not None and lora is not None:
+            exact[rows] += _dot(low[rows, None], lora[1][tokens[rows]])
+    return tokens, exact
+
+
+def _top_tokens(logits: Tensor, k: int) -> Tensor:
+    """Indices [R, k] of the k largest of each row; the k largest lie in the k blocks with the largest maxima.
+
+    One pass over the logits, where a full `topk` over the vocabulary costs as much as the product itself.
+    """
+    width = logits.shape[1] // _BLOCK
+    if width <= 2 * k:
+        return logits.topk(k, dim=1).indices
+    blocks = logits[:, : width * _BLOCK].unflatten(1, (_BLOCK, width)).amax(1).topk(k, dim=1).indices
+    steps = torch.arange(_BLOCK, device=logits.device) * width
+    candidates = (blocks.unsqueeze(2) + steps).flatten(1)
+    rest = torch.arange(width * _BLOCK, logits.shape[1], device=logits.device).expand(logits.shape[0], -1)
+    candidates = torch.cat([candidates, rest], 1)
+    return candidates.gather(1, logits.gather(1, candidates).topk(k, dim=1).indices)
+
+
+def _dots(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, rows: Tensor, tokens: Tensor) -> Tensor:
+    """[P] single logits in float32 (or wider)."""
+    out = torch.empty(rows.shape[0], dtype=_wide(hidden), device=hidden.device)
+    for part in _spans(rows.shape[0], max(1, _PAIR_ENTRIES // hidden.shape[1])):
+        out[part] = _dot(hidden[rows[part]], weight[tokens[part]])
+        if low is not None and lora is not None:
+            out[part] += _dot(low[rows[part]], lora[1][tokens[part]])
+    return out
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """Dot products over the last dimension in float32; element by element, so that one's bits do not depend on the others."""
+    return (x.to(_wide(x)) * y.to(_wide(y))).sum(-1)
+
+
+def _spans(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

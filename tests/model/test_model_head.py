@@ -1,0 +1,88 @@
+"""The head against float64: values, gradients, many targets a row, peaked bfloat16 logits, memory-saving recomputation."""
+
+import pytest
+import torch
+
+from planish.model.head import _top_tokens, exact_logits, head_logits, scored_logprobs
+
+
+def head(rows: int, hidden: int, vocab: int, rank: int | None, dtype: torch.dtype, magnitude: float = 3.0, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    states, weight = normal(rows, hidden, scale=1.0), normal(vocab, hidden, scale=magnitude / 4 * hidden**-0.5)
+    lora = None if rank is None else (normal(rank, hidden, scale=hidden**-0.5), normal(vocab, rank, scale=0.3))
+    return states, weight, lora
+
+
+def plain_logprobs(states, weight, lora, rows, targets, temperature):
+    """log softmax((h W^T + h A^T B^T) / temperature) at the targets, in float64."""
+    logits = states.double() @ weight.double().T
+    if lora is not None:
+        logits = logits + states.double() @ lora[0].double().T @ lora[1].double().T
+    return torch.log_softmax(logits / temperature, -1)[rows, targets]
+
+
+@pytest.mark.parametrize("rank", [None, 1, 8])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_gradients_equal_those_of_the_plain_formula(rank, recompute: bool, dtype, tolerance: float):
+    states, weight, lora = head(300, 32, 2500, rank, dtype)
+    generator = torch.Generator().manual_seed(9)
+    rows, targets = torch.randint(0, 300, (900,), generator=generator), torch.randint(0, 2500, (900,), generator=generator)
+    upstream = torch.randn(900, generator=generator)
+    upstream[rows % 3 == 0] = 0  # rows without gradient take another path
+    leaves = [x.clone().requires_grad_() for x in (states, *(lora or ()))]
+    pair = (leaves[1], leaves[2]) if lora else None
+    (scored_logprobs(leaves[0], weight, pair, rows, targets, 0.7, recompute=recompute) * upstream).sum().backward()
+    twins = [x.double().requires_grad_() for x in (states, *(lora or ()))]
+    pair = (twins[1], twins[2]) if lora else None
+    (plain_logprobs(twins[0], weight, pair, rows, targets, 0.7) * upstream).sum().backward()
+    for leaf, twin in zip(leaves, twins, strict=True):
+        assert float((leaf.grad.double() - twin.grad).norm() / twin.grad.norm()) < tolerance
+    assert float(leaves[0].grad[::3].abs().max()) == 0.0
+
+
+def test_peaked_bfloat16_logits_keep_their_precision():
+    states, weight, lora = head(200, 576, 8000, 8, torch.bfloat16, magnitude=4.0)
+    weight = (weight.float() * 8).bfloat16()  # logits of magnitude 30, which bfloat16 rounds by up to 0.06
+    rows = torch.arange(200)
+    best = plain_best(states, weight, lora)
+    got = scored_logprobs(states, weight, lora, rows, best, 1.0)
+    want = plain_logprobs(states, weight, lora, rows, best, 1.0)
+    logits = states.double() @ weight.double().T
+    assert float(logits.max()) > 30
+    rounded = torch.log_softmax((states @ weight.T).float(), -1)[rows, best]
+    assert float((rounded.double() - torch.log_softmax(logits, -1)[rows, best]).abs().max()) > 2e-2
+    assert float((got.double() - want).abs().max()) < 5e-3
+
+
+def plain_best(states, weight, lora):
+    logits = states.double() @ weight.double().T + states.double() @ lora[0].double().T @ lora[1].double().T
+    return logits.argmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_logits_agree_with_scored_logprobs(dtype):
+    states, weight, lora = head(70, 64, 3000, 4, dtype)
+    rows = torch.arange(70)
+    targets = head_logits(states, weight, lora).argmax(-1)
+    from_logits = torch.log_softmax(head_logits(states, weight, lora) / 0.5, -1)[rows, targets]
+    torch.testing.assert_close(scored_logprobs(states, weight, lora, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5)
+    single = exact_logits(states, weight, lora, rows, targets)
+    torch.testing.assert_close(single, head_logits(states, weight, lora)[rows, targets], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [5, 272, 3000, 4096, 8191])
+def test_search_for_the_likeliest_tokens_is_exact(vocab: int):
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(3))
+    found = _top_tokens(logits, min(16, vocab))
+    assert torch.equal(found.sort(1).values, logits.topk(min(16, vocab), 1).indices.sort(1).values)
+
+
+def test_nothing_to_score():
+    states, weight, lora = head(0, 16, 300, 2, torch.float32)
+    empty = torch.empty(0, dtype=torch.int64)
+    assert scored_logprobs(states, weight, lora, empty, empty).shape == (0,)
