@@ -7,7 +7,7 @@ test files (train.jsonl, test.jsonl, or parquet), or one JSONL or parquet file, 
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Problem:
 def load_problems(dataset: str, split: str) -> list[Problem]:
     """The problems of one split in the dataset's order; UserError when there are none or a row has another form."""
     rows = load_rows(dataset, split)
-    return [_problem(row, f"dataset={dataset}, {split} row {number}") for number, row in enumerate(rows, start=1)]
+    return [read_problem(row, f"dataset={dataset}, {split} row {number}") for number, row in enumerate(rows, start=1)]
 
 
 def problem_prompt(problem: Problem) -> Conversation:
@@ -75,7 +75,8 @@ def load_rows(dataset: str, split: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _problem(row: dict[str, Any], where: str) -> Problem:
+def read_problem(row: Mapping[str, Any], where: str) -> Problem:
+    """A row as a problem; `where` names it in errors."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str):
         raise UserError(f'{where}: needs a "question" and an "answer" that are strings; its keys are {sorted(row)}')

@@ -1,0 +1,194 @@
+"""`make demo`: the embedded model learns to add, in a few minutes, and a reward curve shows it.
+
+GRPO through the public API on sums of two numbers, most of which the untrained model gets wrong. Numbers that are tested
+before and after are kept out of training. Everything is written to runs/demo; a new run takes the place of the old one.
+"""
+
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish import AdamParams, SamplingParams, ServiceClient
+from planish.model.sources import DEFAULT_MODEL
+from planish.recipes import training_run
+from planish.recipes.console import StepDisplay, step_line
+from planish.recipes.grpo import (
+    Judgement,
+    RolloutGroup,
+    Stopwatch,
+    rollout_metrics,
+    sample_groups,
+    sampling_entropy,
+    train_step,
+    training_examples,
+)
+from planish.renderers import Renderer, get_renderer, get_text_content
+from planish.runs import RunDirectory, draw_curve
+from planish.types import SampledSequence
+
+SHOWN = {"reward/total": "reward {:.3f}", "optim/kl_sample_train_v2": "kl {:.1e}", "time/total": "{:.1f} s"}
+
+
+@dataclass(frozen=True)
+class Sum:
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.left} + {self.right}?"
+
+    @property
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+
+EXAMPLES = (Sum(4, 3), Sum(12, 25))
+
+
+@chz.chz
+class Config:
+    model_name: str = DEFAULT_MODEL
+    log_path: str = "runs/demo"
+    steps: int = 12
+    batch_size: int = 16
+    group_size: int = 8
+    learning_rate: float = 3e-4
+    lora_rank: int = 32
+    largest: int = chz.field(default=40, doc="the largest operand")
+    held_out: int = chz.field(default=100, doc="sums that are tested and never trained on")
+    seed: int = 0
+
+
+def main(config: Config) -> Path:
+    """Train; returns the run directory."""
+    training_run.require(
+        config,
+        steps=(config.steps >= 1, "a whole number of at least 1"),
+        group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
+        largest=((config.largest + 1) ** 2 > 2 * config.held_out, "more, so that sums are left to train on"),
+    )
+    with ServiceClient() as service_client:
+        return train(config, service_client)
+
+
+def train(config: Config, service_client: Any) -> Path:
+    shutil.rmtree(config.log_path, ignore_errors=True)
+    training_client = service_client.create_lora_training_client(
+        base_model=config.model_name, rank=config.lora_rank, seed=config.seed
+    )
+    renderer = get_renderer("role_colon", training_client.get_tokenizer())
+    tests, pool = split_sums(config)
+    adam = AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+    with RunDirectory(config.log_path, chz.asdict(config)) as run, StepDisplay(config.steps) as display:
+        display.say(
+            f"GRPO on sums: {config.model_name}, {config.steps} steps, {config.batch_size} x {config.group_size}"
+        )
+        before = accuracy(training_client.save_weights_and_get_sampling_client(), renderer, tests, display)
+        for step in range(config.steps):
+            watch = Stopwatch.start()
+            sums_P = random.Random(f"{config.seed}:{step}").sample(pool, config.batch_size)
+            seeds_P = [training_run.draw_seed(config.seed, step, row) for row in range(len(sums_P))]
+            sampling_client = training_client.save_weights_and_get_sampling_client()
+            groups_P = sample(sampling_client, renderer, sums_P, seeds_P, config.group_size, 1.0, display, "sampling")
+            watch.lap("sampling")
+            display.stage("training")
+            examples_D = training_examples(groups_P, "importance_sampling")
+            metrics = train_step(
+                training_client, examples_D, loss_fn="importance_sampling", loss_fn_config=None, adam=adam
+            )
+            watch.lap("training")
+            metrics |= {
+                "reward/total": sum(group.mean_reward for group in groups_P) / len(groups_P),
+                "optim/lr": config.learning_rate,
+                "optim/entropy": sampling_entropy(groups_P),
+                **rollout_metrics(groups_P),
+                **watch.metrics(),
+            }
+            run.log(step, metrics)
+            display.step_done(step_line(step, config.steps, metrics, SHOWN))
+        after = accuracy(training_client.save_weights_and_get_sampling_client(), renderer, tests, display)
+        training_run.save_final(training_client, run, config.steps)
+        draw_curve(run.path / "reward.png", run.metrics(), title="GRPO on sums of two numbers")
+        display.say(summary(run, len(tests), before, after))
+    return run.path
+
+
+def split_sums(config: Config) -> tuple[list[Sum], list[Sum]]:
+    """Held-out sums and those to train on; no pair of numbers is in both, in either order."""
+    pairs = [(a, b) for a in range(config.largest + 1) for b in range(a, config.largest + 1)]
+    shown = {(min(s.left, s.right), max(s.left, s.right)) for s in EXAMPLES}
+    pairs = [pair for pair in pairs if pair not in shown]
+    draw = random.Random(config.seed)
+    draw.shuffle(pairs)
+    sums = [Sum(*(pair if draw.random() < 0.5 else pair[::-1])) for pair in pairs]
+    return sums[: config.held_out], sums[config.held_out :]
+
+
+def sample(
+    sampling_client: Any,
+    renderer: Renderer,
+    sums_P: Sequence[Sum],
+    seeds_P: Sequence[int],
+    group_size: int,
+    temperature: float,
+    display: StepDisplay,
+    stage: str,
+) -> list[RolloutGroup]:
+    display.stage(stage, len(sums_P))
+    params = SamplingParams(max_tokens=12, temperature=temperature, stop=renderer.get_stop_sequences())
+    prompts_P = [renderer.build_generation_prompt(conversation(problem)) for problem in sums_P]
+
+    def judge(index: int, sequence: SampledSequence) -> Judgement:
+        text = get_text_content(renderer.parse_response(sequence.tokens).message).strip()
+        correct = float(text == sums_P[index].answer)
+        return Judgement(correct, {"correct": correct})
+
+    return sample_groups(
+        sampling_client,
+        prompts_P,
+        judge,
+        group_size=group_size,
+        params=params,
+        seeds_P=seeds_P,
+        on_group=display.advance,
+    )
+
+
+def conversation(problem: Sum) -> list[dict[str, str]]:
+    shown = [
+        message
+        for example in EXAMPLES
+        for message in ({"role": "user", "content": example.question}, {"role": "assistant", "content": example.answer})
+    ]
+    return [*shown, {"role": "user", "content": problem.question}]
+
+
+def accuracy(sampling_client: Any, renderer: Renderer, tests: Sequence[Sum], display: StepDisplay) -> float:
+    """Fraction of sums that the likeliest answer gets right."""
+    groups = sample(sampling_client, renderer, tests, [0] * len(tests), 1, 0.0, display, "testing")
+    return sum(group.mean_reward for group in groups) / len(groups)
+
+
+def summary(run: RunDirectory, count: int, before: float, after: float) -> str:
+    rewards = [row["reward/total"] for row in run.metrics()]
+    first, last = rewards[:3], rewards[-3:]
+    return "\n".join(
+        [
+            f"reward: {sum(first) / len(first):.2f} in the first three steps, {sum(last) / len(last):.2f} in the last three",
+            f"right on {count} sums that were never trained on: {before:.0%} before, {after:.0%} after",
+            f"metrics: {run.path / 'metrics.jsonl'}",
+            f"curve:   {run.path / 'reward.png'}",
+            f"weights: {run.path / 'checkpoints.jsonl'} names the checkpoint",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Config, {}, sys.argv[1:])

@@ -1,0 +1,248 @@
+"""Supervised training on conversations, or on the worked solutions of questions.
+
+    python -m planish.recipes.sl_loop dataset=DIRECTORY max_steps=50    rows with "messages", or "question" and "answer"
+    python -m planish.recipes.sl_loop preset=seed                       sizes and model of the published recipe
+
+A row with "messages" is a conversation; all its assistant messages are learned. A row with "question" and "answer" becomes
+the prompt that rl_loop asks with, and the worked solution with its result in a box: the warm start for a model that never
+saw such a box. The learning rate falls linearly to 0. Each epoch has its own order, a function of the seed alone, so a run
+that was killed goes on with the very next batch, once.
+"""
+
+import math
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish import AdamParams, Datum, ServiceClient
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.recipes import training_run
+from planish.recipes.console import StepDisplay, step_line
+from planish.recipes.grpo import Metrics, Stopwatch
+from planish.recipes.problems import Conversation, load_rows, problem_prompt, read_problem
+from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
+from planish.runs import RunDirectory, draw_curve
+from planish.types import ForwardBackwardOutput
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "seed": {
+        "model_name": "Qwen/Qwen3-8B",
+        "dataset": "HuggingFaceH4/no_robots",
+        "batch_size": 128,
+        "learning_rate": 1e-4,
+        "max_length": 32768,
+    },
+}
+MAY_CHANGE = ("base_url", "save_every", "ttl_seconds")
+"""Options that may differ when a run is resumed; not max_steps, by which the learning rate falls."""
+SHOWN = {
+    "train_mean_nll": "nll {:.4f}",
+    "test/nll": "test nll {:.4f}",
+    "optim/lr": "lr {:.1e}",
+    "time/total": "{:.1f} s",
+}
+
+
+@chz.chz
+class Config:
+    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
+    log_path: str = chz.field(default="/tmp/planish-examples/sl-loop", doc="directory of the run's files")
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with: a checkpoint or a run directory"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    batch_size: int = chz.field(default=16, doc="examples a step")
+    learning_rate: float = chz.field(default=2e-4, doc="of the first step; falls linearly to 0")
+    lora_rank: int = 32
+    max_length: int = chz.field(default=1024, doc="longest example in tokens; what is beyond is cut off and counted")
+    num_epochs: int = 1
+    seed: int = 0
+    max_steps: int | None = chz.field(default=None, doc="none = num_epochs times through the data")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
+    eval_examples: int = chz.field(default=0, doc="test examples whose nll is measured before and after; 0 = none")
+
+
+def main(config: Config) -> Path:
+    """Train, here or on a server; returns the run directory."""
+    check(config)
+    with ServiceClient(base_url=config.base_url) as service_client:
+        return train(config, service_client)
+
+
+def train(config: Config, service_client: Any) -> Path:
+    conversations = load_conversations(config.dataset, "train")
+    tests = load_conversations(config.dataset, "test")[: config.eval_examples] if config.eval_examples else []
+    batches = len(conversations) // config.batch_size
+    training_run.require(config, batch_size=(batches > 0, f"at most {len(conversations)}, the number of examples"))
+    steps = config.num_epochs * batches
+    steps = steps if config.max_steps is None else min(steps, config.max_steps)
+    with RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run:
+        training_client, record = training_run.start_training(
+            service_client,
+            run,
+            model_name=config.model_name,
+            lora_rank=config.lora_rank,
+            seed=config.seed,
+            load_checkpoint_path=config.load_checkpoint_path,
+        )
+        start = record.batch if record else 0
+        if start >= steps:
+            draw(config, run)
+            print(f"{run.path}: all {start} steps are done")
+            return run.path
+        run.resume_at(start)
+        renderer = training_run.choose_renderer(
+            config.renderer_name, config.model_name, training_client.get_tokenizer()
+        )
+        with StepDisplay(steps, start) as display:
+            display.say(f"{config.model_name} on {config.dataset}: steps {start} to {steps}, written to {run.path}")
+            for step in range(start, steps):
+                if config.save_every and step % config.save_every == 0 and step > start:
+                    training_run.save_state(training_client, run, step, config.ttl_seconds)
+                test_metrics = test(training_client, tests, renderer, config) if tests and step == 0 else {}
+                epoch, batch = divmod(step, batches)
+                chosen = epoch_order(len(conversations), config.seed, epoch)[batch * config.batch_size :][
+                    : config.batch_size
+                ]
+                display.stage("training")
+                metrics = train_step(
+                    training_client, [conversations[i] for i in chosen], renderer, config, 1 - step / steps
+                )
+                metrics |= {
+                    "progress/batch": step,
+                    "progress/done_frac": (step + 1) / steps,
+                    "epoch": epoch,
+                    **test_metrics,
+                }
+                run.log(step, metrics)
+                display.step_done(step_line(step, steps, metrics, SHOWN))
+            if tests:
+                run.log(steps, {"progress/batch": steps, **test(training_client, tests, renderer, config)})
+                display.say(step_line(steps, steps, run.metrics()[-1], SHOWN))
+            record = training_run.save_final(training_client, run, steps)
+            draw(config, run)
+            display.say(f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}")
+        return run.path
+
+
+def train_step(
+    training_client: Any, batch: Sequence[Conversation], renderer: Renderer, config: Config, remaining: float
+) -> Metrics:
+    """One gradient step on the summed loss of a batch; `remaining` is the fraction of the run that is left."""
+    watch = Stopwatch.start()
+    examples = render(batch, renderer, config.max_length)
+    data = examples.data
+    rate = config.learning_rate * remaining
+    backward = training_client.forward_backward(data, "cross_entropy")
+    update = training_client.optim_step(AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8))
+    output = backward.result()
+    served = {f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()}
+    watch.lap("training")
+    tokens = sum(datum.model_input.length for datum in data)
+    return {
+        "train_mean_nll": mean_nll(data, output),
+        "optim/lr": rate,
+        "num_sequences": len(data),
+        "num_tokens": tokens,
+        "num_loss_tokens": sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in data),
+        "num_truncated": examples.truncated,
+        "num_left_out": examples.left_out,
+        "tokens_per_second/trained": tokens / watch.seconds["training"],
+        **served,
+        **watch.metrics(),
+    }
+
+
+def test(training_client: Any, tests: Sequence[Conversation], renderer: Renderer, config: Config) -> Metrics:
+    data = render(tests, renderer, config.max_length).data
+    return {"test/nll": mean_nll(data, training_client.forward(data, "cross_entropy").result())}
+
+
+def mean_nll(data: Sequence[Datum], output: ForwardBackwardOutput) -> float:
+    """-sum(weight * logprob) / sum(weight): nats for a learned token."""
+    total, weight = 0.0, 0.0
+    for datum, tensors in zip(data, output.loss_fn_outputs, strict=True):
+        weights = datum.loss_fn_inputs["weights"].to_numpy()
+        total -= math.fsum(weights * tensors["logprobs"].to_numpy())
+        weight += math.fsum(weights)
+    return total / weight
+
+
+@dataclass(frozen=True)
+class Examples:
+    data: list[Datum]
+    truncated: int
+    """Conversations whose end was cut off."""
+    left_out: int
+    """Conversations of which nothing that is learned would have been left."""
+
+
+def render(batch: Sequence[Conversation], renderer: Renderer, max_length: int) -> Examples:
+    """One datum a conversation, weight 1 on what the assistant says. UserError if all are too long."""
+    data, truncated = [], 0
+    for conversation in batch:
+        tokens, weights = renderer.build_supervised_example(conversation, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+        if weights[1 : max_length + 1].any():
+            data.append(datum_from_weights(tokens, weights, max_length, reduction="none"))
+            truncated += tokens.length - 1 > max_length
+    if not data:
+        raise UserError(f"max_length={max_length}: no answer begins that early in a whole batch; give more")
+    return Examples(data, truncated, len(batch) - len(data))
+
+
+def load_conversations(dataset: str, split: str) -> list[Conversation]:
+    """Conversations, or worked solutions as conversations, by the keys of the rows."""
+    return [
+        _conversation(row, f"dataset={dataset}, {split} row {number}")
+        for number, row in enumerate(load_rows(dataset, split), start=1)
+    ]
+
+
+def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
+    if "messages" not in row:
+        problem = read_problem(row, where)
+        return [*problem_prompt(problem), {"role": "assistant", "content": problem.solution}]
+    messages = row["messages"]
+    if not isinstance(messages, list) or not any(
+        isinstance(m, dict) and m.get("role") == "assistant" for m in messages
+    ):
+        raise UserError(f'{where}: "messages" needs to be a list with an assistant message in it')
+    return messages
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def draw(config: Config, run: RunDirectory) -> None:
+    title = f"supervised: {config.model_name} on {config.dataset}"
+    draw_curve(run.path / "nll.png", run.metrics(), ("train_mean_nll", "test/nll"), title=title)
+
+
+def check(config: Config) -> None:
+    """UserError for an option that cannot be right, before anything is loaded."""
+    training_run.require(
+        config,
+        batch_size=(config.batch_size >= 1, "a whole number of at least 1"),
+        max_length=(config.max_length >= 2, "a whole number of at least 2"),
+        num_epochs=(config.num_epochs >= 1, "a whole number of at least 1"),
+        max_steps=(config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
+        save_every=(config.save_every >= 0, "a whole number, 0 for never"),
+        eval_examples=(config.eval_examples >= 0, "a whole number, 0 for none"),
+        learning_rate=(config.learning_rate > 0, "a number above 0"),
+    )
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Config, PRESETS, sys.argv[1:])
