@@ -1,0 +1,120 @@
+"""Small tokenizers that split text as the families' own do, with their special tokens and chat templates.
+
+Each is a byte-level BPE trained on a few sentences, so that merges across line breaks and spaces exist: the places where
+tokenising a message in pieces could differ from tokenising the rendered template.
+"""
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from planish.testing import byte_symbols
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA_SPLIT = QWEN_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
+
+CORPUS = [
+    "The answer is 42.\n\nUser: What is 6 times 7?\n\nAssistant: It is 42.\n\n",
+    "system\n\nuser\n\nassistant\n\n  indented text\n\n\n    more of it\n",
+    'def add(a, b):\n    return a + b\n\n<tool>{"name": "add", "arguments": {"a": 1}}</tool>\n',
+    "Fine :) yes:) really:)",
+    "Größe, naïve, 東京, привет 🙂🙂 <think about it> im_start im_end tool_call think |>|><|<|",
+] * 20
+
+SPECIAL = {
+    "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"],
+    "smollm2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"],
+    "llama3": [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|python_tag|>",
+    ],
+}
+# In Qwen's tokenizers these are single tokens, but not special ones.
+QWEN_WORDS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|fim_prefix|>",
+]
+ROLES = {
+    "qwen": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    "smollm2": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"},
+    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+}
+
+
+def template(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def family_tokenizer(family: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of `family` ("qwen", "smollm2", "llama3"); `chat_template` names a file of chat_templates/."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=family == "llama3"))
+    if family == "smollm2":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    else:
+        split = Regex(QWEN_SPLIT if family == "qwen" else LLAMA_SPLIT)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(split, behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(text, special=True, normalized=False) for text in SPECIAL[family]]
+    # As in SmolLM2's own file, its special tokens are also words of the BPE vocabulary.
+    own = SPECIAL[family] if family == "smollm2" else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=520, show_progress=False, initial_alphabet=byte_symbols(), special_tokens=own
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(special)
+    if family == "qwen":
+        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in QWEN_WORDS])
+    if family == "llama3":
+        bos = "<|begin_of_text|>"
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ROLES[family])
+    fast.chat_template = template(chat_template) if chat_template else None
+    return fast
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A vocabulary of whole words, in which the control tokens are words too and unknown words have a token."""
+    words = [
+        "<unk>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "user",
+        "assistant",
+        "system",
+        "hello",
+        "world",
+        "\n",
+        "<",
+        ">",
+        "|",
+    ]
+    tokenizer = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n| "), behavior="isolated")
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words[:3]])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>")

@@ -1,0 +1,162 @@
+"""Which renderer a model name or a model directory gets."""
+
+import json
+from pathlib import Path
+
+import pytest
+from family_tokenizers import family_tokenizer, template
+
+from planish.errors import DamagedFileError, PlanishError
+from planish.renderers import FORMATS, get_renderer, recommended_renderer_name
+from planish.testing import tiny_model
+
+QWEN25_BASE = template("qwen2_5").replace(
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "You are a helpful assistant."
+)
+THINKING_2507 = template("qwen3").replace(
+    "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable",
+    "{{- '<|im_start|>assistant\\n<think>\\n' }}\n    {%- if enable",
+)
+LLAMA31 = """{{- bos_token }}
+{%- set date_string = strftime_now("%d %b %Y") %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Cutting Knowledge Date: December 2023\\nToday Date: " + date_string + "\\n\\n" }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "renderer"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama3"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3"),
+        ("meta-llama/Llama-3.1-8B", "role_colon"),
+        ("meta-llama/Llama-3.2-1B", "role_colon"),
+        ("Qwen/Qwen3-8B", "qwen3"),
+        ("Qwen/Qwen3-0.6B", "qwen3"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3"),
+        ("Qwen/Qwen3-8B-Base", "role_colon"),
+        ("Qwen/Qwen3-30B-A3B-Base", "role_colon"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_instruct"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3_instruct"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "chatml"),
+        ("Qwen/Qwen2.5-Math-1.5B-Instruct", "chatml"),
+        ("Qwen/Qwen2.5-7B", "role_colon"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "chatml"),
+        ("HuggingFaceTB/SmolLM2-1.7B", "role_colon"),
+        ("SmolLM2-135M-Instruct", "chatml"),
+    ],
+)
+def test_known_names(name, renderer):
+    assert recommended_renderer_name(name) == renderer
+
+
+@pytest.mark.parametrize(
+    "name", ["openai/gpt-oss-20b", "Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3.5-4B", "no/such/directory", "", "Qwen3"]
+)
+def test_unknown_names_list_the_renderers(name):
+    with pytest.raises(ValueError, match=r"role_colon, llama3, chatml, qwen3") as caught:
+        recommended_renderer_name(name if name else "nothing")
+    assert isinstance(caught.value, PlanishError)
+    assert all(known in str(caught.value) for known in FORMATS)
+
+
+def model_directory(path: Path, model_type: str, chat_template: str | None, **tokens) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = {**tokens, **({"chat_template": chat_template} if chat_template else {})}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "chat_template", "tokens", "renderer"),
+    [
+        ("qwen3", template("qwen3"), {"eos_token": "<|im_end|>"}, "qwen3"),
+        ("qwen3", template("qwen3"), {"eos_token": "<|endoftext|>"}, "role_colon"),
+        ("qwen3", template("qwen3"), {}, "qwen3"),
+        ("qwen3", template("qwen3_instruct_2507"), {"eos_token": {"content": "<|im_end|>"}}, "qwen3_instruct"),
+        ("qwen2", template("qwen2_5"), {"eos_token": "<|im_end|>"}, "chatml"),
+        ("qwen2", QWEN25_BASE, {"eos_token": "<|endoftext|>"}, "role_colon"),
+        ("llama", template("smollm2"), {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}, "chatml"),
+        ("llama", template("llama3"), {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, "llama3"),
+        ("llama", LLAMA31, {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>"}, "llama3"),
+        ("llama", None, {"bos_token": "<|begin_of_text|>"}, "role_colon"),
+    ],
+)
+def test_directories_by_config_and_template(tmp_path, model_type, chat_template, tokens, renderer):
+    path = model_directory(tmp_path / "model", model_type, chat_template, **tokens)
+    assert recommended_renderer_name(path) == renderer
+    assert recommended_renderer_name(str(path)) == renderer
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "chat_template.json", "list"])
+def test_the_places_of_a_template(tmp_path, place):
+    text = template("qwen2_5")
+    path = model_directory(tmp_path, "qwen2", None, eos_token="<|im_end|>")
+    if place == "chat_template.jinja":
+        (path / place).write_text(text)
+    elif place == "chat_template.json":
+        (path / place).write_text(json.dumps({"chat_template": text}))
+    else:
+        named = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": text}]
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert recommended_renderer_name(path) == "chatml"
+
+
+def test_a_saved_tokenizer_of_each_family(tmp_path):
+    """Through transformers' own files, as a downloaded model has them."""
+    for family, chat_template, renderer in [
+        ("qwen", "qwen3", "qwen3"),
+        ("smollm2", "smollm2", "chatml"),
+        ("llama3", "llama3", "llama3"),
+    ]:
+        path = tmp_path / family
+        tokenizer = family_tokenizer(family, chat_template)
+        tokenizer.save_pretrained(path)
+        eos = tokenizer.eos_token_id
+        (path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": eos}))
+        assert recommended_renderer_name(path) == renderer
+        # The same model, if generation ended with the end of the text: a base model.
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, 0]}))
+        assert recommended_renderer_name(path) == renderer
+
+
+def test_the_tiny_model_of_tests(tmp_path):
+    assert recommended_renderer_name(tiny_model(tmp_path)) == "qwen3_instruct"
+
+
+def test_unknown_directories_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.json.*role_colon"):
+        recommended_renderer_name(tmp_path)
+    for chat_template in ("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}", THINKING_2507):
+        path = model_directory(tmp_path / "other", "qwen3", chat_template)
+        with pytest.raises(ValueError, match=r"chat template .* known here.*role_colon"):
+            recommended_renderer_name(path)
+    with pytest.raises(ValueError, match=r"no chat template.*'gpt2'.*role_colon"):
+        recommended_renderer_name(model_directory(tmp_path / "gpt2", "gpt2", None))
+    for chat_template in (
+        "{% if %}",
+        "{{ raise_exception('no') }}",
+        "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}",
+    ):
+        path = model_directory(tmp_path / "broken", "qwen3", chat_template)
+        with pytest.raises(DamagedFileError, match="cannot be rendered"):
+            recommended_renderer_name(path)
+    (path / "config.json").write_text("{")
+    with pytest.raises(DamagedFileError, match=r"config.json is not JSON"):
+        recommended_renderer_name(path)
+
+
+def test_every_recommended_name_can_be_made():
+    tokenizers = {"role_colon": "qwen", "llama3": "llama3", "chatml": "smollm2"}
+    for name in FORMATS:
+        assert get_renderer(name, family_tokenizer(tokenizers.get(name, "qwen"))).name == name

@@ -1,0 +1,208 @@
+"""Bad input is a ValueError that names the argument and the remedy; nothing is ignored."""
+
+import pickle
+
+import pytest
+from family_tokenizers import family_tokenizer
+
+from planish.errors import UnsupportedError
+from planish.renderers import get_renderer
+
+QWEN = family_tokenizer("qwen", "qwen2_5")
+QWEN3 = get_renderer("qwen3", QWEN)
+INSTRUCT = get_renderer("qwen3_instruct", QWEN)
+LLAMA3 = get_renderer("llama3", family_tokenizer("llama3"))
+ROLE_COLON = get_renderer("role_colon", QWEN)
+USER = {"role": "user", "content": "a"}
+ASSISTANT = {"role": "assistant", "content": "b"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def said(**changes) -> dict:
+    return {**ASSISTANT, **changes}
+
+
+@pytest.mark.parametrize(
+    ("renderer", "messages", "message"),
+    [
+        (INSTRUCT, [], r"messages is empty; give at least one"),
+        (INSTRUCT, "hello", r"messages is a str; give a list"),
+        (INSTRUCT, USER, r"messages is a dict; give a list"),
+        (INSTRUCT, ["hello"], r"messages\[0\] is a str; give a dictionary"),
+        (
+            INSTRUCT,
+            [USER, {"role": "robot", "content": "a"}],
+            r"messages\[1\]\['role'\]='robot'.*system, user, assistant, tool",
+        ),
+        (INSTRUCT, [{"content": "a"}], r"messages\[0\]\['role'\]=None"),
+        (
+            LLAMA3,
+            [{"role": "tool", "content": "a"}],
+            r"messages\[0\]\['role'\]='tool'.*llama3 knows the roles system, user, assistant",
+        ),
+        (INSTRUCT, [{"role": "user"}], r"messages\[0\] has no content; give a string"),
+        (INSTRUCT, [{"role": "user", "content": 3}], r"messages\[0\]\['content'\] is a int; give a string or a list"),
+        (
+            INSTRUCT,
+            [{"role": "user", "content": [{"type": "image", "image": "x"}]}],
+            r"content'\]\[0\] is of type 'image'.*text only",
+        ),
+        (
+            INSTRUCT,
+            [{"role": "user", "content": [{"type": "text"}]}],
+            r"content'\]\[0\] is of type 'text' or lacks its text",
+        ),
+        (
+            INSTRUCT,
+            [{"role": "user", "content": "a", "wieght": 1}],
+            r"messages\[0\] has unknown keys \['wieght'\]; remove",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(content=[{"type": "thinking", "thinking": "x"}])],
+            r"messages\[1\] has a thinking part.*qwen3",
+        ),
+        (INSTRUCT, [USER, said(reasoning_content="x")], r"messages\[1\] has a thinking part.*qwen3_instruct"),
+        (QWEN3, [{**USER, "reasoning_content": "x"}], r"messages\[0\] is of role 'user' and has a thinking part"),
+        (
+            QWEN3,
+            [USER, said(content=[{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "x"}])],
+            r"content'\]\[1\]: thinking comes before the text",
+        ),
+        (
+            LLAMA3,
+            [USER, said(tool_calls=[CALL])],
+            r"messages\[1\] has tool calls, which renderer llama3 cannot write; use",
+        ),
+        (INSTRUCT, [{**USER, "tool_calls": [CALL]}], r"messages\[0\] is of role 'user' and has tool calls"),
+        (INSTRUCT, [USER, said(tool_calls=["f()"])], r"\['tool_calls'\]\[0\]: give \{'type': 'function'"),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=[{"function": {"name": 'a"b', "arguments": "{}"}}])],
+            r"function name .* rename",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=[{"function": {"name": "f", "arguments": "{"}}])],
+            r"arguments='\{' is not a JSON object",
+        ),
+        (INSTRUCT, [USER, said(tool_calls=[{"function": {"name": "f"}}])], r"arguments=None is not a JSON object"),
+        (
+            INSTRUCT,
+            [USER, said(unparsed_tool_calls=[{"error": "x"}])],
+            r"\['unparsed_tool_calls'\]\[0\] lacks raw_text",
+        ),
+        (
+            INSTRUCT,
+            [USER, {"role": "system", "content": "a", "tools": [{"name": "f"}]}],
+            r"messages\[1\] offers tools; only .* start",
+        ),
+        (LLAMA3, [{"role": "system", "content": "a", "tools": [{"name": "f"}]}], r"messages\[0\] offers tools.*llama3"),
+        (INSTRUCT, [{"role": "system", "content": "a", "tools": ["f"]}], r"\['tools'\]\[0\]: give \{'name'"),
+        (INSTRUCT, [{**USER, "trainable": "yes"}], r"messages\[0\]\['trainable'\]='yes'; give True or False"),
+    ],
+)
+def test_messages(renderer, messages, message):
+    with pytest.raises(ValueError, match=message):
+        renderer.build_generation_prompt(messages)
+    with pytest.raises(ValueError, match=message):
+        renderer.build_supervised_example(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "what", "message"),
+    [
+        ([USER, ASSISTANT], "assistant", r"train_on_what='assistant': give .*all_assistant_messages"),
+        ([USER], "last_assistant_message", r"holds nothing to train on"),
+        ([USER], "all_assistant_messages", r"holds nothing to train on"),
+        ([ASSISTANT, USER], "last_assistant_turn", r"holds nothing to train on"),
+        ([ASSISTANT], "all_user_and_system_messages", r"holds nothing to train on"),
+        ([USER, ASSISTANT], "customized", r"messages\[0\] lacks 'trainable'.*set True or False"),
+        ([{**USER, "trainable": False}, ASSISTANT], "customized", r"messages\[1\] lacks 'trainable'"),
+        ([{**USER, "trainable": False}], "customized", r"holds nothing to train on"),
+        ([USER, said(trainable=True)], "all_messages", r"messages\[1\] has 'trainable'.*customized"),
+        ([USER, said(trainable=False)], "last_assistant_message", r"messages\[1\] has 'trainable'.*customized"),
+    ],
+)
+def test_train_on_what(messages, what, message):
+    with pytest.raises(ValueError, match=message):
+        INSTRUCT.build_supervised_example(messages, what)
+    with pytest.raises(ValueError, match=message):
+        QWEN3.build_supervised_examples(messages, what)
+
+
+def test_an_answer_with_the_stop_string_is_no_target_of_role_colon():
+    messages = [{"role": "user", "content": "One.\n\nUser: two"}, said(content="b\n\nUser: c")]
+    with pytest.raises(ValueError, match=r"messages\[1\] cannot be trained by renderer role_colon.*stop sequence"):
+        ROLE_COLON.build_supervised_example(messages)
+    assert ROLE_COLON.build_supervised_example([*messages, USER, ASSISTANT])[0].length > 0
+    assert ROLE_COLON.build_generation_prompt(messages).length > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"role": "robot"}, r"role='robot': renderer qwen3_instruct can prompt for system, user, assistant"),
+        ({"role": "tool"}, r"role='tool'"),
+        ({"prefill": 3}, r"prefill is a int; give a string"),
+    ],
+)
+def test_prompt_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        INSTRUCT.build_generation_prompt([USER], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "options", "message"),
+    [
+        ("llama4", QWEN, {}, r"renderer 'llama4' is unknown; choose one of role_colon, llama3, chatml, qwen3"),
+        ("llama3", QWEN, {}, r"renderer llama3 needs '<\|begin_of_text\|>' as one token.*role_colon"),
+        ("qwen3_instruct", LLAMA3.tokenizer, {}, r"renderer qwen3_instruct needs '<\|im_start\|>' as one token"),
+        ("qwen3", "Qwen/Qwen3-8B", {}, r"tokenizer is a str without decode.*transformers"),
+        ("qwen3", QWEN, {"default_system": "a"}, r"default_system is an option of renderer chatml, not of qwen3"),
+        (
+            "chatml",
+            QWEN,
+            {"strip_thinking_from_history": True},
+            r"strip_thinking_from_history is an option of renderer qwen3",
+        ),
+    ],
+)
+def test_get_renderer(name, tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        get_renderer(name, tokenizer, **options)
+
+
+def test_tools():
+    with pytest.raises(UnsupportedError, match=r"renderer llama3 has no form for tools; use qwen3"):
+        LLAMA3.create_conversation_prefix_with_tools([{"name": "f"}])
+    with pytest.raises(ValueError, match=r"tools is empty"):
+        QWEN3.create_conversation_prefix_with_tools([])
+    with pytest.raises(ValueError, match=r"tools\[1\]: give \{'name'"):
+        QWEN3.create_conversation_prefix_with_tools([{"name": "f"}, {"description": "x"}])  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match=r"tools\[0\]: the specification is not plain JSON"):
+        QWEN3.create_conversation_prefix_with_tools([{"name": "f", "parameters": {"x": {1, 2}}}])
+
+
+def test_prefill_and_roles():
+    decode = QWEN.decode
+    think = QWEN.convert_tokens_to_ids("<think>")
+    prompt = QWEN3.build_generation_prompt([USER], prefill="<think>\nHm").to_ints()
+    assert decode(prompt).endswith("<|im_start|>assistant\n<think>\nHm")
+    assert think in prompt
+    assert think not in INSTRUCT.build_generation_prompt([USER], prefill="<think>\nHm").to_ints()
+    assert decode(INSTRUCT.build_generation_prompt([USER], role="user").to_ints()).endswith(
+        "<|im_end|>\n<|im_start|>user\n"
+    )
+    assert (
+        decode(ROLE_COLON.build_generation_prompt([USER], role="user", prefill=" x").to_ints()) == "User: a\n\nUser: x"
+    )
+
+
+def test_renderers_travel_between_processes():
+    for renderer in (QWEN3, LLAMA3, ROLE_COLON):
+        renderer.codec.encode_text("<|im_end|>")
+        copy = pickle.loads(pickle.dumps(renderer))
+        conversation = [USER, {**ASSISTANT, "content": "b<|im_end|>"}]
+        assert copy.build_supervised_example(conversation)[0] == renderer.build_supervised_example(conversation)[0]
+        assert (copy.name, copy.format) == (renderer.name, renderer.format)
