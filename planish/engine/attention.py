@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from planish.engine.packing import Packed, mask
+from planish.model.decoder import Attend
 
 # Below this many queries the CPU kernel's packing of bfloat16 costs more in the backward pass than float32 products do.
 _SHORT = 128
@@ -75,14 +76,16 @@ class ForestAttention:
         return _Forest.apply(q, k, v, self._pieces, self._kernel)  # type: ignore[no-any-return]
 
 
-def dense_mask_attention(packed: Packed, device: torch.device):  # noqa: ANN201
+def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
     """The slow twin of ForestAttention: one T x T mask, float32 or wider throughout."""
     allowed = torch.from_numpy(mask(packed)).to(device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = q.shape[1] // k.shape[1]
         wide = torch.promote_types(q.dtype, torch.float32)
-        q_h, k_h, v_h = (x.transpose(0, 1).to(wide) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+        q_h, k_h, v_h = (
+            x.transpose(0, 1).to(wide) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+        )
         scores = (q_h @ k_h.transpose(1, 2)) * q.shape[-1] ** -0.5
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         return (weights @ v_h).transpose(0, 1).to(q.dtype)
@@ -92,7 +95,7 @@ def dense_mask_attention(packed: Packed, device: torch.device):  # noqa: ANN201
 
 class _Forest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: tuple[Piece, ...], kernel: Kernel) -> Tensor:  # noqa: ANN001
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: tuple[Piece, ...], kernel: Kernel) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
@@ -110,7 +113,7 @@ class _Forest(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         wide = lse.dtype
         grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))

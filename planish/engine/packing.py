@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -76,7 +77,7 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
     for i in range(1, len(order)):
         shared[i] = _common_prefix(arrays[order[i - 1]], arrays[order[i]])
     cuts = _cut([len(arrays[index]) for index in order], shared, budget)
-    packed = [_layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in zip(cuts, cuts[1:], strict=False)]
+    packed = [_layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in pairwise(cuts)]
     return sorted(packed, key=lambda part: part.datums[0])
 
 

@@ -66,7 +66,7 @@ def scored_logprobs(
 
 class _ScoredLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, a, b, weight, rows, targets, temperature: float, keep: bool) -> Tensor:  # noqa: ANN001
+    def forward(ctx, hidden, a, b, weight, rows, targets, temperature: float, keep: bool) -> Tensor:
         lora = None if a is None else (a, b)
         low = _low(hidden, lora)
         kept: list[Tensor] = []
@@ -82,7 +82,7 @@ class _ScoredLogprobs(torch.autograd.Function):
         return scored.div_(temperature) - log_total[rows]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205
+    def backward(ctx, grad: Tensor):
         """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row at once."""
         hidden, a, b, weight, rows, targets, low, log_total, *kept = ctx.saved_tensors
         lora = None if a is None else (a, b)
@@ -211,7 +211,9 @@ def _product(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | No
     return logits
 
 
-def _likeliest(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _likeliest(
+    hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, logits: Tensor
+) -> tuple[Tensor, Tensor]:
     """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]."""
     tokens = _top_tokens(logits, min(_EXACT, logits.shape[1]))
     exact = torch.empty(tokens.shape, dtype=_wide(hidden), device=hidden.device)
@@ -238,7 +240,9 @@ def _top_tokens(logits: Tensor, k: int) -> Tensor:
     return candidates.gather(1, logits.gather(1, candidates).topk(k, dim=1).indices)
 
 
-def _dots(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, rows: Tensor, tokens: Tensor) -> Tensor:
+def _dots(
+    hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, rows: Tensor, tokens: Tensor
+) -> Tensor:
     """[P] single logits in float32 (or wider)."""
     out = torch.empty(rows.shape[0], dtype=_wide(hidden), device=hidden.device)
     for part in _spans(rows.shape[0], max(1, _PAIR_ENTRIES // hidden.shape[1])):

@@ -16,9 +16,9 @@ def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> 
     sequences = []
     for _ in range(prompts):
         prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
-        for _ in range(samples):
-            # Few token values, so that completions share their first tokens too and segments of one row occur.
-            sequences.append(np.concatenate([prompt, rng.integers(0, 2, rng.integers(1, longest))]))
+        # Few token values, so that completions share their first tokens too and segments of one row occur.
+        completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
+        sequences += [np.concatenate([prompt, completion]) for completion in completions]
     sequences.append(rng.integers(50, 60, longest))
     (packed,) = pack(sequences, 100_000)
     return packed

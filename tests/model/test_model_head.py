@@ -6,7 +6,9 @@ import torch
 from planish.model.head import _top_tokens, exact_logits, head_logits, scored_logprobs
 
 
-def head(rows: int, hidden: int, vocab: int, rank: int | None, dtype: torch.dtype, magnitude: float = 3.0, seed: int = 0):
+def head(
+    rows: int, hidden: int, vocab: int, rank: int | None, dtype: torch.dtype, magnitude: float = 3.0, seed: int = 0
+):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
@@ -31,7 +33,10 @@ def plain_logprobs(states, weight, lora, rows, targets, temperature):
 def test_gradients_equal_those_of_the_plain_formula(rank, recompute: bool, dtype, tolerance: float):
     states, weight, lora = head(300, 32, 2500, rank, dtype)
     generator = torch.Generator().manual_seed(9)
-    rows, targets = torch.randint(0, 300, (900,), generator=generator), torch.randint(0, 2500, (900,), generator=generator)
+    rows, targets = (
+        torch.randint(0, 300, (900,), generator=generator),
+        torch.randint(0, 2500, (900,), generator=generator),
+    )
     upstream = torch.randn(900, generator=generator)
     upstream[rows % 3 == 0] = 0  # rows without gradient take another path
     leaves = [x.clone().requires_grad_() for x in (states, *(lora or ()))]
@@ -70,7 +75,9 @@ def test_head_logits_agree_with_scored_logprobs(dtype):
     rows = torch.arange(70)
     targets = head_logits(states, weight, lora).argmax(-1)
     from_logits = torch.log_softmax(head_logits(states, weight, lora) / 0.5, -1)[rows, targets]
-    torch.testing.assert_close(scored_logprobs(states, weight, lora, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        scored_logprobs(states, weight, lora, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5
+    )
     single = exact_logits(states, weight, lora, rows, targets)
     torch.testing.assert_close(single, head_logits(states, weight, lora)[rows, targets], rtol=1e-5, atol=1e-5)
 

@@ -1,0 +1,150 @@
+"""One tenant's adapter: master weights, gradient, AdamW state, and the compute copy of the current version.
+
+Every change makes a new `version` and a new compute copy; copies that samplers hold stay as they are, so
+publishing is passing a reference. A change happens as a whole or not at all: an optimizer step works on copies, which replace the
+old state only if everything in them is finite.
+
+A refused forward_backward refuses the step that follows it too: clients pipeline the two, and applying
+the rest of a gradient would be a step that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from planish.errors import CheckpointError, NonFiniteError
+from planish.model.lora import LoraLayout, LoraWeights
+from planish.types import AdamParams, OptimStepResponse
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Adapter:
+    """Flat float32 vectors in the layout of LoraLayout, on the model's device."""
+
+    def __init__(
+        self, layout: LoraLayout, dtype: torch.dtype, device: torch.device, master: Tensor | None = None
+    ) -> None:
+        """`master`: the initial weights; by default a fresh adapter, from the seed of its LoraConfig."""
+        self.layout = layout
+        self._dtype = dtype
+        self.master = (layout.init(layout.lora.seed) if master is None else master).to(device, torch.float32, copy=True)
+        self.grad: Tensor | None = None
+        self.step = 0
+        self.exp_avg = torch.zeros_like(self.master)
+        self.exp_avg_sq = torch.zeros_like(self.master)
+        self.version = 0
+        self.weights = self._compute_copy()
+        self._refused: str | None = None
+
+    def _compute_copy(self) -> LoraWeights:
+        return LoraWeights(self.layout, self.master, self._dtype, self.master.device, requires_grad=True)
+
+    def snapshot(self) -> LoraWeights:
+        """The current version, for samplers: immutable, shared, no copy."""
+        return self.weights
+
+    def add_grad(self, grad: Tensor) -> None:
+        """Add a gradient with respect to the master vector, float32 [size], to what the next step applies."""
+        self.grad = grad if self.grad is None else self.grad + grad
+
+    def refuse_step(self, reason: str) -> None:
+        """The next optimizer step raises NonFiniteError with `reason` and drops the gradient, instead of applying a part."""
+        self._refused = self._refused or reason
+
+    def optim_step(self, params: AdamParams) -> OptimStepResponse:
+        """One step of torch.optim.AdamW on the accumulated gradient, clipped to a global norm if asked, which is then dropped.
+
+        NonFiniteError: the gradient or the outcome is not finite, or the forward_backward before was refused; ValueError: there
+        is no gradient. In both cases weights and optimizer state are as they were, and the gradient is dropped.
+        """
+        grad, refused = self.grad, self._refused
+        self.grad, self._refused = None, None
+        if refused is not None:
+            raise NonFiniteError(
+                f"optim_step refused, nothing was applied: the forward_backward before it failed ({refused})"
+            )
+        if grad is None:
+            raise ValueError(
+                "optim_step has nothing to apply: call forward_backward first; each step uses up the gradient"
+            )
+        norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+        if norm != norm or norm == float("inf"):
+            raise NonFiniteError(
+                "optim_step refused: the gradient is not finite; lower the learning rate or check the advantages"
+            )
+        if params.grad_clip_norm > 0:
+            # The 1e-6 is torch.nn.utils.clip_grad_norm_'s.
+            grad = grad * min(1.0, params.grad_clip_norm / (norm + 1e-6))
+        master, moments = self._stepped(grad, params)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in (master, *moments)):
+            raise NonFiniteError("optim_step refused: the new weights would not be finite; lower learning_rate")
+        self._replace(master, moments, self.step + 1)
+        return OptimStepResponse(metrics={"grad_norm": norm, "step": float(self.step)})
+
+    def _stepped(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        master = self.master.clone().requires_grad_()
+        optimizer = torch.optim.AdamW(
+            [master],
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            foreach=False,
+        )
+        moments = (self.exp_avg.clone(), self.exp_avg_sq.clone())
+        state = {"step": torch.tensor(float(self.step)), **dict(zip(_MOMENTS, moments, strict=True))}
+        optimizer.state[master] = state
+        master.grad = grad
+        optimizer.step()
+        return master.detach(), moments
+
+    def _replace(self, master: Tensor, moments: tuple[Tensor, Tensor], step: int) -> None:
+        self.master, (self.exp_avg, self.exp_avg_sq), self.step = master, moments, step
+        self.weights = self._compute_copy()
+        self.version += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: master, exp_avg, exp_avg_sq (float32 [size]) and step (int64). A pending gradient is not part of it.
+
+        The tensors are never changed later: a step replaces them.
+        """
+        return {
+            "master": self.master,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+            "step": torch.tensor(self.step, dtype=torch.int64),
+        }
+
+    def load_state(self, state: dict[str, Tensor], with_optimizer: bool = True) -> None:
+        """Take over `state()` of another adapter of this layout; without the optimizer, its state starts anew.
+
+        Drops a pending gradient. CheckpointError: a tensor is missing, of another shape, or not finite; nothing is changed then.
+        """
+        names = ("master", *_MOMENTS) if with_optimizer else ("master",)
+        taken = {name: self._taken(name, state) for name in names}
+        step = 0
+        if with_optimizer:
+            if "step" not in state:
+                raise CheckpointError("the checkpoint has no optimizer step; load it without the optimizer")
+            step = int(state["step"])
+        moments = (taken.get("exp_avg"), taken.get("exp_avg_sq"))
+        fresh = tuple(torch.zeros_like(self.master) if moment is None else moment for moment in moments)
+        self.grad, self._refused = None, None
+        self._replace(taken["master"], (fresh[0], fresh[1]), step)
+
+    def _taken(self, name: str, state: dict[str, Tensor]) -> Tensor:
+        if name not in state:
+            raise CheckpointError(
+                f"the checkpoint has no {name!r}; load it without the optimizer, or save it again with save_state"
+            )
+        tensor = state[name]
+        if tensor.shape != self.master.shape:
+            raise CheckpointError(
+                f"the checkpoint's {name!r} has {tensor.numel()} values, and this adapter {self.layout.size}; "
+                "create the model with the checkpoint's rank and trained parts"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"the checkpoint's {name!r} holds NaN or infinity; use an earlier checkpoint")
+        return tensor.to(self.master.device, torch.float32, copy=True)

@@ -1,0 +1,116 @@
+"""Datums checked and brought into arrays, before any work: what passes here can be packed and scored.
+
+Every error names the datum, the input and the remedy. numpy only, so that a client's thread can do it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planish.engine.losses import Loss
+from planish.errors import NonFiniteError, UnsupportedError
+from planish.types import Datum, TensorData
+
+# Inputs that clients of the public API carry along without meaning for a loss.
+_IGNORED = ("mask",)
+_PER_TOKEN_CLIPPING = ("clip_low_threshold", "clip_high_threshold")
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One datum: N tokens, what is scored at each, and the loss's inputs in the shape of the targets."""
+
+    tokens: np.ndarray
+    """int64 [N]"""
+    targets: np.ndarray
+    """int64 [N] or [N, K]"""
+    inputs: Mapping[str, np.ndarray]
+    """float32, each in the shape of `targets`."""
+
+
+def read_examples(
+    data: Sequence[Datum], loss: Loss, loss_name: str, vocab_size: int, max_context: int
+) -> list[Example]:
+    """ValueError or NonFiniteError names the first datum at fault."""
+    if isinstance(data, Datum) or not isinstance(data, Sequence):
+        raise ValueError(f"data is a {type(data).__name__}; give a list of Datum")
+    if not data:
+        raise ValueError("data is empty; give at least one Datum")
+    return [_read(index, datum, loss, loss_name, vocab_size, max_context) for index, datum in enumerate(data)]
+
+
+def _read(index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int, max_context: int) -> Example:
+    where = f"data[{index}]"
+    if not isinstance(datum, Datum):
+        raise ValueError(f"{where} is a {type(datum).__name__}; give a Datum")
+    tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
+    if tokens.size == 0:
+        raise ValueError(f"{where}.model_input is empty; give at least one token")
+    if tokens.size > max_context:
+        raise ValueError(
+            f"{where}.model_input has {tokens.size} tokens, and the model's context is {max_context}; shorten the sequence"
+        )
+    _check_tokens(f"{where}.model_input", tokens, vocab_size)
+    _check_names(where, datum.loss_fn_inputs, loss, loss_name)
+    targets = _targets(where, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name)
+    _check_tokens(f"{where}.loss_fn_inputs['target_tokens']", targets, vocab_size)
+    inputs = {}
+    for name in (*loss.required, *loss.optional):
+        if name in datum.loss_fn_inputs:
+            inputs[name] = _floats(f"{where}.loss_fn_inputs[{name!r}]", datum.loss_fn_inputs[name], targets.shape)
+    return Example(tokens, targets, inputs)
+
+
+def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
+    missing = [name for name in ("target_tokens", *loss.required) if name not in given]
+    if missing:
+        raise ValueError(f"{where}.loss_fn_inputs has no {missing[0]!r}, which loss_fn={loss_name!r} needs; add it")
+    known = ("target_tokens", *loss.required, *loss.optional, *_IGNORED)
+    for name in given:
+        if name in known:
+            continue
+        if name in _PER_TOKEN_CLIPPING:
+            raise UnsupportedError(
+                f"{where}.loss_fn_inputs[{name!r}]: clipping by token is not supported; give one number in loss_fn_config[{name!r}]"
+            )
+        raise ValueError(
+            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_IGNORED)])}; remove it"
+        )
+
+
+def _targets(where: str, data: TensorData, length: int, loss: Loss, loss_name: str) -> np.ndarray:
+    name = f"{where}.loss_fn_inputs['target_tokens']"
+    if data.dtype != "int64":
+        raise ValueError(f"{name} has dtype {data.dtype}; token ids are int64")
+    targets = data.to_numpy()
+    if targets.ndim == 2 and not loss.many_targets:
+        raise ValueError(f"{name} has shape {list(targets.shape)}; loss_fn={loss_name!r} takes one target a position")
+    if targets.ndim not in (1, 2) or targets.shape[0] != length or targets.size == 0:
+        raise ValueError(
+            f"{name} has shape {list(targets.shape)}, but model_input has {length} tokens; give one target a token "
+            "(the input shifted by one), or K of them"
+        )
+    return targets
+
+
+def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
+        raise ValueError(
+            f"{name} holds token {bad}, but the vocabulary has {vocab_size}; use the model's own tokenizer"
+        )
+
+
+def _floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:
+    values = data.to_numpy().astype(np.float32, copy=False)
+    if values.shape != shape:
+        raise ValueError(
+            f"{name} has shape {list(values.shape)}, but target_tokens has {list(shape)}; give one value a target"
+        )
+    if not np.isfinite(values).all():
+        position = np.argwhere(~np.isfinite(values))[0].tolist()
+        raise NonFiniteError(f"{name} is not finite at position {position}; replace NaN and infinity")
+    return values

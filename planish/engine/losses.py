@@ -1,0 +1,155 @@
+"""The losses: each a pure function of (logprobs of the targets, the datum's tensors, config), registered in `LOSSES`.
+
+A loss is the SUM over the positions of one datum; nothing is averaged, so a call's loss and gradient do not depend on how its
+datums are split. Position i of the model input predicts target i. Throughout:
+
+    l  logprob of the target under the trained model, at the config's `temperature` (logits are divided by it)
+    q  `logprobs`, that of the policy which sampled the target        r = exp(l - q)
+    A  `advantages`                                                   sg = stop-gradient
+
+Formulas are those that the public API documents; where it leaves a default open, the docstring says that the choice is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from planish.errors import UnsupportedError
+
+Inputs = Mapping[str, Tensor]
+Config = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a loss computes and what it takes."""
+
+    fn: Callable[[Tensor, Inputs, Config], Tensor]
+    """(l float32 [N] or [N, K], inputs of the same shape, complete config) -> scalar."""
+    required: tuple[str, ...]
+    """Names of `loss_fn_inputs`, besides target_tokens."""
+    optional: tuple[str, ...] = ()
+    config: Config = field(default_factory=dict)
+    """Keys with their defaults, besides temperature."""
+    many_targets: bool = False
+    """Whether target_tokens may be [N, K]."""
+
+    @property
+    def has_ratio(self) -> bool:
+        return "logprobs" in self.required
+
+
+def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """-sum w l. Weights `w` of any sign; without weights all are 1 (our choice). With targets [N, K], K candidates a position.
+
+    Linear in w, so that w = -dL/dl gives the gradient of any other loss L of the logprobs.
+    """
+    weights = inputs.get("weights")
+    return -(logprobs.sum() if weights is None else (weights * logprobs).sum())
+
+
+def importance_sampling(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """-sum r A: the policy gradient with the importance weight of the sampled token."""
+    return -(_ratio(logprobs, inputs) * inputs["advantages"]).sum()
+
+
+def ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """-sum min(r A, clip(r, low, high) A) (Schulman et al. 2017); low and high bound the ratio itself."""
+    ratio = _ratio(logprobs, inputs)
+    return -_clipped(ratio, inputs["advantages"], config).sum()
+
+
+def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """-sum sg(clip(r, low, high)) l A (MiniMax 2025): the weight is clipped, the gradient never cut off."""
+    weight = _ratio(logprobs.detach(), inputs).clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    return -(weight * logprobs * inputs["advantages"]).sum()
+
+
+def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """-sum min(ratio A, clip(ratio, low, high) A) with one ratio a sequence (Zheng et al. 2025).
+
+    s = mean of sg(l) - q over `sequence_ratio_mask` != 0, and ratio = exp(s + l - sg(l)) at each position. Ours: the
+    clipping bounds 0.8 and 1.2, and a missing mask is `advantages != 0`. An empty mask gives s = 0.
+    """
+    advantages = inputs["advantages"]
+    mask = inputs.get("sequence_ratio_mask", advantages) != 0
+    gap = (logprobs.detach() - inputs["logprobs"])[mask]
+    sequence = gap.sum() / max(1, gap.numel())
+    ratio = torch.exp(sequence + logprobs - logprobs.detach())
+    return -_clipped(ratio, advantages, config).sum()
+
+
+def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """-sum (l A - beta / 2 (l - q)^2) (Richemond et al. 2024). Ours: beta is 0.1."""
+    gap = logprobs - inputs["logprobs"]
+    return -(logprobs * inputs["advantages"] - 0.5 * config["beta"] * gap.square()).sum()
+
+
+def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    return torch.exp(logprobs - inputs["logprobs"])
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: Config) -> Tensor:
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    return torch.minimum(ratio * advantages, clipped * advantages)
+
+
+_SAMPLED = ("logprobs", "advantages")
+
+
+def _clip(low: float, high: float) -> Config:
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, (), ("weights",), many_targets=True),
+    "importance_sampling": Loss(importance_sampling, _SAMPLED),
+    "ppo": Loss(ppo, _SAMPLED, config=_clip(0.8, 1.2)),
+    "cispo": Loss(cispo, _SAMPLED, config=_clip(0.0, 4.0)),
+    "gspo": Loss(gspo, _SAMPLED, ("sequence_ratio_mask",), _clip(0.8, 1.2)),
+    "dro": Loss(dro, _SAMPLED, config={"beta": 0.1}),
+}
+
+# Losses of the public API that planish does not serve, and what to use instead.
+_REFUSED = {
+    "stable_reinforce": "its formula is not public; use 'importance_sampling', 'ppo' or 'cispo'",
+    "custom": "losses traced on a server are not offered; use forward_backward_custom(data, fn)",
+}
+
+
+def find_loss(name: str) -> Loss:
+    """The loss of this name; UnsupportedError for one that exists elsewhere, ValueError for an unknown one."""
+    if name in LOSSES:
+        return LOSSES[name]
+    if name in _REFUSED:
+        raise UnsupportedError(f"loss_fn={name!r} is not supported: {_REFUSED[name]}")
+    raise ValueError(
+        f"loss_fn={name!r} is unknown; planish has {', '.join(LOSSES)}, and forward_backward_custom for any other"
+    )
+
+
+def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, float]:
+    """`given` checked and filled with the loss's defaults; ValueError names the key at fault."""
+    config: dict[str, float] = {"temperature": 1.0, **find_loss(name).config}
+    for key, value in (given or {}).items():
+        if key not in config:
+            raise ValueError(f"loss_fn_config[{key!r}] is unknown for {name!r}; it takes {', '.join(config)}")
+        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
+        config[key] = float(value)
+    if config["temperature"] <= 0:
+        raise ValueError(f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0")
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
+    if not 0 <= low <= high:
+        raise ValueError(
+            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself; "
+            "give 0 <= low <= high, such as 0.8 and 1.2"
+        )
+    if config.get("beta", 0.0) < 0:
+        raise ValueError(f"loss_fn_config['beta']={config['beta']:g}: give 0 or more")
+    return config

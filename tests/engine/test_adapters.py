@@ -1,0 +1,157 @@
+"""The adapter: AdamW as torch's, all or nothing, versions that never change once published."""
+
+import time
+
+import pytest
+import torch
+
+from planish.engine.adapters import Adapter
+from planish.errors import CheckpointError, NonFiniteError
+from planish.model.config import ModelConfig, RopeConfig
+from planish.model.lora import LoraLayout
+from planish.types import AdamParams, LoraConfig
+
+CPU = torch.device("cpu")
+TINY = ModelConfig("llama", 300, 16, 24, 2, 2, 1, 8, 1e-5, RopeConfig(1e4), 128, True, False, False, ())
+
+
+def new_adapter(rank: int = 4, seed: int = 0) -> Adapter:
+    return Adapter(LoraLayout(TINY, LoraConfig(rank=rank, seed=seed)), torch.bfloat16, CPU)
+
+
+def gradient(adapter: Adapter, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def copy_of(adapter: Adapter) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in adapter.state().items()}
+
+
+def assert_same(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], before[name]) for name in before)
+
+
+def test_steps_equal_torch_adamw_with_decay_and_clipping():
+    adapter = new_adapter()
+    twin = adapter.master.clone().requires_grad_()
+    steps = [(1e-2, 0.0, 0.0), (3e-3, 0.1, 0.0), (1e-2, 0.1, 0.5), (1e-2, 0.0, 1e6)]
+    optimizer = torch.optim.AdamW([twin], betas=(0.9, 0.95), eps=1e-12)
+    for step, (rate, decay, clip) in enumerate(steps):
+        optimizer.param_groups[0].update(lr=rate, weight_decay=decay)
+        twin.grad = gradient(adapter, step) + gradient(adapter, step + 50)
+        norm = torch.nn.utils.clip_grad_norm_([twin], clip or float("inf"))
+        optimizer.step()
+        adapter.add_grad(gradient(adapter, step))
+        adapter.add_grad(gradient(adapter, step + 50))
+        response = adapter.optim_step(AdamParams(learning_rate=rate, weight_decay=decay, grad_clip_norm=clip))
+        assert response.metrics == {"grad_norm": pytest.approx(float(norm), rel=1e-5), "step": step + 1}
+        torch.testing.assert_close(adapter.master, twin.detach(), rtol=1e-6, atol=1e-8)
+    assert adapter.version == len(steps)
+
+
+def test_a_step_leaves_the_gradient_and_snapshots_alone():
+    adapter = new_adapter()
+    published = adapter.snapshot()
+    before = [leaf.detach().clone() for leaf in published.leaves]
+    given = gradient(adapter, 0)
+    kept = given.clone()
+    adapter.add_grad(given)
+    adapter.optim_step(AdamParams(learning_rate=0.1, grad_clip_norm=0.01))
+    assert torch.equal(given, kept)
+    assert all(torch.equal(leaf, old) for leaf, old in zip(published.leaves, before, strict=True))
+    assert any(not torch.equal(leaf, old) for leaf, old in zip(adapter.snapshot().leaves, before, strict=True))
+
+
+def test_publishing_costs_nothing():
+    large = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e4), 8192, True, False, False, ())
+    adapter = Adapter(LoraLayout(large, LoraConfig(rank=32, seed=0)), torch.bfloat16, CPU)
+    start = time.perf_counter()
+    for _ in range(100):
+        assert adapter.snapshot() is adapter.weights
+    assert time.perf_counter() - start < 0.01
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(poison: float):
+    adapter = new_adapter()
+    adapter.add_grad(gradient(adapter, 1))
+    adapter.optim_step(AdamParams())
+    before, weights = copy_of(adapter), adapter.weights
+    bad = gradient(adapter, 2)
+    bad[7] = poison
+    adapter.add_grad(bad)
+    with pytest.raises(NonFiniteError, match="gradient is not finite"):
+        adapter.optim_step(AdamParams())
+    assert_same(adapter.state(), before)
+    assert adapter.weights is weights
+    assert adapter.version == 1
+    with pytest.raises(ValueError, match="nothing to apply"):
+        adapter.optim_step(AdamParams())
+
+
+def test_an_overflowing_step_changes_nothing():
+    adapter = new_adapter()
+    before = copy_of(adapter)
+    adapter.add_grad(gradient(adapter, 1, scale=1e30))  # finite, but its square is not in float32
+    with pytest.raises(NonFiniteError, match="would not be finite"):
+        adapter.optim_step(AdamParams())
+    assert_same(adapter.state(), before)
+
+
+def test_a_refused_forward_backward_refuses_one_step():
+    adapter = new_adapter()
+    adapter.add_grad(gradient(adapter, 1))
+    adapter.refuse_step("the loss of data[3] is not finite")
+    with pytest.raises(NonFiniteError, match=r"nothing was applied.*data\[3\]"):
+        adapter.optim_step(AdamParams())
+    assert adapter.step == 0
+    adapter.add_grad(gradient(adapter, 2))
+    assert adapter.optim_step(AdamParams()).metrics["step"] == 1
+
+
+def test_a_step_needs_a_gradient():
+    with pytest.raises(ValueError, match="call forward_backward first"):
+        new_adapter().optim_step(AdamParams())
+
+
+def test_a_restored_adapter_continues_bit_for_bit():
+    adapter, restored = new_adapter(seed=1), new_adapter(seed=2)
+    for seed in range(3):
+        adapter.add_grad(gradient(adapter, seed))
+        adapter.optim_step(AdamParams())
+    restored.load_state(adapter.state())
+    for each in (adapter, restored):
+        each.add_grad(gradient(adapter, 9))
+        each.optim_step(AdamParams(weight_decay=0.1))
+    assert_same(restored.state(), adapter.state())
+    assert restored.version == 2
+
+
+def test_loading_without_the_optimizer_starts_it_anew():
+    adapter, restored = new_adapter(seed=1), new_adapter(seed=2)
+    adapter.add_grad(gradient(adapter, 0))
+    adapter.optim_step(AdamParams())
+    restored.add_grad(gradient(adapter, 5))
+    restored.load_state({"master": adapter.master}, with_optimizer=False)
+    assert torch.equal(restored.master, adapter.master)
+    assert restored.step == 0
+    assert not restored.exp_avg.any()
+    assert restored.grad is None
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    adapter = new_adapter(rank=4)
+    before = copy_of(adapter)
+    broken = copy_of(adapter)
+    broken["exp_avg"][3] = float("nan")
+    for state, message in [
+        (new_adapter(rank=5).state(), "rank"),
+        ({"master": adapter.master}, "exp_avg"),
+        (broken, "NaN"),
+        ({k: v for k, v in before.items() if k != "step"}, "step"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            adapter.load_state(state)
+        assert_same(adapter.state(), before)
+        assert adapter.version == 0

@@ -1,0 +1,117 @@
+"""Each loss against its formula, written out position by position in float64, and its gradient against finite differences."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from planish.engine.losses import LOSSES, complete_config, find_loss
+from planish.errors import UnsupportedError
+
+N = 7
+RNG = np.random.default_rng(4)
+L = -RNG.uniform(0.1, 3, N)
+Q = L + np.array([0.0, 0.5, -0.5, 2.0, -2.0, 0.1, 0.3])
+A = np.array([1.0, -1.0, 0.5, -2.0, 3.0, 0.0, -0.4])
+MASK = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+W = np.array([1.0, 0.0, -2.5, 0.3, 1.0, 0.0, 4.0])
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def cross_entropy(now):
+    return -sum(w * x for w, x in zip(W, now, strict=True))
+
+
+def importance_sampling(now):
+    return -sum(math.exp(x - q) * a for x, q, a in zip(now, Q, A, strict=True))
+
+
+def ppo(now, low=0.8, high=1.2):
+    ratios = [math.exp(x - q) for x, q in zip(now, Q, strict=True)]
+    return -sum(min(r * a, clip(r, low, high) * a) for r, a in zip(ratios, A, strict=True))
+
+
+def cispo(now, low=0.0, high=4.0):
+    held = [clip(math.exp(x - q), low, high) for x, q in zip(L, Q, strict=True)]  # stop-gradient: of L, not of l
+    return -sum(h * x * a for h, x, a in zip(held, now, A, strict=True))
+
+
+def dro(now, beta=0.1):
+    return -sum(x * a - 0.5 * beta * (x - q) ** 2 for x, q, a in zip(now, Q, A, strict=True))
+
+
+def gspo(now, low=0.8, high=1.2, mask=MASK):
+    chosen = [i for i in range(N) if mask[i] != 0]
+    s = sum(L[i] - Q[i] for i in chosen) / len(chosen)
+    total = 0.0
+    for i in range(N):
+        ratio = math.exp(s + now[i] - L[i])
+        total -= min(ratio * A[i], clip(ratio, low, high) * A[i])
+    return total
+
+
+SAMPLED = {"logprobs": Q, "advantages": A}
+CASES = [
+    ("cross_entropy", {"weights": W}, {}, cross_entropy),
+    ("importance_sampling", SAMPLED, {}, importance_sampling),
+    ("ppo", SAMPLED, {}, ppo),
+    ("ppo", SAMPLED, {"clip_low_threshold": 0.5, "clip_high_threshold": 1.6}, lambda now: ppo(now, 0.5, 1.6)),
+    ("cispo", SAMPLED, {}, cispo),
+    ("cispo", SAMPLED, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, lambda now: cispo(now, 0.9, 1.1)),
+    ("dro", SAMPLED, {}, dro),
+    ("dro", SAMPLED, {"beta": 0.05}, lambda now: dro(now, 0.05)),
+    ("gspo", {**SAMPLED, "sequence_ratio_mask": MASK}, {}, gspo),
+    ("gspo", SAMPLED, {"clip_high_threshold": 1.05}, lambda now: gspo(now, 0.8, 1.05, A)),
+]
+
+
+@pytest.mark.parametrize(("name", "inputs", "config", "formula"), CASES)
+def test_loss_equals_its_formula(name: str, inputs: dict, config: dict, formula: Callable):
+    logprobs = torch.tensor(L, requires_grad=True)
+    tensors = {key: torch.tensor(value) for key, value in inputs.items()}
+    loss = LOSSES[name].fn(logprobs, tensors, complete_config(name, config))
+    assert loss.item() == pytest.approx(formula(L), rel=1e-12)
+    loss.backward()
+    for i in range(N):
+        step = np.zeros(N)
+        step[i] = 1e-6
+        slope = (formula(L + step) - formula(L - step)) / 2e-6
+        assert logprobs.grad[i].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
+
+
+def test_cross_entropy_without_weights_counts_every_target():
+    logprobs = torch.tensor(np.stack([L, Q], 1))
+    assert LOSSES["cross_entropy"].fn(logprobs, {}, {}).item() == pytest.approx(-(L.sum() + Q.sum()))
+
+
+def test_gspo_with_an_empty_mask_has_ratio_one():
+    zero = torch.zeros(N)
+    loss = LOSSES["gspo"].fn(
+        torch.tensor(L), {"logprobs": torch.tensor(Q), "advantages": zero}, complete_config("gspo", {})
+    )
+    assert loss.item() == 0.0
+
+
+def test_refusals_name_the_key():
+    with pytest.raises(UnsupportedError, match="not public"):
+        find_loss("stable_reinforce")
+    with pytest.raises(UnsupportedError, match="forward_backward_custom"):
+        find_loss("custom")
+    with pytest.raises(ValueError, match="'grpo' is unknown"):
+        find_loss("grpo")
+    for name, config, message in [
+        ("importance_sampling", {"clip_low_threshold": 0.8}, "clip_low_threshold.*unknown"),
+        ("ppo", {"temperature": 0}, "temperature.*above 0"),
+        ("ppo", {"temperature": float("nan")}, "temperature.*finite"),
+        ("ppo", {"clip_low_threshold": 1.3}, "low <= high"),
+        ("dro", {"beta": -1}, "beta"),
+        ("dro", {"beta": "0.1"}, "finite number"),
+        ("cross_entropy", {"beta": 0.1}, "it takes temperature"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            complete_config(name, config)

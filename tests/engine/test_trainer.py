@@ -1,0 +1,495 @@
+"""The trainer against transformers and PEFT, and each fast path against its slow twin."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from planish.engine.adapters import Adapter
+from planish.engine.trainer import Trainer, TrainerSettings
+from planish.errors import NonFiniteError, UnsupportedError
+from planish.model.decoder import Decoder
+from planish.model.lora import LoraLayout
+from planish.testing import tiny_model
+from planish.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
+
+CPU = torch.device("cpu")
+SAMPLED_LOSSES = ["importance_sampling", "ppo", "cispo", "gspo", "dro"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("llama"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def decoder(model_path):
+    return Decoder.load(model_path, torch.float32, CPU)
+
+
+def new_adapter(decoder: Decoder, rank: int = 4, **parts: bool) -> Adapter:
+    layout = LoraLayout(decoder.config, LoraConfig(rank=rank, **parts))
+    noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
+    return Adapter(layout, decoder.dtype, CPU, layout.init(0) + 0.02 * noise)
+
+
+def new_trainer(decoder: Decoder, budget: int = 4096) -> Trainer:
+    return Trainer(decoder, TrainerSettings(micro_batch_tokens=budget))
+
+
+def run(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "cross_entropy", config=None, **options):
+    """The generator's result, and how often it handed the device back."""
+    steps = trainer.forward_backward(adapter, data, loss_fn, config, **options)
+    yields = 0
+    while True:
+        try:
+            next(steps)
+            yields += 1
+        except StopIteration as stop:
+            return stop.value, yields
+
+
+def gradient(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "cross_entropy", config=None):
+    adapter.grad = None
+    output, _ = run(trainer, adapter, data, loss_fn, config)
+    return output, adapter.grad
+
+
+def group_datums(
+    seed: int = 0, prompts: int = 3, samples: int = 3, vocab: int = 272, scale: float = 0.5
+) -> list[Datum]:
+    """GRPO's shape: samples share a prompt, prompts share a beginning; logprobs near a random model's, mixed advantages."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, vocab, 9)
+    data = []
+    for _ in range(prompts):
+        prompt = np.concatenate([shared, rng.integers(0, vocab, rng.integers(2, 12))])
+        for _ in range(samples):
+            completion = rng.integers(0, vocab, rng.integers(1, 14))
+            tokens = np.concatenate([prompt, completion])
+            sampled = np.arange(1, len(tokens)) >= len(prompt)
+            data.append(
+                Datum(
+                    ModelInput.from_ints(tokens[:-1].tolist()),
+                    {
+                        "target_tokens": tokens[1:],
+                        "logprobs": np.where(sampled, rng.normal(-6, scale, len(tokens) - 1), 0.0),
+                        "advantages": np.where(sampled, rng.normal(0, 1, len(tokens) - 1), 0.0),
+                    },
+                )
+            )
+    return data
+
+
+def with_policy_logprobs(trainer: Trainer, adapter: Adapter, data: list[Datum], noise: float = 0.3) -> list[Datum]:
+    """The same datums with `logprobs` near the model's own, so that ratios lie around 1, on both sides of the clipping."""
+    output, _ = run(trainer, adapter, as_cross_entropy(data), forward_only=True)
+    rng = np.random.default_rng(5)
+    changed = []
+    for datum, out in zip(data, output.loss_fn_outputs, strict=True):
+        near = out["logprobs"].to_numpy() + rng.normal(0, noise, len(out["logprobs"])).astype(np.float32)
+        changed.append(Datum(datum.model_input, {**datum.loss_fn_inputs, "logprobs": near}))
+    return changed
+
+
+def as_cross_entropy(data: list[Datum], weights: bool = True) -> list[Datum]:
+    return [
+        Datum(
+            d.model_input,
+            {"target_tokens": d.loss_fn_inputs["target_tokens"]}
+            | ({"weights": d.loss_fn_inputs["advantages"]} if weights else {}),
+        )
+        for d in data
+    ]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def peft_gradient(path, adapter: Adapter, data: list[Datum], loss, dtype=torch.float32, temperature: float = 1.0):
+    """Loss and flat gradient by transformers and PEFT, one datum at a time; `loss` is of (logprobs, inputs)."""
+    layout = adapter.layout
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    targets = sorted({entry.target for entry in layout.entries})
+    twin = get_peft_model(base, PeftConfig(r=layout.lora.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0))
+    parameters = dict(twin.named_parameters())
+
+    def parameter(name: str) -> torch.nn.Parameter:
+        target, part = name.rsplit(".", 1)
+        return parameters[f"base_model.model.{target}.{part}.default.weight"]
+
+    for name, value in layout.views(adapter.master).items():
+        parameter(name).data.copy_(value)
+    total = 0.0
+    for datum in data:
+        inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
+        logits = twin(torch.tensor([datum.model_input.to_ints()])).logits[0].float() / temperature
+        index = inputs["target_tokens"].reshape(logits.shape[0], -1)
+        logprobs = torch.log_softmax(logits, -1).gather(1, index).reshape(inputs["target_tokens"].shape)
+        value = loss(logprobs, inputs)
+        value.backward()
+        total += value.item()
+    grads = [parameter(entry.name).grad.reshape(-1).float() for entry in layout.entries]
+    return total, torch.cat(grads)
+
+
+def plain_loss(name: str):
+    """The losses once more, as tensor formulas without planish."""
+
+    def cross_entropy(now, x):
+        return -(x["weights"] * now).sum()
+
+    def importance_sampling(now, x):
+        return -((now - x["logprobs"]).exp() * x["advantages"]).sum()
+
+    def ppo(now, x):
+        r, a = (now - x["logprobs"]).exp(), x["advantages"]
+        return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum()
+
+    def cispo(now, x):
+        return -((now - x["logprobs"]).exp().clamp(0, 4).detach() * now * x["advantages"]).sum()
+
+    def dro(now, x):
+        return -(now * x["advantages"] - 0.05 * (now - x["logprobs"]) ** 2).sum()
+
+    def gspo(now, x):
+        a = x["advantages"]
+        s = (now.detach() - x["logprobs"])[a != 0].mean()
+        r = (s + now - now.detach()).exp()
+        return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum()
+
+    return {f.__name__: f for f in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)}[name]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
+def test_gradients_equal_transformers_and_peft(tmp_path, family: str, loss_fn: str):
+    path = tiny_model(tmp_path, family=family, tied=False)
+    decoder = Decoder.load(path, torch.float32, CPU)
+    trainer, adapter = new_trainer(decoder), new_adapter(decoder)
+    data = with_policy_logprobs(trainer, adapter, group_datums())
+    data = as_cross_entropy(data) if loss_fn == "cross_entropy" else data
+    output, ours = gradient(trainer, adapter, data, loss_fn)
+    loss, theirs = peft_gradient(path, adapter, data, plain_loss(loss_fn))
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+    assert relative(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("loss_fn", SAMPLED_LOSSES)
+def test_each_loss_equals_transformers_and_peft(model_path, decoder, loss_fn: str):
+    trainer, adapter = new_trainer(decoder), new_adapter(decoder, rank=3)
+    data = with_policy_logprobs(trainer, adapter, group_datums(2))
+    output, ours = gradient(trainer, adapter, data, loss_fn)
+    loss, theirs = peft_gradient(model_path, adapter, data, plain_loss(loss_fn))
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4, abs=1e-4)
+    assert relative(ours, theirs) < 1e-4
+    assert output.metrics["ratio:min"] < 0.8 < 1.2 < output.metrics["ratio:max"]
+
+
+def test_temperature_scales_the_logits_of_every_loss(model_path, decoder):
+    trainer, adapter = new_trainer(decoder), new_adapter(decoder)
+    data = as_cross_entropy(group_datums(3))
+    output, ours = gradient(trainer, adapter, data, config={"temperature": 0.6})
+    loss, theirs = peft_gradient(model_path, adapter, data, plain_loss("cross_entropy"), temperature=0.6)
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+    assert relative(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("parts", [{"train_unembed": False}, {"train_attn": False, "train_mlp": False}])
+def test_adapters_on_parts_of_the_model(model_path, decoder, parts: dict):
+    trainer, adapter = new_trainer(decoder), new_adapter(decoder, **parts)
+    data = as_cross_entropy(group_datums(4))
+    _, ours = gradient(trainer, adapter, data)
+    _, theirs = peft_gradient(model_path, adapter, data, plain_loss("cross_entropy"))
+    assert relative(ours, theirs) < 1e-4
+
+
+def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path):
+    path = tiny_model(tmp_path, layers=3, tied=False, dtype="bfloat16")
+    wide, narrow = (Decoder.load(path, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
+    data = as_cross_entropy(group_datums(6))
+    exact, exact_grad = gradient(new_trainer(wide), new_adapter(wide), data)
+    output, ours = gradient(new_trainer(narrow), new_adapter(narrow), data)
+    _, theirs = peft_gradient(path, new_adapter(wide), data, plain_loss("cross_entropy"), torch.bfloat16)
+    assert relative(ours, exact_grad) < 0.03
+    assert relative(ours, exact_grad) < 1.2 * relative(theirs, exact_grad)
+    for a, b in zip(output.loss_fn_outputs, exact.loss_fn_outputs, strict=True):
+        assert float(np.abs(a["logprobs"].to_numpy() - b["logprobs"].to_numpy()).max()) < 0.3
+
+
+def test_many_targets_a_position(model_path, decoder):
+    rng = np.random.default_rng(0)
+    data = []
+    for _ in range(3):
+        length = int(rng.integers(3, 12))
+        targets, weights = rng.integers(0, 272, (length, 5)), rng.normal(0, 1, (length, 5)).astype(np.float32)
+        tokens = ModelInput.from_ints(rng.integers(0, 272, length).tolist())
+        data.append(Datum(tokens, {"target_tokens": targets, "weights": weights}))
+    trainer, adapter = new_trainer(decoder), new_adapter(decoder)
+    output, ours = gradient(trainer, adapter, data)
+    loss, theirs = peft_gradient(model_path, adapter, data, plain_loss("cross_entropy"))
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+    assert relative(ours, theirs) < 1e-4
+    shapes = [out["logprobs"].shape for out in output.loss_fn_outputs]
+    assert shapes == [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
+
+
+def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
+    targets, weights = torch.zeros(6, 20, dtype=torch.int64), torch.zeros(6, 20)
+    targets[2, 3], weights[2, 3], targets[5, 0], weights[5, 0] = 17, 2.0, 5, -1.0
+    inputs = {"target_tokens": TensorData.from_torch_sparse(targets), "weights": TensorData.from_torch_sparse(weights)}
+    assert inputs["weights"].sparse_crow_indices is not None
+    tokens = ModelInput.from_ints([1, 2, 3, 4, 5, 6])
+    trainer, adapter = new_trainer(decoder), new_adapter(decoder)
+    sparse, sparse_grad = gradient(trainer, adapter, [Datum(tokens, inputs)])
+    dense, dense_grad = gradient(trainer, adapter, [Datum(tokens, {"target_tokens": targets, "weights": weights})])
+    assert torch.equal(sparse_grad, dense_grad)
+    assert sparse.loss_fn_outputs[0]["logprobs"].tolist() == dense.loss_fn_outputs[0]["logprobs"].tolist()
+    assert sparse.loss_fn_outputs[0]["logprobs"].shape == [6, 20]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: float):
+    decoder = Decoder.load(model_path, dtype, CPU)
+    adapter = new_adapter(decoder)
+    data = with_policy_logprobs(new_trainer(decoder), adapter, group_datums(7, prompts=4, samples=4))
+    together, whole = gradient(new_trainer(decoder), adapter, data, "importance_sampling")
+    assert together.metrics["micro_batches:sum"] == 1
+    assert together.metrics["forest_tokens:sum"] < together.metrics["tokens:sum"] / 1.5
+    # One by one, over sixteen calls: nothing is shared.
+    trainer, outputs = new_trainer(decoder), []
+    adapter.grad = None
+    for datum in data:
+        outputs += run(trainer, adapter, [datum], "importance_sampling")[0].loss_fn_outputs
+    assert relative(adapter.grad, whole) < tolerance
+    for a, b in zip(outputs, together.loss_fn_outputs, strict=True):
+        torch.testing.assert_close(
+            a["logprobs"].to_torch(), b["logprobs"].to_torch(), rtol=tolerance, atol=10 * tolerance
+        )
+    # Small budgets cut the call into micro-batches; the smallest makes every sequence exceed it.
+    for budget in (60, 30, 1):
+        output, split = gradient(new_trainer(decoder, budget), adapter, data, "importance_sampling")
+        assert output.metrics["micro_batches:sum"] > 1
+        assert relative(split, whole) < tolerance
+        for a, b in zip(output.loss_fn_outputs, together.loss_fn_outputs, strict=True):
+            torch.testing.assert_close(
+                a["logprobs"].to_torch(), b["logprobs"].to_torch(), rtol=tolerance, atol=10 * tolerance
+            )
+
+
+def test_outputs_are_in_the_order_of_the_datums(decoder):
+    trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), as_cross_entropy(group_datums(8))
+    order = np.random.default_rng(0).permutation(len(data))
+    straight, whole = gradient(trainer, adapter, data)
+    shuffled, other = gradient(trainer, adapter, [data[i] for i in order])
+    for place, i in enumerate(order):
+        assert shuffled.loss_fn_outputs[place]["logprobs"].tolist() == straight.loss_fn_outputs[i]["logprobs"].tolist()
+    assert relative(other, whole) < 1e-6
+
+
+def test_the_same_call_gives_the_same_bits(decoder):
+    trainer, adapter, data = new_trainer(decoder, 50), new_adapter(decoder), group_datums(9)
+    first, second = (gradient(trainer, adapter, data, "ppo") for _ in range(2))
+    assert torch.equal(first[1], second[1])
+    assert first[0].metrics == second[0].metrics
+
+
+def test_gradients_accumulate_over_calls_until_the_step(decoder):
+    trainer, adapter, data = new_trainer(decoder), new_adapter(decoder), as_cross_entropy(group_datums(1))
+    _, one = gradient(trainer, adapter, data)
+    one = one.clone()
+    run(trainer, adapter, data)
+    assert relative(adapter.grad, 2 * one) < 1e-6
+    adapter.optim_step(AdamParams(learning_rate=1e-3))
+    assert adapter.grad is None
+
+
+def test_cross_entropy_is_linear_in_its_weights(decoder):
+    """forward_backward_custom rests on it: weights = -dL/dlogprob."""
+    trainer, adapter, data = new_trainer(decoder), new_adapter(decoder), group_datums(1)
+    data = with_policy_logprobs(trainer, adapter, data)
+    forward, _ = run(trainer, adapter, as_cross_entropy(data), forward_only=True)
+    assert adapter.grad is None
+    surrogate = []
+    for datum, out in zip(data, forward.loss_fn_outputs, strict=True):
+        logprobs = out["logprobs"].to_torch().clone().requires_grad_()
+        inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
+        plain_loss("ppo")(logprobs, inputs).backward()
+        weights = -logprobs.grad
+        surrogate.append(Datum(datum.model_input, {"target_tokens": inputs["target_tokens"], "weights": weights}))
+    _, custom = gradient(trainer, adapter, surrogate)
+    _, direct = gradient(trainer, adapter, data, "ppo")
+    assert relative(custom, direct) < 1e-5
+
+
+def test_forward_equals_forward_backward_and_changes_nothing(decoder):
+    trainer, adapter, data = new_trainer(decoder), new_adapter(decoder), group_datums(1)
+    forward, _ = run(trainer, adapter, data, "ppo", forward_only=True)
+    assert adapter.grad is None
+    both, _ = run(trainer, adapter, data, "ppo")
+    assert forward.metrics == both.metrics
+    assert all(key.count(":") == 1 for key in both.metrics)
+
+
+def test_a_long_sequence_runs_alone_and_keeps_little(decoder):
+    tokens = np.random.default_rng(0).integers(0, 272, 2049)
+    long = Datum(ModelInput.from_ints(tokens[:-1].tolist()), {"target_tokens": tokens[1:]})
+    data = [*as_cross_entropy(group_datums(1), weights=False), long]
+    adapter = new_adapter(decoder)
+    output, split = gradient(new_trainer(decoder, 256), adapter, data)
+    _, whole = gradient(new_trainer(decoder, 8192), adapter, data)
+    assert output.metrics["micro_batches:sum"] == 2
+    assert relative(split, whole) < 1e-5
+    settings = TrainerSettings(micro_batch_tokens=256)
+    plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(decoder.config)
+    assert settings.activation_bytes(decoder.config, tokens=2048) < plain
+
+
+def test_activation_bytes_bound_what_autograd_keeps(model_path):
+    decoder = Decoder.load(model_path, torch.bfloat16, CPU)
+    rng = np.random.default_rng(0)
+    data = [
+        Datum(ModelInput.from_ints(rng.integers(0, 272, 500).tolist()), {"target_tokens": rng.integers(0, 272, 500)})
+    ]
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    adapter = new_adapter(decoder)
+    frozen = {t.untyped_storage().data_ptr() for t in (*decoder_tensors(decoder), *adapter.weights.leaves)}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(new_trainer(decoder), adapter, data)
+    measured = sum(size for pointer, size in kept.items() if pointer not in frozen)
+    estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(decoder.config, rank=4)
+    assert 0.6 * estimate < measured < 1.15 * estimate
+
+
+def decoder_tensors(decoder: Decoder) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def walk(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                walk(item)
+        elif hasattr(value, "__dict__"):
+            walk(list(vars(value).values()))
+
+    walk(decoder)
+    return found
+
+
+def test_the_device_is_handed_back_between_micro_batches(decoder):
+    trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), as_cross_entropy(group_datums(8))
+    output, yields = run(trainer, adapter, data)
+    assert yields == output.metrics["micro_batches:sum"] - 1 > 0
+
+
+def poisoned(data: list[Datum], index: int) -> list[Datum]:
+    """Finite input whose loss is not: exp(l - q) overflows."""
+    changed = list(data)
+    inputs = dict(data[index].loss_fn_inputs)
+    inputs["logprobs"] = np.full(len(inputs["logprobs"]), -2000.0, np.float32)
+    changed[index] = Datum(data[index].model_input, inputs)
+    return changed
+
+
+def test_a_loss_that_is_not_finite_refuses_call_and_step(decoder):
+    trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), group_datums(8)
+    run(trainer, adapter, data, "importance_sampling")
+    adapter.optim_step(AdamParams())
+    run(trainer, adapter, data, "importance_sampling")
+    before, pending = copy.deepcopy(adapter.state()), adapter.grad.clone()
+    with pytest.raises(NonFiniteError, match=r"loss of data\[4\]"):
+        run(trainer, adapter, poisoned(data, 4), "importance_sampling", forward_only=True)
+    with pytest.raises(NonFiniteError, match=r"loss of data\[4\]"):
+        run(trainer, adapter, poisoned(data, 4), "importance_sampling")
+    assert torch.equal(adapter.grad, pending)
+    assert all(leaf.grad is None for leaf in adapter.weights.leaves)
+    with pytest.raises(NonFiniteError, match=r"nothing was applied.*data\[4\]"):
+        adapter.optim_step(AdamParams())
+    for name, tensor in adapter.state().items():
+        assert torch.equal(tensor, before[name])
+    run(trainer, adapter, data, "importance_sampling")
+    assert adapter.optim_step(AdamParams()).metrics["step"] == 2
+
+
+def test_weights_that_are_not_finite_are_noticed(decoder):
+    adapter = new_adapter(decoder)
+    broken = adapter.master.clone()
+    broken[0] = float("inf")
+    adapter = Adapter(adapter.layout, torch.float32, CPU, broken)
+    with pytest.raises(NonFiniteError, match="not finite"):
+        run(new_trainer(decoder), adapter, as_cross_entropy(group_datums(8)))
+
+
+def test_an_abandoned_call_leaves_no_trace(decoder):
+    trainer, adapter = new_trainer(decoder, 40), new_adapter(decoder)
+    steps = trainer.forward_backward(adapter, as_cross_entropy(group_datums(8)), "cross_entropy")
+    next(steps)
+    steps.close()
+    assert adapter.grad is None
+    assert all(leaf.grad is None for leaf in adapter.weights.leaves)
+    with pytest.raises(NonFiniteError, match="nothing was applied"):
+        adapter.optim_step(AdamParams())
+
+
+def one(tokens: list[int], **inputs) -> list[Datum]:
+    return [*as_cross_entropy(group_datums(0))[:1], Datum(ModelInput.from_ints(tokens), inputs)]
+
+
+BAD = [
+    ([], "cross_entropy", "data is empty"),
+    (one([], target_tokens=[]), "cross_entropy", r"data\[1\].model_input is empty"),
+    (one([1, 2]), "cross_entropy", "no 'target_tokens'"),
+    (one([1, 2], target_tokens=[1, 2]), "ppo", r"no 'logprobs'"),
+    (one([1, 2], target_tokens=[1]), "cross_entropy", r"shape \[1\], but model_input has 2 tokens"),
+    (one([1, 2], target_tokens=[1, 2], weights=[1.0]), "cross_entropy", r"'weights'.*shape \[1\]"),
+    (one([1, 272], target_tokens=[1, 2]), "cross_entropy", "token 272, but the vocabulary has 272"),
+    (one([1, 2], target_tokens=[1, -100]), "cross_entropy", "token -100"),
+    (one([1, 2], target_tokens=np.array([1.0, 2.0])), "cross_entropy", "int64"),
+    (one([1, 2], target_tokens=[1, 2], weights=[1.0, float("nan")]), "cross_entropy", r"not finite at position \[1\]"),
+    (one([1, 2], target_tokens=[1, 2], weight=np.ones(2)), "cross_entropy", "'weight'.*unknown"),
+    (one([1, 2], target_tokens=[1, 2], advantages=[1.0, 1.0]), "cross_entropy", "'advantages'.*unknown"),
+    (one([1] * 2049, target_tokens=[1] * 2049), "cross_entropy", "2049 tokens, and the model's context is 2048"),
+]
+
+
+@pytest.mark.parametrize(("data", "loss_fn", "message"), BAD, ids=[message for *_, message in BAD])
+def test_bad_input_is_refused_before_any_work(decoder, data, loss_fn: str, message: str):
+    trainer = new_trainer(decoder)
+    loss_data = data
+    if loss_fn != "cross_entropy":
+        loss_data = [*group_datums(0)[:1], *data[1:]]
+    with pytest.raises(ValueError, match=message):
+        trainer.validate(loss_data, loss_fn)
+
+
+def test_input_that_other_servers_know(decoder):
+    trainer, data = new_trainer(decoder), group_datums(0)[:1]
+    inputs = data[0].loss_fn_inputs
+    clipped = Datum(data[0].model_input, {**inputs, "clip_low_threshold": inputs["logprobs"]})
+    with pytest.raises(UnsupportedError, match="loss_fn_config"):
+        trainer.validate([clipped], "ppo")
+    masked = Datum(data[0].model_input, {**inputs, "mask": inputs["advantages"]})
+    trainer.validate([masked], "ppo")
+    several = Datum(data[0].model_input, {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)})
+    with pytest.raises(ValueError, match="one target a position"):
+        trainer.validate([several], "ppo")
+    with pytest.raises(UnsupportedError, match="stable_reinforce"):
+        trainer.validate(data, "stable_reinforce")
+    with pytest.raises(ValueError, match="clip_ratio.*unknown"):
+        trainer.validate(data, "ppo", {"clip_ratio": 0.2})
+    with pytest.raises(ValueError, match="list of Datum"):
+        trainer.validate(data[0], "ppo")
+    with pytest.raises(ValueError, match="micro_batch_tokens=0"):
+        TrainerSettings(micro_batch_tokens=0)
