@@ -165,6 +165,12 @@ def checkpoint_of(path: str) -> str:
     return record.state_path
 
 
+def remove_run(path: str | Path) -> None:
+    """Remove the files of a run, and nothing else that may be in its directory."""
+    for name in (METRICS, CHECKPOINTS, CONFIG):
+        (Path(path).expanduser() / name).unlink(missing_ok=True)
+
+
 def read_rows(path: str | Path) -> list[Row]:
     """The objects of a JSONL file; [] if there is no file. A torn last line, as a kill leaves it, is left out.
 

@@ -5,7 +5,6 @@ before and after are kept out of training. Everything is written to runs/demo; a
 """
 
 import random
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from planish.recipes.grpo import (
     training_examples,
 )
 from planish.renderers import Renderer, get_renderer, get_text_content
-from planish.runs import RunDirectory, draw_curve
+from planish.runs import RunDirectory, draw_curve, remove_run
 from planish.types import SampledSequence
 
 SHOWN = {"reward/total": "reward {:.3f}", "optim/kl_sample_train_v2": "kl {:.1e}", "time/total": "{:.1f} s"}
@@ -79,7 +78,7 @@ def main(config: Config) -> Path:
 
 
 def train(config: Config, service_client: Any) -> Path:
-    shutil.rmtree(config.log_path, ignore_errors=True)
+    remove_run(config.log_path)
     training_client = service_client.create_lora_training_client(
         base_model=config.model_name, rank=config.lora_rank, seed=config.seed
     )
