@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from planish.errors import UnsupportedError
@@ -129,18 +130,18 @@ class Renderer:
             begin = end
         return examples
 
-    def parse_response(self, tokens: Sequence[int]) -> Parsed:
+    def parse_response(self, tokens: Sequence[int] | np.ndarray) -> Parsed:
         """(message, termination) of sampled tokens, the stop token or stop string included as the sampler returns them.
 
         The message is a dictionary with role and content (a string, or parts where there is reasoning), and
         tool_calls and unparsed_tool_calls where there are any. Nothing that a model can write raises.
         """
-        ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)  # type: ignore[union-attr]
+        ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return self.format.parse(self.codec, ids)
 
     def create_conversation_prefix_with_tools(
-        self, tools: Sequence[ToolSpec], system_prompt: str = ""
-    ) -> list[Message]:
+        self, tools: Sequence[ToolSpec] | Sequence[Mapping[str, Any]], system_prompt: str = ""
+    ) -> list[dict[str, Any]]:
         """The messages that offer `tools`, to be put before a conversation; rendered as the chat template does it."""
         if not self.format.abilities.tools:
             raise UnsupportedError(f"renderer {self.name} has no form for tools; use qwen3, qwen3_instruct or chatml")

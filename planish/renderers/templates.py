@@ -45,7 +45,9 @@ def render_template(
             messages=[dict(message) for message in messages], add_generation_prompt=prompt, bos_token=bos_token, **names
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise DamagedFileError(f"the chat template cannot be rendered ({error}); name the renderer instead") from error
+        raise DamagedFileError(
+            f"the chat template cannot be rendered ({error}); name the renderer yourself, and for chatml its default_system"
+        ) from error
 
 
 def _refuse(message: str) -> None:

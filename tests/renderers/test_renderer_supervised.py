@@ -3,6 +3,8 @@
 import pytest
 import torch
 from family_tokenizers import family_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planish.renderers import Renderer, TrainOnWhat, get_renderer
 
@@ -195,3 +197,29 @@ def test_time_is_linear_in_the_conversation():
         return tokenizer.characters
 
     assert characters(400) < 11 * characters(40)
+
+
+answers = st.lists(st.text(alphabet=st.sampled_from("ab \n.:é🙂"), max_size=15), min_size=2, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=answers)
+def test_prompts_extend_each_other_where_the_renderer_says_so(renderers: dict[str, Renderer], texts):
+    keeping = get_renderer("qwen3", renderers["qwen3"].tokenizer, strip_thinking_from_history=False)
+    for case, renderer in [*renderers.items(), ("qwen3 that keeps history", keeping)]:
+        assert renderer.has_extension_property == (case not in ("qwen3", "qwen3_disable_thinking"))
+        messages = []
+        for text in texts:
+            seen = renderer.build_supervised_example(messages)[0].to_ints() if messages else []
+            messages.append({"role": "user", "content": text})
+            prompt = renderer.build_generation_prompt(messages).to_ints()
+            if renderer.has_extension_property:
+                assert prompt[: len(seen)] == seen, case
+            messages.append({"role": "assistant", "content": text})
+
+
+def test_stripped_history_is_no_extension(renderers: dict[str, Renderer]):
+    renderer = renderers["qwen3"]
+    seen = renderer.build_supervised_example(CONVERSATION[:3])[0].to_ints()
+    prompt = renderer.build_generation_prompt(CONVERSATION[:4]).to_ints()
+    assert prompt[: len(seen)] != seen

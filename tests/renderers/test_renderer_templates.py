@@ -142,9 +142,22 @@ def test_reasoning_of_earlier_turns_is_left_out_as_in_the_template():
     assert renderer.build_supervised_example(as_key)[0] == example
 
 
+def test_line_breaks_around_a_think_block_are_the_templates():
+    renderer = MADE[("qwen3", "qwen", "qwen3")]
+    for content in (
+        "\n\nA\n",
+        "<think>\n\n\nhm\n\n</think>\n\n\n\nA\n",
+        "<think></think>A",
+        "<think>\n  \n</think>\n A",
+    ):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        example, _ = renderer.build_supervised_example(messages)
+        assert_equal(renderer, example.to_ints(), by_template(renderer, messages, False))
+
+
 def test_chatml_takes_the_default_system_message_from_the_template():
     smollm2 = MADE[("chatml", "smollm2", "smollm2")].build_generation_prompt([{"role": "user", "content": "hi"}])
-    text = family_tokenizer("smollm2").decode(smollm2.to_ints())
+    text = str(family_tokenizer("smollm2").decode(smollm2.to_ints()))
     assert text.startswith(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>"
     )
@@ -152,10 +165,10 @@ def test_chatml_takes_the_default_system_message_from_the_template():
     other = get_renderer("chatml", tokenizer, default_system="Answer in rhymes.")
     none = get_renderer("chatml", tokenizer, default_system="")
     hello = [{"role": "user", "content": "hi"}]
-    assert tokenizer.decode(other.build_generation_prompt(hello).to_ints()).startswith(
+    assert str(tokenizer.decode(other.build_generation_prompt(hello).to_ints())).startswith(
         "<|im_start|>system\nAnswer in rhymes.<|im_end|>"
     )
-    assert tokenizer.decode(none.build_generation_prompt(hello).to_ints()).startswith("<|im_start|>user\nhi")
+    assert str(tokenizer.decode(none.build_generation_prompt(hello).to_ints())).startswith("<|im_start|>user\nhi")
     unknown = get_renderer("chatml", family_tokenizer("qwen"))
     assert unknown.build_generation_prompt(hello) == none.build_generation_prompt(hello)
 
