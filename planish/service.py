@@ -1,8 +1,12 @@
 """The seam between those who ask and the engine that does: operations as frozen dataclasses in, futures out.
 
-`Service.submit` is all there is. The embedded engine implements it in process, a client of a server implements it over
-the wire, and the server exposes one; a test can run against any. Operations of one model run in the order in which they were submitted;
-`submit` raises at once on input that cannot be right, before anything is queued.
+The embedded engine implements `Service` in process, a client of a server implements it over the wire, and the server exposes
+one; a test can run against any.
+
+Operations of one model run in the order in which they were submitted. `submit` raises at once on input that cannot be
+right, before anything is queued; what only shows while the work is done comes through the future. A future can be cancelled until
+its operation has begun, that of `Sample` until it is answered. If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of
+that model fails too, so a pipelined pair is applied as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class CreateModel(Operation[GetInfoResponse]):
     model_id: str
     base_model: str | None = None
     """A name; None only with `from_path`, which knows its base model."""
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = field(default_factory=LoraConfig)
     """Ignored with `from_path`: the checkpoint's own shape counts."""
     from_path: str | None = None
     with_optimizer: bool = False
@@ -68,6 +72,17 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
     forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
+    """A `ForwardBackward` whose data are still being made. It keeps its place: later operations of the model wait for them."""
+
+    model_id: str
+    data: Future[Sequence[Datum]]
+    """Its error becomes that of the operation."""
+    loss_fn: str
+    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,11 +113,12 @@ class LoadWeights(Operation[LoadWeightsResponse]):
 
 @dataclass(frozen=True)
 class SaveWeightsForSampler(Operation[SaveWeightsForSamplerResponse]):
-    """A named sampler checkpoint: the adapter alone."""
+    """A named sampler checkpoint: the adapter alone. Without `overwrite`, a name is taken again by equal weights only."""
 
     model_id: str
     name: str
     ttl_seconds: int | None = None
+    overwrite: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -167,7 +183,10 @@ class Service(Protocol):
     """An engine, near or far."""
 
     def submit(self, operation: Operation[R]) -> Future[R]:
-        """Queue `operation`. Raises ValueError at once on bad input; later faults come through the future."""
+        """Queue `operation`. Raises ValueError at once on bad input, EngineClosedError after `close`.
+
+        `CreateModel`, `CreateSampler` and `LoadWeights` may take seconds here, to read the base model or the checkpoint.
+        """
         ...
 
     def capabilities(self) -> GetServerCapabilitiesResponse: ...
@@ -188,4 +207,6 @@ class Service(Protocol):
 
     def delete_checkpoint(self, path: str) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, finish: bool = True) -> None:
+        """Take no more work, and return when the device is free. `finish`: do what is queued first; otherwise it fails."""
+        ...

@@ -143,7 +143,9 @@ class TensorData:
     def from_numpy(cls, array: np.ndarray) -> TensorData:
         kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
         if kind is None:
-            raise ValueError(f"TensorData.from_numpy: dtype {array.dtype} is neither integer nor floating point; convert it first")
+            raise ValueError(
+                f"TensorData.from_numpy: dtype {array.dtype} is neither integer nor floating point; convert it first"
+            )
         return cls(data=array, dtype=kind, shape=array.shape)  # type: ignore[arg-type]
 
     @classmethod
@@ -201,7 +203,9 @@ class Datum:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_input, ModelInput):
-            raise ValueError(f"Datum.model_input is a {type(self.model_input).__name__}; give ModelInput.from_ints(tokens)")
+            raise ValueError(
+                f"Datum.model_input is a {type(self.model_input).__name__}; give ModelInput.from_ints(tokens)"
+            )
         converted = {key: as_tensor_data(key, value) for key, value in self.loss_fn_inputs.items()}
         object.__setattr__(self, "loss_fn_inputs", converted)
 
@@ -227,7 +231,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
-            raise ValueError(f"SamplingParams.max_tokens={self.max_tokens!r}: give a whole number of at least 1, or None")
+            raise ValueError(
+                f"SamplingParams.max_tokens={self.max_tokens!r}: give a whole number of at least 1, or None"
+            )
         if self.seed is not None and not _is_int(self.seed):
             raise ValueError(f"SamplingParams.seed={self.seed!r}: give a whole number, or None")
         _check_number("SamplingParams.temperature", self.temperature, low=0.0)
@@ -273,7 +279,9 @@ class LoraConfig:
         if self.seed is not None and not _is_int(self.seed):
             raise ValueError(f"seed={self.seed!r}: give a whole number, or None")
         if not (self.train_unembed or self.train_mlp or self.train_attn):
-            raise ValueError("train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True")
+            raise ValueError(
+                "train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True"
+            )
 
 
 @dataclass(frozen=True)
@@ -286,7 +294,9 @@ class TopkLogprobs:
     def tolist(self) -> list[list[tuple[int, float]] | None]:
         """One list of (token id, logprob) pairs a position; None where not computed."""
         rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
-        return [None if any(math.isnan(p) for p in probs) else list(zip(ids, probs, strict=True)) for ids, probs in rows]
+        return [
+            None if any(math.isnan(p) for p in probs) else list(zip(ids, probs, strict=True)) for ids, probs in rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -433,6 +443,25 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class CheckpointsListResponse:
+    """Newest first."""
+
+    checkpoints: list[Checkpoint]
+
+
+@dataclass(frozen=True)
+class WeightsInfoResponse:
+    """The shape of a checkpoint's adapter."""
+
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+
+@dataclass(frozen=True)
 class CheckpointPath:
     """A parsed checkpoint path, `tinker://<run>/<weights|sampler_weights>/<name>`.
 
@@ -475,9 +504,13 @@ def as_tensor_data(key: str, value: Any) -> TensorData:
     if isinstance(value, (list, tuple)):
         if key not in LOSS_INPUT_DTYPES:
             known = ", ".join(sorted(LOSS_INPUT_DTYPES))
-            raise ValueError(f"loss_fn_inputs[{key!r}]: a plain list is taken only for {known}; give a TensorData or an array")
+            raise ValueError(
+                f"loss_fn_inputs[{key!r}]: a plain list is taken only for {known}; give a TensorData or an array"
+            )
         return _named(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
-    raise ValueError(f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array or a list")
+    raise ValueError(
+        f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array or a list"
+    )
 
 
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
@@ -510,7 +543,9 @@ def _check_csr(values: np.ndarray, crow: list[int], col: list[int], shape: Seque
     if shape is None or len(shape) != 2:
         raise ValueError("TensorData: a CSR tensor needs a two-dimensional shape")
     if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(col) or np.any(np.diff(crow) < 0):
-        raise ValueError("TensorData: sparse_crow_indices must rise from 0 to the number of values, one entry a row and one more")
+        raise ValueError(
+            "TensorData: sparse_crow_indices must rise from 0 to the number of values, one entry a row and one more"
+        )
     if len(col) != values.size or any(not 0 <= c < shape[1] for c in col):
         raise ValueError("TensorData: sparse_col_indices needs one column within the shape for each value")
 
@@ -546,9 +581,9 @@ def _check_number(
     name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False
 ) -> None:
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if number and math.isfinite(value) and low <= value <= high:
-        if not (open_low and value == low) and not (open_high and value == high):
-            return
+    inside = number and math.isfinite(value) and low <= value <= high
+    if inside and not (open_low and value == low) and not (open_high and value == high):
+        return
     span = f"{'above' if open_low else 'at least'} {low:g}"
     if high != math.inf:
         span += f" and {'below' if open_high else 'at most'} {high:g}"

@@ -1,0 +1,161 @@
+"""The way in: a ServiceClient is an engine in this process, and makes the clients that train and sample on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from planish.client.futures import in_thread
+from planish.client.local import start_engine
+from planish.client.rest_client import RestClient
+from planish.client.sampling_client import SamplingClient
+from planish.client.session import Session
+from planish.client.training_client import TrainingClient
+from planish.errors import UnsupportedError, UserError
+from planish.service import CreateModel, CreateSampler, Service, UnloadModel
+from planish.types import GetServerCapabilitiesResponse, LoraConfig
+
+
+class ServiceClient:
+    """An embedded engine with its own base models, adapters and samplers; all are freed by `close` or the end of a `with` block."""
+
+    def __init__(
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        base_url: str | None = None,
+        models: Mapping[str, str] | None = None,
+        data_dir: str | Path | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        deterministic: bool | None = None,
+        micro_batch_tokens: int | None = None,
+        kv_cache_bytes: int | None = None,
+        prefix_cache_bytes: int | None = None,
+        max_batch: int | None = None,
+        service: Service | None = None,
+    ) -> None:
+        """`models` maps names of base models to directories; `data_dir` is where checkpoints are kept (default: PLANISH_DATA, else
+        ~/.local/share/planish/runs); `user_metadata` goes into every checkpoint. The options from `dtype` on are those of
+        `planish.engine.settings.EngineSettings`; None is a default. `service` is used instead of a new engine, and not closed.
+        """
+        if base_url is not None:
+            raise UnsupportedError(f"base_url={base_url!r}: this version runs in your process only; leave base_url out")
+        if project_id is not None:
+            raise UnsupportedError(
+                f"project_id={project_id!r}: there are no projects in an embedded engine; use user_metadata"
+            )
+        settings = {
+            "dtype": dtype,
+            "device": device,
+            "deterministic": deterministic,
+            "micro_batch_tokens": micro_batch_tokens,
+            "kv_cache_bytes": kv_cache_bytes,
+            "prefix_cache_bytes": prefix_cache_bytes,
+            "max_batch": max_batch,
+        }
+        self._owns_service = service is None
+        self._session = Session(service or start_engine(models, data_dir, settings), user_metadata or {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(finish=kind is None)
+
+    def close(self) -> None:
+        """Finish what is queued and free everything. Ctrl-C gives up what is queued."""
+        self._close(finish=True)
+
+    close_async = in_thread(close)
+
+    def _close(self, finish: bool) -> None:
+        if self._owns_service:
+            self._session.service.close(finish)
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        """A new adapter on a base model. `seed` makes its initial weights reproducible."""
+        lora = LoraConfig(rank, seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
+        return self._create(
+            CreateModel(self._session.new_model_id(), base_model, lora, user_metadata=self._metadata(user_metadata))
+        )
+
+    create_lora_training_client_async = in_thread(create_lora_training_client)
+
+    def create_training_client_from_state(
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """A new adapter with the weights of a checkpoint and a fresh optimizer.
+
+        `base_model` only to put the adapter on another base model of the same architecture than it was made for.
+        """
+        return self._create_from_state(path, base_model, user_metadata, with_optimizer=False)
+
+    create_training_client_from_state_async = in_thread(create_training_client_from_state)
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """A new adapter that goes on where `save_state` was called, bit for bit."""
+        return self._create_from_state(path, base_model, user_metadata, with_optimizer=True)
+
+    create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
+
+    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+        """Sampling from a base model, or from a checkpoint (of either kind) by its path."""
+        if model_path is None and base_model is None:
+            raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
+        sampler_id = self._session.new_sampler_id()
+        self._session.service.submit(CreateSampler(sampler_id, base_model, model_path)).result()
+        return SamplingClient(self._session, sampler_id)
+
+    create_sampling_client_async = in_thread(create_sampling_client)
+
+    def create_rest_client(self) -> RestClient:
+        """Checkpoints and base models: lists, information, removal."""
+        return RestClient(self._session.service)
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """The base models that can be named here."""
+        return self._session.service.capabilities()
+
+    get_server_capabilities_async = in_thread(get_server_capabilities)
+
+    def _create_from_state(
+        self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
+    ) -> TrainingClient:
+        operation = CreateModel(
+            self._session.new_model_id(),
+            base_model,
+            from_path=path,
+            with_optimizer=with_optimizer,
+            user_metadata=self._metadata(user_metadata),
+        )
+        return self._create(operation)
+
+    def _create(self, operation: CreateModel) -> TrainingClient:
+        service = self._session.service
+        future = service.submit(operation)
+        try:
+            return TrainingClient(self._session, future.result())
+        except BaseException:  # Ctrl-C, for instance
+            if not future.cancel():
+                service.submit(UnloadModel(operation.model_id))
+            raise
+
+    def _metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
+        return {**self._session.user_metadata, **(user_metadata or {})}

@@ -1,0 +1,49 @@
+"""What the clients of one ServiceClient share: the service, ids that are not in use, and tokenizers that are read once."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planish.errors import EngineClosedError, UserError
+from planish.service import Operation, Service
+from planish.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Session:
+    def __init__(self, service: Service, user_metadata: Mapping[str, str]) -> None:
+        self.service = service
+        self.user_metadata = dict(user_metadata)
+        self._id = secrets.token_hex(8)
+        self._models = itertools.count()
+        self._samplers = itertools.count()
+        self._tokenizers: dict[Path, PreTrainedTokenizerBase] = {}
+        self._lock = threading.Lock()
+
+    def new_model_id(self) -> str:
+        return f"{self._id}:train:{next(self._models)}"
+
+    def new_sampler_id(self) -> str:
+        return f"{self._id}:sample:{next(self._samplers)}"
+
+    def tokenizer(self, base_model: str) -> PreTrainedTokenizerBase:
+        """The base model's tokenizer, as `transformers` loads it; one object for all clients."""
+        with self._lock:
+            directory = self.service.tokenizer_directory(base_model)
+            if directory not in self._tokenizers:
+                self._tokenizers[directory] = load_tokenizer(directory)
+            return self._tokenizers[directory]
+
+
+def discard(service: Service, operation: Operation[Any]) -> None:
+    """Submit an operation that frees something, from a finalizer: what is gone already, or closed, is fine."""
+    with suppress(EngineClosedError, UserError):
+        service.submit(operation)

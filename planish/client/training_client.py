@@ -1,0 +1,193 @@
+"""Training one adapter: methods submit operations, which run in the order of the calls; submit several before waiting for the first."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from planish.client.custom_loss import custom_gradient, first_pass_data, merged
+from planish.client.futures import Pending, chained, in_thread, submitting
+from planish.client.sampling_client import SamplingClient
+from planish.client.session import Session, discard
+from planish.service import (
+    CreateSampler,
+    ForwardBackward,
+    ForwardBackwardLater,
+    LoadWeights,
+    OptimStep,
+    PublishSampler,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    LoadWeightsResponse,
+    OptimStepResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from planish.client.custom_loss import CustomLoss
+
+
+class TrainingClient:
+    """Made by ServiceClient. Dropping it frees the adapter's memory; its checkpoints and sampling clients stay."""
+
+    def __init__(self, session: Session, info: GetInfoResponse) -> None:
+        self._session = session
+        self._info = info
+        # At exit the engine goes as a whole.
+        weakref.finalize(self, discard, session.service, UnloadModel(info.model_id)).atexit = False
+
+    @property
+    def model_id(self) -> str:
+        return self._info.model_id
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> Pending[ForwardBackwardOutput]:
+        """Loss and logprobs without a gradient."""
+        config = loss_fn_config or {}
+        operation = ForwardBackward(self.model_id, data, loss_fn, config, forward_only=True)
+        return Pending(self._session.service.submit(operation))
+
+    forward_async = submitting(forward)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> Pending[ForwardBackwardOutput]:
+        """Add the gradient of the loss, summed over all tokens and datums, to what the next `optim_step` applies.
+
+        If it fails or is cancelled, that step fails too. Losses and their config: planish/engine/losses.py.
+        """
+        operation = ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
+        return Pending(self._session.service.submit(operation))
+
+    forward_backward_async = submitting(forward_backward)
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> Pending[ForwardBackwardOutput]:
+        """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable function.
+
+        `logprobs` holds a leaf tensor a datum, of the shape of its target_tokens. `loss_fn` runs in a thread of its own; calls that
+        follow wait for it, so it must not wait for later operations of this client. If it raises, the next `optim_step` fails.
+        """
+        data = list(data) if isinstance(data, Sequence) else data
+        service = self._session.service
+        first = service.submit(
+            ForwardBackward(self.model_id, first_pass_data(data), "cross_entropy", forward_only=True)
+        )
+        weighted: Future[Sequence[Datum]] = Future()
+        metrics: dict[str, float] = {}
+
+        def differentiate() -> None:
+            try:
+                gradient = custom_gradient(data, first.result(), loss_fn)
+                metrics.update(gradient.metrics)
+            except BaseException as error:
+                weighted.set_exception(error)
+            else:
+                weighted.set_result(gradient.data)
+
+        second = service.submit(ForwardBackwardLater(self.model_id, weighted, "cross_entropy"))
+        threading.Thread(target=differentiate, name="planish-custom-loss", daemon=True).start()
+        return Pending(chained(second, lambda output: merged(output, metrics)))
+
+    forward_backward_custom_async = submitting(forward_backward_custom)
+
+    def optim_step(self, adam_params: AdamParams) -> Pending[OptimStepResponse]:
+        """Apply the accumulated gradient by AdamW, and drop it."""
+        return Pending(self._session.service.submit(OptimStep(self.model_id, adam_params)))
+
+    optim_step_async = submitting(optim_step)
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> Pending[SaveWeightsResponse]:
+        """A checkpoint with optimizer state. A gradient that no `optim_step` has applied yet is not part of it."""
+        operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
+        return Pending(self._session.service.submit(operation))
+
+    save_state_async = submitting(save_state)
+
+    def load_state(self, path: str) -> Pending[LoadWeightsResponse]:
+        """Replace the weights by those of a checkpoint of the same shape; the optimizer starts anew."""
+        return Pending(self._session.service.submit(LoadWeights(self.model_id, path)))
+
+    load_state_async = in_thread(load_state)
+
+    def load_state_with_optimizer(self, path: str) -> Pending[LoadWeightsResponse]:
+        """Replace weights, optimizer state and step by those of a checkpoint of `save_state`."""
+        return Pending(self._session.service.submit(LoadWeights(self.model_id, path, with_optimizer=True)))
+
+    load_state_with_optimizer_async = in_thread(load_state_with_optimizer)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> Pending[SaveWeightsForSamplerResponse]:
+        """A checkpoint of the weights alone, in PEFT's layout."""
+        operation = SaveWeightsForSampler(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
+        return Pending(self._session.service.submit(operation))
+
+    save_weights_for_sampler_async = submitting(save_weights_for_sampler)
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+        """A client of the weights as they are after the operations so far; it keeps them while training goes on.
+
+        Nothing is written, unless a `name` asks for a checkpoint too.
+        """
+        if name is not None:
+            return self.create_sampling_client(self.save_weights_for_sampler(name).result().path)
+        return self._publish().result()
+
+    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+        if name is not None:
+            return await self.create_sampling_client_async((await self.save_weights_for_sampler(name)).path)
+        return await self._publish()
+
+    def _publish(self) -> Pending[SamplingClient]:
+        session, sampler_id = self._session, self._session.new_sampler_id()
+        published = session.service.submit(PublishSampler(self.model_id, sampler_id))
+        return Pending(chained(published, lambda sampler_id: SamplingClient(session, sampler_id)))
+
+    def create_sampling_client(self, model_path: str) -> SamplingClient:
+        """A client of a checkpoint."""
+        sampler_id = self._session.new_sampler_id()
+        self._session.service.submit(CreateSampler(sampler_id, model_path=model_path)).result()
+        return SamplingClient(self._session, sampler_id)
+
+    create_sampling_client_async = in_thread(create_sampling_client)
+
+    def get_info(self) -> GetInfoResponse:
+        return self._info
+
+    async def get_info_async(self) -> GetInfoResponse:
+        return self._info
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base model's tokenizer."""
+        return self._session.tokenizer(self._info.model_data.model_name)
+
+    get_tokenizer_async = in_thread(get_tokenizer)
+
+    def result(self, timeout: float | None = None) -> TrainingClient:
+        """Itself, for code that takes what made it for a future."""
+        return self

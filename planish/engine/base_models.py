@@ -1,0 +1,116 @@
+"""The base models of one engine: each is loaded at its first use and shared by all adapters and samplers on it.
+
+A name is resolved once; two names of one directory share its weights. Loading happens in the caller's thread, so that
+a name that cannot be loaded is an error of the call that gave it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from planish.engine.sampler import Sampler
+from planish.engine.settings import EngineSettings, choose_device, choose_dtype, choose_tiling
+from planish.engine.trainer import Trainer
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.sources import resolve_model
+from planish.model.weights import weight_files
+from planish.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SAMPLED_BLOCKS = 64
+_BLOCK_BYTES = 4096
+
+
+class BaseModel:
+    """One set of base weights on the device, with what trains and what samples on them."""
+
+    def __init__(self, directory: Path, settings: EngineSettings) -> None:
+        device = choose_device(settings.device)
+        config = ModelConfig.from_directory(directory)
+        dtype = choose_dtype(settings.dtype, device)
+        self.directory = directory
+        self.config = config
+        self.fingerprint = weights_fingerprint(directory, config)
+        self.decoder = Decoder.load(directory, dtype, device)
+        self.trainer = Trainer(self.decoder, settings.trainer)
+        tiling = choose_tiling(settings.deterministic, config, dtype, device)
+        self.sampler = Sampler(self.decoder, settings.sampler, self.decode, tiling)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.directory)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, control tokens included, so that a stop string can name one."""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+class BaseModels:
+    """Base models by name. Thread-safe."""
+
+    def __init__(self, models: Mapping[str, str] | None, settings: EngineSettings) -> None:
+        self._mapping = dict(models or {})
+        self._settings = settings
+        self._lock = threading.RLock()
+        self._directories: dict[str, Path] = {}
+        self._loaded: dict[Path, BaseModel] = {}
+
+    def get(self, name: str) -> BaseModel:
+        """The base model of this name, loaded now if it is not yet. UnknownModelError and its kin if it cannot be."""
+        with self._lock:
+            directory = self.directory(name)
+            if directory not in self._loaded:
+                self._loaded[directory] = BaseModel(directory, self._settings)
+            return self._loaded[directory]
+
+    def directory(self, name: str) -> Path:
+        """Where the files of this base model are."""
+        with self._lock:
+            if name not in self._directories:
+                self._directories[name] = resolve_model(name, self._mapping)
+            return self._directories[name]
+
+    @property
+    def mapping(self) -> dict[str, str]:
+        return dict(self._mapping)
+
+    def clear(self) -> None:
+        """Let go of all weights."""
+        with self._lock:
+            self._loaded.clear()
+
+
+def weights_fingerprint(directory: Path, config: ModelConfig) -> str:
+    """16 hexadecimal digits that tell apart architectures, and the weights in the files, by blocks spread over them.
+
+    Reading everything would take a minute for a large model; two models that people train differ in nearly every block.
+    """
+    digest = hashlib.sha256(config.fingerprint().encode())
+    for name in weight_files(directory):
+        with open(directory / name, "rb") as file:
+            size = file.seek(0, 2)
+            digest.update(size.to_bytes(8, "little"))
+            for block in range(_SAMPLED_BLOCKS):
+                file.seek(max(0, size - _BLOCK_BYTES) * block // (_SAMPLED_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,184 @@
+"""The files of one checkpoint directory.
+
+    adapter_model.safetensors, adapter_config.json   the adapter in PEFT's layout: PEFT and vLLM load the directory as it is
+    optimizer.safetensors                            of a training checkpoint: exp_avg, exp_avg_sq, step
+    planish.json                                     what it belongs to, and size and SHA-256 of each other file
+
+Master weights and moments are float32 and come back bit for bit. Nothing is read before its SHA-256 was compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from planish.errors import CheckpointError, DamagedFileError, StorageError
+from planish.model.lora import ALPHA, LoraLayout
+from planish.types import LoraConfig
+
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+OPTIMIZER = "optimizer.safetensors"
+MANIFEST = "planish.json"
+FORMAT = 1
+
+_PEFT_PREFIX = "base_model.model."
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What planish.json says."""
+
+    base_model: str
+    fingerprint: str
+    """Of the base model's architecture and weights."""
+    lora: LoraConfig
+    step: int
+    time: datetime
+    expires_at: datetime | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, StoredFile] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        fields: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+        fields["time"] = self.time.isoformat()
+        fields["expires_at"] = self.expires_at.isoformat() if self.expires_at else None
+        return json.dumps(fields, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises ValueError, KeyError or TypeError if this is no manifest."""
+        fields = json.loads(text)
+        if fields.pop("format") != FORMAT:
+            raise ValueError("it is of another version of planish")
+        expires_at = fields.pop("expires_at")
+        return cls(
+            lora=LoraConfig(**fields.pop("lora")),
+            time=datetime.fromisoformat(fields.pop("time")),
+            expires_at=datetime.fromisoformat(expires_at) if expires_at else None,
+            files={name: StoredFile(**file) for name, file in fields.pop("files").items()},
+            **fields,
+        )
+
+
+def write_tensors(
+    directory: Path, layout: LoraLayout, state: Mapping[str, Tensor], base_model: str, with_optimizer: bool
+) -> dict[str, StoredFile]:
+    """Write and fsync all files but the manifest; `state` is that of `Adapter.state`. StorageError if the disk refuses."""
+    views = layout.views(state["master"].cpu())
+    matrices = {f"{_PEFT_PREFIX}{name}.weight": view.contiguous() for name, view in views.items()}
+    tensors = {ADAPTER: matrices}
+    if with_optimizer:
+        tensors[OPTIMIZER] = {name: state[name].cpu() for name in (*_MOMENTS, "step")}
+    for name, content in tensors.items():
+        try:
+            save_file(content, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise StorageError(f"cannot write {name} ({error})") from error
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(peft_config(layout, base_model), indent=2) + "\n")
+    return {name: _stored(directory / name) for name in (*tensors, ADAPTER_CONFIG)}
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write and fsync planish.json, the last file."""
+    (directory / MANIFEST).write_text(manifest.to_json())
+    sync(directory / MANIFEST)
+    sync(directory)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """DamagedFileError if it is missing or not what it should be."""
+    path = directory / MANIFEST
+    try:
+        return Manifest.from_json(path.read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(
+            f"{path} cannot be used ({error}); the checkpoint is damaged, use another one"
+        ) from error
+
+
+def read_state(directory: Path, manifest: Manifest, layout: LoraLayout, with_optimizer: bool) -> dict[str, Tensor]:
+    """What `Adapter.load_state` takes. DamagedFileError if a file is not the one that was written."""
+    names = [ADAPTER, ADAPTER_CONFIG, *([OPTIMIZER] if with_optimizer else [])]
+    for name in names:
+        _verify(directory / name, manifest.files.get(name))
+    try:
+        state = {"master": _flat(load_file(directory / ADAPTER), layout)}
+        if with_optimizer:
+            state |= load_file(directory / OPTIMIZER)
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{directory} cannot be read ({error}); use another checkpoint") from error
+    return state
+
+
+def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
+    """adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": layout.lora.rank,
+        "lora_alpha": ALPHA,
+        "target_modules": sorted({entry.target.rsplit(".", 1)[-1] for entry in layout.entries}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
+    expected = {f"{_PEFT_PREFIX}{entry.name}.weight": entry for entry in layout.entries}
+    if expected.keys() != tensors.keys() or any(tensors[name].shape != e.shape for name, e in expected.items()):
+        raise CheckpointError(
+            "the checkpoint's adapter has other matrices than this model; use the base model it was made for"
+        )
+    flat = torch.empty(layout.size)
+    for name, entry in expected.items():
+        flat[entry.offset : entry.offset + entry.size] = tensors[name].reshape(-1)
+    return flat
+
+
+def _stored(path: Path) -> StoredFile:
+    sync(path)
+    with open(path, "rb") as file:
+        return StoredFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _verify(path: Path, stored: StoredFile | None) -> None:
+    if stored is None or not path.is_file():
+        raise DamagedFileError(f"{path} is missing; the checkpoint is damaged, use another one")
+    if path.stat().st_size != stored.size or _stored(path) != stored:
+        raise DamagedFileError(
+            f"{path} is not the file that was saved (its size or SHA-256 differs from {MANIFEST}); use another checkpoint"
+        )

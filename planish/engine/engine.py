@@ -1,0 +1,274 @@
+"""The embedded engine: `Service` in this process.
+
+    submit   checks an operation against the model, the vocabulary and the disk, in the caller's thread, then queues it
+    owner.py the one thread that does it
+
+`close()` finishes what is queued and then lets go of the device; `close(finish=False)`, and the end of the interpreter, fail it with
+EngineClosedError after the piece of work in hand. A checkpoint that is being written is finished either way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from planish.engine.base_models import BaseModel, BaseModels
+from planish.engine.checkpoints import (
+    CheckpointStore,
+    Label,
+    check_label,
+    check_metadata,
+    check_name,
+    data_directory,
+    name_taken,
+)
+from planish.engine.owner import DeviceOwner
+from planish.engine.settings import EngineSettings
+from planish.engine.tenants import Job, LoadedAdapter, SamplerHandle, Tenant
+from planish.engine.training_operations import TrainingOperations
+from planish.errors import CheckpointError, EngineClosedError, UserError
+from planish.model.config import ModelConfig
+from planish.model.listing import list_models
+from planish.model.lora import LoraLayout
+from planish.service import (
+    CheckpointInfo,
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    ForwardBackwardLater,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    PublishSampler,
+    ReleaseSampler,
+    Sample,
+    SamplerInfo,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.types import (
+    AdamParams,
+    Checkpoint,
+    CheckpointPath,
+    GetInfoResponse,
+    GetServerCapabilitiesResponse,
+    LoraConfig,
+    ModelInput,
+    SamplingParams,
+    SupportedModel,
+)
+
+R = TypeVar("R")
+
+
+class Engine:
+    def __init__(
+        self,
+        models: Mapping[str, str] | None = None,
+        data_dir: str | Path | None = None,
+        settings: EngineSettings | None = None,
+    ) -> None:
+        """`models` maps names of base models to directories or .gguf files; `data_dir` is where checkpoints are kept."""
+        self._models = BaseModels(models, settings or EngineSettings())
+        self._store = CheckpointStore(data_directory(data_dir))
+        self._tenants: dict[str, Tenant] = {}
+        self._handles: dict[str, SamplerHandle] = {}
+        self._is_closed = False
+        disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
+        self._owner = DeviceOwner(TrainingOperations(self._store, disk), on_end=disk.shutdown)
+        # An engine that nobody can reach any more frees the device; at exit the owner sees to it itself.
+        weakref.finalize(self, self._owner.stop, False).atexit = False
+
+    def submit(self, operation: Operation[R]) -> Future[R]:
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed; make a new ServiceClient")
+        future: Future[R] = Future()
+        self._owner.put(self._job(operation, future))
+        return future
+
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        usable = [entry for entry in list_models(self._models.mapping) if entry.problem is None]
+        return GetServerCapabilitiesResponse([SupportedModel(e.name, _context_of(e.path)) for e in usable])
+
+    def sampler_info(self, sampler_id: str) -> SamplerInfo:
+        handle = self._handle(sampler_id)
+        return SamplerInfo(handle.sampler_id, handle.base_model, handle.model_path)
+
+    def model_info(self, model_id: str) -> GetInfoResponse:
+        return self._tenant(model_id).info()
+
+    def tokenizer_directory(self, base_model: str) -> Path:
+        return self._models.directory(base_model)
+
+    def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
+        return self._store.records(run_id)
+
+    def checkpoint_info(self, path: str) -> CheckpointInfo:
+        parsed = CheckpointPath.parse(path)
+        manifest = self._store.manifest(parsed)
+        return CheckpointInfo(manifest.base_model, manifest.lora, self._store.record(parsed))
+
+    def delete_checkpoint(self, path: str) -> None:
+        self._store.delete(CheckpointPath.parse(path))
+
+    def close(self, finish: bool = True) -> None:
+        self._is_closed = True
+        self._owner.close(finish)
+        self._tenants.clear()
+        self._handles.clear()
+        self._models.clear()
+
+    # What `submit` finds out about an operation before it is queued.
+
+    def _job(self, op: Operation[Any], future: Future[Any]) -> Job:
+        match op:
+            case CreateModel():
+                return self._create_model(op, future)
+            case CreateSampler():
+                return self._create_sampler(op, future)
+            case PublishSampler():
+                tenant = self._tenant(op.model_id)
+                handle = self._new_handle(op.sampler_id, tenant.base, tenant.base_model, None)
+                return Job(op, future, tenant=tenant, handle=handle)
+            case ReleaseSampler():
+                return Job(op, future, handle=self._handles.pop(op.sampler_id, None) or self._handle(op.sampler_id))
+            case UnloadModel():
+                return Job(op, future, tenant=self._tenants.pop(op.model_id, None) or self._tenant(op.model_id))
+            case Sample():
+                return Job(op, future, handle=self._check_sample(op))
+            case SaveWeights() | SaveWeightsForSampler():
+                return self._save(op, future)
+            case LoadWeights():
+                tenant = self._tenant(op.model_id)
+                path = CheckpointPath.parse(op.path)
+                self._check_fits(path, tenant.base, tenant.layout, tenant.base_model)
+                loaded = self._read(path, tenant.layout, op.with_optimizer)
+                return Job(op, future, tenant=tenant, loaded=loaded)
+            case ForwardBackward():
+                tenant = self._tenant(op.model_id)
+                tenant.base.trainer.validate(op.data, op.loss_fn, op.loss_fn_config)
+                return Job(op, future, tenant=tenant)
+            case ForwardBackwardLater():
+                return Job(op, future, tenant=self._tenant(op.model_id))
+            case OptimStep():
+                if not isinstance(op.adam_params, AdamParams):
+                    raise UserError(
+                        f"adam_params is a {type(op.adam_params).__name__}; give AdamParams(learning_rate=...)"
+                    )
+                return Job(op, future, tenant=self._tenant(op.model_id))
+        raise TypeError(f"{type(op).__name__} is no operation of this engine")
+
+    def _tenant(self, model_id: str) -> Tenant:
+        tenant = self._tenants.get(model_id)
+        if tenant is None:
+            raise UserError(f"model_id={model_id!r}: there is no such model (or it was unloaded); create one")
+        if tenant.failure is not None:
+            raise UserError(f"model_id={model_id!r}: {tenant.failure}")
+        return tenant
+
+    def _handle(self, sampler_id: str) -> SamplerHandle:
+        handle = self._handles.get(sampler_id)
+        if handle is None:
+            raise UserError(f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one")
+        return handle
+
+    def _create_model(self, op: CreateModel, future: Future[Any]) -> Job:
+        check_name("model_id", op.model_id)
+        check_metadata(op.user_metadata)
+        if op.model_id in self._tenants:
+            raise UserError(f"model_id={op.model_id!r} is in use; give another")
+        name, lora, loaded = op.base_model, op.lora, None
+        if not isinstance(lora, LoraConfig):
+            raise UserError(f"lora is a {type(lora).__name__}; give LoraConfig(rank=...)")
+        if op.from_path is not None:
+            path = CheckpointPath.parse(op.from_path)
+            manifest = self._store.manifest(path)
+            name, lora = name or manifest.base_model, manifest.lora
+            base = self._models.get(name)
+            layout = LoraLayout(base.config, lora)
+            if op.base_model is None:
+                self._check_fits(path, base, layout, name)
+            loaded = self._read(path, layout, op.with_optimizer)
+        elif name is None:
+            raise UserError("base_model is missing; name one, or give from_path")
+        else:
+            base = self._models.get(name)
+            layout = LoraLayout(base.config, lora)
+        tenant = Tenant(op.model_id, base, name, layout, dict(op.user_metadata))
+        if self._tenants.setdefault(op.model_id, tenant) is not tenant:
+            raise UserError(f"model_id={op.model_id!r} is in use; give another")
+        return Job(op, future, tenant=tenant, loaded=loaded)
+
+    def _create_sampler(self, op: CreateSampler, future: Future[Any]) -> Job:
+        loaded = None
+        if op.model_path is not None:
+            path = CheckpointPath.parse(op.model_path)
+            manifest = self._store.manifest(path)
+            name = op.base_model or manifest.base_model
+            base = self._models.get(name)
+            layout = LoraLayout(base.config, manifest.lora)
+            if op.base_model is None:
+                self._check_fits(path, base, layout, name)
+            loaded = self._read(path, layout, False)
+        elif op.base_model is not None:
+            name = op.base_model
+            base = self._models.get(name)
+        else:
+            raise UserError("give base_model or model_path")
+        return Job(op, future, handle=self._new_handle(op.sampler_id, base, name, op.model_path), loaded=loaded)
+
+    def _new_handle(self, sampler_id: str, base: BaseModel, name: str, model_path: str | None) -> SamplerHandle:
+        check_name("sampler_id", sampler_id)
+        handle = SamplerHandle(sampler_id, base, name, model_path)
+        if self._handles.setdefault(sampler_id, handle) is not handle:
+            raise UserError(f"sampler_id={sampler_id!r} is in use; give another")
+        return handle
+
+    def _check_sample(self, op: Sample) -> SamplerHandle:
+        handle = self._handle(op.sampler_id)
+        for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams), ("num_samples", int)):
+            if not isinstance(getattr(op, name), kind):
+                raise UserError(f"{name} is a {type(getattr(op, name)).__name__}; give {kind.__name__}")
+        handle.base.sampler.validate(op)
+        stop = op.sampling_params.stop
+        if isinstance(stop, str) or any(isinstance(item, str) for item in stop or ()):
+            _ = handle.base.tokenizer  # read now, so that a missing one is an error of this call
+        return handle
+
+    def _save(self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]) -> Job:
+        tenant = self._tenant(op.model_id)
+        path = CheckpointPath(op.model_id, "training" if isinstance(op, SaveWeights) else "sampler", op.name)
+        check_label(Label(path, op.ttl_seconds, op.overwrite, op.user_metadata))
+        if isinstance(op, SaveWeights) and not op.overwrite and self._store.exists(path):
+            raise name_taken(path)
+        return Job(op, future, tenant=tenant, save_to=path)
+
+    def _check_fits(self, path: CheckpointPath, base: BaseModel, layout: LoraLayout, name: str) -> None:
+        manifest = self._store.manifest(path)
+        if manifest.fingerprint != base.fingerprint:
+            raise CheckpointError(
+                f"{path} was made on {manifest.base_model!r}, whose architecture or weights are not those of {name!r} here; load it "
+                "into its own base model (models={NAME: PATH} says where that is)"
+            )
+        theirs, ours = _shape(manifest.lora), _shape(layout.lora)
+        if theirs != ours:
+            raise CheckpointError(
+                f"{path} has {theirs}, and this model {ours}; create the model with the checkpoint's shape"
+            )
+
+    def _read(self, path: CheckpointPath, layout: LoraLayout, with_optimizer: bool) -> LoadedAdapter:
+        state = self._store.read(path, layout, with_optimizer)
+        return LoadedAdapter(state, with_optimizer, layout, self._store.version(path))
+
+
+def _shape(lora: LoraConfig) -> str:
+    parts = [name for name in ("train_attn", "train_mlp", "train_unembed") if getattr(lora, name)]
+    return f"rank {lora.rank} with {', '.join(parts)}"
+
+
+def _context_of(path: Path | None) -> int | None:
+    return ModelConfig.from_directory(path).max_context if path is not None and path.is_dir() else None

@@ -1,0 +1,292 @@
+"""The one thread that owns the device: it takes jobs in order, and interleaves training with sampling.
+
+A turn is one micro-batch (or another operation) of one training model, or one step of one base model's sampler. While both
+sides wait, each gets half of the time; within a side, models take turns by time too. All state below belongs to this
+thread; others reach it through `put`, which never blocks and may be called from a finalizer.
+
+Whatever happens, every job is answered: by its result, its own error, or EngineClosedError when the thread ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Literal
+
+from planish.engine.base_models import BaseModel
+from planish.engine.fairness import FairShare
+from planish.engine.tenants import Job, SamplerHandle, Tenant
+from planish.engine.training_operations import TrainingOperations
+from planish.errors import EngineClosedError, PlanishError, UserError
+from planish.model.lora import LoraWeights
+from planish.service import CreateSampler, ForwardBackward, ForwardBackwardLater, ReleaseSampler, Sample
+
+Side = Literal["sampling", "training"]
+
+
+@dataclass(frozen=True)
+class _Wake:
+    """Data that a job waited for may be there."""
+
+
+@dataclass(frozen=True)
+class _Stop:
+    finish: bool
+
+
+class DeviceOwner:
+    def __init__(self, operations: TrainingOperations, on_end: Callable[[], None]) -> None:
+        """`on_end` is called in this thread when it has taken its last turn."""
+        self._operations = operations
+        self._on_end = on_end
+        self._inbox: SimpleQueue[Job | _Wake | _Stop] = SimpleQueue()
+        self._ended = threading.Event()
+        self._fault: BaseException | None = None
+        self._is_exiting = False
+        self._stop: _Stop | None = None
+        self._tenants: list[Tenant] = []
+        """Those with something in their queue."""
+        self._bases: list[BaseModel] = []
+        """Those that were sampled from."""
+        self._handles: list[SamplerHandle] = []
+        self._sides: FairShare[Side] = FairShare()
+        self._training: FairShare[Tenant] = FairShare()
+        self._sampling: FairShare[BaseModel] = FairShare()
+        self._thread = threading.Thread(target=self._run, name="planish-engine", daemon=True)
+        # A daemon thread that computes while the interpreter is taken down can crash it: end it first.
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Queue a job. EngineClosedError if the thread has ended."""
+        if self._ended.is_set():
+            raise self._closed()
+        self._inbox.put(job)
+        if self._ended.is_set():
+            self._refuse_inbox()
+
+    def stop(self, finish: bool) -> None:
+        """Ask the thread to end, after what is queued or after the turn under way; does not wait."""
+        self._inbox.put(_Stop(finish))
+
+    def close(self, finish: bool) -> None:
+        """`stop`, and wait for the end."""
+        self.stop(finish)
+        if threading.current_thread() is self._thread:
+            return
+        try:
+            self._thread.join()
+        except BaseException:  # Ctrl-C, for instance: then at least end soon
+            self.stop(finish=False)
+            raise
+
+    def _at_exit(self) -> None:
+        self._is_exiting = True
+        self.close(finish=False)
+
+    # Below: the thread itself.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._receive()
+                if self._stop is not None and (not self._stop.finish or not self._has_work()):
+                    break
+                if self._has_work():
+                    self._turn()
+        except BaseException as error:  # a fault of this loop, not of a job: nothing can be trusted after it
+            self._fault = error
+        finally:
+            self._end()
+
+    def _receive(self) -> None:
+        """Take all that has come; wait for something if there is nothing to do."""
+        block = self._stop is None and not self._has_work()
+        while True:
+            try:
+                item = self._inbox.get(block)
+            except Empty:
+                return
+            block = False
+            if isinstance(item, Job):
+                self._accept(item)
+            elif isinstance(item, _Stop) and (self._stop is None or not item.finish):
+                self._stop = item
+
+    def _has_work(self) -> bool:
+        return any(tenant.is_ready for tenant in self._tenants) or any(base.sampler.busy for base in self._bases)
+
+    def _turn(self) -> None:
+        ready = [tenant for tenant in self._tenants if tenant.is_ready]
+        busy = [base for base in self._bases if base.sampler.busy]
+        waiting: list[Side] = [*(["sampling"] if busy else []), *(["training"] if ready else [])]  # type: ignore[list-item]
+        side = self._sides.pick(waiting)
+        start = perf_counter()
+        if side == "training":
+            tenant = self._training.pick(ready)
+            self._train(tenant)
+            self._training.charge(tenant, perf_counter() - start)
+        else:
+            base = self._sampling.pick(busy)
+            self._sample(base)
+            self._sampling.charge(base, perf_counter() - start)
+        self._sides.charge(side, perf_counter() - start)
+        self._forget_unused()
+
+    def _accept(self, job: Job) -> None:
+        if job.tenant is not None:
+            if not job.tenant.queue:
+                self._tenants.append(job.tenant)
+            job.tenant.queue.append(job)
+            if isinstance(job.operation, ForwardBackwardLater):
+                job.operation.data.add_done_callback(lambda _: self._inbox.put(_Wake()))
+            return
+        try:
+            self._accept_sampling(job)
+        except Exception as error:
+            job.fail(error)
+
+    def _accept_sampling(self, job: Job) -> None:
+        handle = job.handle
+        assert handle is not None
+        if handle not in self._handles:
+            self._handles.append(handle)
+        if isinstance(job.operation, Sample):
+            self._start_sample(job, handle)
+        elif isinstance(job.operation, ReleaseSampler):
+            handle.is_released = True
+            job.future.set_result(None)
+            self._forget_unused()
+        elif isinstance(job.operation, CreateSampler) and job.future.set_running_or_notify_cancel():
+            loaded = job.loaded
+            try:
+                if loaded is not None:
+                    base, master = handle.base, loaded.state["master"]
+                    handle.weights = LoraWeights(loaded.layout, master, base.dtype, base.device)
+                handle.version = loaded.version if loaded is not None else "base"
+            except BaseException as error:
+                handle.failure = str(error)
+                raise
+            finally:
+                self._settle(handle)
+            job.future.set_result(handle.sampler_id)
+
+    def _start_sample(self, job: Job, handle: SamplerHandle) -> None:
+        if handle.failure is not None:
+            raise UserError(f"sampler_id={handle.sampler_id!r}: {handle.failure}")
+        if handle.version is None:
+            handle.waiting.append(job)
+            return
+        assert isinstance(job.operation, Sample)
+        if handle.base not in self._bases:
+            self._bases.append(handle.base)
+        handle.base.sampler.submit(job.operation, handle.weights, handle.version, job.future)
+        handle.running.add(job.future)
+        job.future.add_done_callback(handle.running.discard)
+
+    def _settle(self, handle: SamplerHandle) -> None:
+        """Start or refuse what waited for a sampler that now is ready or failed."""
+        if handle not in self._handles:
+            self._handles.append(handle)
+        waiting, handle.waiting = handle.waiting, []
+        for job in waiting:
+            try:
+                self._start_sample(job, handle)
+            except Exception as error:
+                job.fail(error)
+
+    def _train(self, tenant: Tenant) -> None:
+        """One piece of the tenant's first job."""
+        job = tenant.queue[0]
+        if self._advance(tenant, job):
+            return
+        tenant.work = None
+        tenant.queue.popleft()
+        if not tenant.queue:
+            self._tenants.remove(tenant)
+        if job.handle is not None:
+            self._settle(job.handle)
+
+    def _advance(self, tenant: Tenant, job: Job) -> bool:
+        """Whether more is to be done for the job."""
+        try:
+            if tenant.work is None:
+                if not job.future.set_running_or_notify_cancel():
+                    self._cancelled(tenant, job)
+                    return False
+                tenant.work = self._operations.start(tenant, job)
+            next(tenant.work)
+        except StopIteration:
+            return False
+        except BaseException as error:
+            job.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        return True
+
+    def _cancelled(self, tenant: Tenant, job: Job) -> None:
+        """A step whose gradient lacks a part that was asked for is not the step that was asked for."""
+        if job.handle is not None:
+            job.handle.failure = "its making was cancelled"
+        is_part = isinstance(job.operation, ForwardBackward) and not job.operation.forward_only
+        if tenant.adapter is not None and (is_part or isinstance(job.operation, ForwardBackwardLater)):
+            tenant.adapter.refuse_step("it was cancelled")
+
+    def _sample(self, base: BaseModel) -> None:
+        try:
+            base.sampler.step()
+        except Exception as error:
+            base.sampler.fail(error)
+
+    def _forget_unused(self) -> None:
+        """Free what samplers held that are released and have answered everything."""
+        for handle in [handle for handle in self._handles if handle.is_unused]:
+            self._handles.remove(handle)
+            if not any(h.version == handle.version and h.base is handle.base for h in self._handles):
+                handle.base.sampler.forget(handle.version)
+            handle.weights = None
+
+    def _end(self) -> None:
+        self._ended.set()
+        error = self._closed()
+        for tenant in self._tenants:
+            if tenant.work is not None:
+                tenant.work.close()
+            _fail_all(tenant.queue, error)
+        for handle in self._handles:
+            _fail_all(handle.waiting, error)
+        for base in self._bases:
+            base.sampler.fail(error)
+        self._refuse_inbox()
+        self._tenants, self._bases, self._handles = [], [], []
+        self._on_end()
+        if not self._is_exiting:
+            atexit.unregister(self._at_exit)
+
+    def _refuse_inbox(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except Empty:
+                return
+            if isinstance(item, Job):
+                item.fail(self._closed())
+
+    def _closed(self) -> PlanishError:
+        if self._fault is None:
+            return EngineClosedError("the engine was closed before this was done; make a new ServiceClient")
+        error = EngineClosedError(
+            f"the engine stopped at a fault of its own ({self._fault!r}); make a new ServiceClient"
+        )
+        error.__cause__ = self._fault
+        return error
+
+
+def _fail_all(jobs: Sequence[Job], error: Exception) -> None:
+    for job in jobs:
+        job.fail(error)

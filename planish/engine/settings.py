@@ -1,0 +1,95 @@
+"""How an engine runs: device, dtype, and the sizes that bound its memory. Every name is checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from planish.engine.row_tiling import FIXED, RowTiling, probe
+from planish.engine.sampler import SamplerSettings
+from planish.engine.trainer import TrainerSettings
+from planish.errors import UserError
+from planish.model.config import ModelConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    dtype: str = "auto"
+    """Of the products: "bfloat16", "float32", or "auto": bfloat16 where the device multiplies it natively."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:N", or "auto": a GPU if there is one."""
+    deterministic: bool | None = None
+    """A sample's bits do not depend on what else runs. None: where it costs next to nothing, which is looked up on a CPU."""
+    micro_batch_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    prefix_cache_bytes: int | None = None
+    max_batch: int | None = None
+    """None: the trainer's and the sampler's own defaults, see `TrainerSettings` and `SamplerSettings`."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise UserError(f"dtype={self.dtype!r}: give 'auto', {', '.join(map(repr, DTYPES))}")
+        if self.deterministic not in (None, True, False):
+            raise UserError(f"deterministic={self.deterministic!r}: give True, False or None")
+        for name in ("micro_batch_tokens", "kv_cache_bytes", "prefix_cache_bytes", "max_batch"):
+            value = getattr(self, name)
+            least = 0 if name == "prefix_cache_bytes" else 1
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise UserError(f"{name}={value!r}: give a whole number of at least {least}, or None for the default")
+        choose_device(self.device)
+
+    @property
+    def trainer(self) -> TrainerSettings:
+        return TrainerSettings() if self.micro_batch_tokens is None else TrainerSettings(self.micro_batch_tokens)
+
+    @property
+    def sampler(self) -> SamplerSettings:
+        names = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch")
+        return SamplerSettings(**{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name; UserError if there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"device={name!r}: give 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name!r}: planish runs on 'cpu' and 'cuda'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give 'auto' or 'cpu'"
+        )
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of products. "auto": bfloat16 on a GPU that has it and on a CPU with AMX or AVX512-BF16, else float32."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = _cpu_multiplies_bfloat16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def choose_tiling(
+    deterministic: bool | None, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> RowTiling | None:
+    """The row tiling of the sampler; None if it is not deterministic."""
+    if deterministic is False or (deterministic is None and device.type != "cpu"):
+        return None
+    found = probe(config, dtype, device)
+    # Fixed tiles cost more than a tenth of a rollout, so they are for those who ask.
+    return FIXED if found is None and deterministic else found
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    # The public torch.cpu.get_capabilities is younger than the oldest torch that planish runs on.
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()

@@ -1,0 +1,135 @@
+"""How each operation of a training model is done: generators that yield the device between pieces of work and answer the job themselves.
+
+An exception is the answer too; the engine's thread delivers it. Checkpoints are written by another thread from tensors that never
+change, while the model goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Executor
+from typing import Any
+
+from planish.engine.adapters import Adapter
+from planish.engine.checkpoints import CheckpointStore, Label, SavedAdapter
+from planish.engine.tenants import Job, Tenant
+from planish.service import (
+    CreateModel,
+    ForwardBackward,
+    ForwardBackwardLater,
+    LoadWeights,
+    OptimStep,
+    PublishSampler,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.types import LoadWeightsResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
+
+Work = Generator[None, None, None]
+
+
+class TrainingOperations:
+    """Every operation of a training model, one method each."""
+
+    def __init__(self, store: CheckpointStore, disk: Executor) -> None:
+        self._store = store
+        self._disk = disk
+        self._methods: dict[type, Callable[[Tenant, Job], Work]] = {
+            CreateModel: self._create,
+            UnloadModel: self._unload,
+            ForwardBackward: self._forward_backward,
+            ForwardBackwardLater: self._forward_backward_later,
+            OptimStep: self._optim_step,
+            SaveWeights: self._save,
+            SaveWeightsForSampler: self._save,
+            LoadWeights: self._load,
+            PublishSampler: self._publish,
+        }
+
+    def start(self, tenant: Tenant, job: Job) -> Work:
+        return self._methods[type(job.operation)](tenant, job)
+
+    def _create(self, tenant: Tenant, job: Job) -> Work:
+        loaded, base = job.loaded, tenant.base
+        try:
+            adapter = Adapter(tenant.layout, base.dtype, base.device, loaded.state["master"] if loaded else None)
+            if loaded is not None:
+                adapter.load_state(dict(loaded.state), loaded.with_optimizer)
+        except BaseException as error:
+            tenant.failure = f"it could not be created ({error}); create another one"
+            raise
+        tenant.adapter = adapter
+        job.future.set_result(tenant.info())
+        yield from ()
+
+    def _unload(self, tenant: Tenant, job: Job) -> Work:
+        tenant.adapter, tenant.failure = None, "it was unloaded"
+        job.future.set_result(None)
+        yield from ()
+
+    def _forward_backward(self, tenant: Tenant, job: Job) -> Work:
+        op = job.operation
+        assert isinstance(op, ForwardBackward)
+        work = tenant.base.trainer.forward_backward(
+            tenant.created(), op.data, op.loss_fn, op.loss_fn_config, op.forward_only
+        )
+        job.future.set_result((yield from work))
+
+    def _forward_backward_later(self, tenant: Tenant, job: Job) -> Work:
+        op = job.operation
+        assert isinstance(op, ForwardBackwardLater)
+        adapter = tenant.created()
+        try:
+            data = op.data.result(timeout=0)
+        except BaseException as error:
+            adapter.refuse_step(f"its data could not be made: {error}")
+            raise
+        work = tenant.base.trainer.forward_backward(adapter, data, op.loss_fn, op.loss_fn_config)
+        job.future.set_result((yield from work))
+
+    def _optim_step(self, tenant: Tenant, job: Job) -> Work:
+        op = job.operation
+        assert isinstance(op, OptimStep)
+        job.future.set_result(tenant.created().optim_step(op.adam_params))
+        yield from ()
+
+    def _load(self, tenant: Tenant, job: Job) -> Work:
+        op = job.operation
+        assert isinstance(op, LoadWeights)
+        assert job.loaded is not None
+        tenant.created().load_state(dict(job.loaded.state), job.loaded.with_optimizer)
+        job.future.set_result(LoadWeightsResponse(op.path))
+        yield from ()
+
+    def _publish(self, tenant: Tenant, job: Job) -> Work:
+        handle = job.handle
+        assert handle is not None
+        try:
+            adapter = tenant.created()
+        except Exception as error:
+            handle.failure = str(error)
+            raise
+        handle.weights, handle.version = adapter.snapshot(), (tenant.key, adapter.version)
+        job.future.set_result(handle.sampler_id)
+        yield from ()
+
+    def _save(self, tenant: Tenant, job: Job) -> Work:
+        op = job.operation
+        assert isinstance(op, (SaveWeights, SaveWeightsForSampler))
+        assert job.save_to is not None
+        metadata = {**tenant.user_metadata, **op.user_metadata}
+        label = Label(job.save_to, op.ttl_seconds, op.overwrite, metadata)
+        state = tenant.created().state()
+        adapter = SavedAdapter(state, tenant.layout, tenant.base_model, tenant.base.fingerprint)
+        respond = SaveWeightsResponse if isinstance(op, SaveWeights) else SaveWeightsForSamplerResponse
+        self._disk.submit(self._write, job, label, adapter, respond)
+        yield from ()
+
+    def _write(self, job: Job, label: Label, adapter: SavedAdapter, respond: Callable[[str], Any]) -> None:
+        try:
+            self._store.save(label, adapter)
+        except BaseException as error:
+            job.fail(error)
+        else:
+            job.future.set_result(respond(str(label.path)))
