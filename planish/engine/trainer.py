@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.adapters import Adapter
+from planish.engine.adapters import Adapter, is_finite
 from planish.engine.attention import ForestAttention
 from planish.engine.datums import Example, read_examples
 from planish.engine.losses import Loss, complete_config, find_loss
@@ -122,7 +122,7 @@ class Trainer:
                 if part_grad is not None:
                     grad = part_grad if grad is None else grad.add_(part_grad)
                 parts.append(part)
-            if grad is not None and not bool(torch.isfinite(grad).all()):
+            if grad is not None and not is_finite(grad):
                 raise NonFiniteError(
                     "the gradient is not finite; check advantages and weights, or lower the learning rate"
                 )

@@ -82,7 +82,7 @@ class _ScoredLogprobs(torch.autograd.Function):
         return scored.div_(temperature) - log_total[rows]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row at once."""
         hidden, a, b, weight, rows, targets, low, log_total, *kept = ctx.saved_tensors
         lora = None if a is None else (a, b)

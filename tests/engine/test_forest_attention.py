@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from planish.engine.attention import BlockKernel, ForestAttention, FusedCpuKernel, dense_mask_attention, pieces
+from planish.engine.attention import (
+    BlockKernel,
+    ForestAttention,
+    FusedCpuKernel,
+    dense_mask_attention,
+    rectangles,
+    triangles,
+)
 from planish.engine.packing import Packed, mask, pack
 
 CPU = torch.device("cpu")
@@ -74,10 +81,13 @@ def test_blocks_bound_the_scores_and_change_nothing(monkeypatch):
 def test_pieces_cover_each_allowed_pair_once():
     packed = forest(3)
     count = np.zeros((len(packed), len(packed)), int)
-    for piece in pieces(packed):
-        block = np.ones((piece.q_end - piece.q_start, piece.k_end - piece.k_start), int)
-        count[piece.q_start : piece.q_end, piece.k_start : piece.k_end] += np.tril(block) if piece.causal else block
+    for piece in rectangles(packed):
+        count[piece.q_start : piece.q_end, piece.k_start : piece.k_end] += 1
+    batches = triangles(packed)
+    for start, end in (span for batch in batches for span in batch.spans):
+        count[start:end, start:end] += np.tril(np.ones((end - start, end - start), int))
     assert np.array_equal(count, mask(packed).astype(int))
+    assert len(batches) < len(packed.segments) / 2
 
 
 def test_several_thousand_rows_need_no_square_matrix():

@@ -77,6 +77,7 @@ def test_loss_equals_its_formula(name: str, inputs: dict, config: dict, formula:
     loss = LOSSES[name].fn(logprobs, tensors, complete_config(name, config))
     assert loss.item() == pytest.approx(formula(L), rel=1e-12)
     loss.backward()
+    assert logprobs.grad is not None
     for i in range(N):
         step = np.zeros(N)
         step[i] = 1e-6

@@ -1,6 +1,8 @@
 """The trainer against transformers and PEFT, and each fast path against its slow twin."""
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +43,10 @@ def new_trainer(decoder: Decoder, budget: int = 4096) -> Trainer:
     return Trainer(decoder, TrainerSettings(micro_batch_tokens=budget))
 
 
+def datum_of(tokens: ModelInput, inputs: Mapping[str, Any]) -> Datum:
+    return Datum(tokens, inputs)
+
+
 def run(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "cross_entropy", config=None, **options):
     """The generator's result, and how often it handed the device back."""
     steps = trainer.forward_backward(adapter, data, loss_fn, config, **options)
@@ -56,6 +62,7 @@ def run(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "c
 def gradient(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "cross_entropy", config=None):
     adapter.grad = None
     output, _ = run(trainer, adapter, data, loss_fn, config)
+    assert adapter.grad is not None
     return output, adapter.grad
 
 
@@ -73,7 +80,7 @@ def group_datums(
             tokens = np.concatenate([prompt, completion])
             sampled = np.arange(1, len(tokens)) >= len(prompt)
             data.append(
-                Datum(
+                datum_of(
                     ModelInput.from_ints(tokens[:-1].tolist()),
                     {
                         "target_tokens": tokens[1:],
@@ -92,13 +99,13 @@ def with_policy_logprobs(trainer: Trainer, adapter: Adapter, data: list[Datum], 
     changed = []
     for datum, out in zip(data, output.loss_fn_outputs, strict=True):
         near = out["logprobs"].to_numpy() + rng.normal(0, noise, len(out["logprobs"])).astype(np.float32)
-        changed.append(Datum(datum.model_input, {**datum.loss_fn_inputs, "logprobs": near}))
+        changed.append(datum_of(datum.model_input, {**datum.loss_fn_inputs, "logprobs": near}))
     return changed
 
 
 def as_cross_entropy(data: list[Datum], weights: bool = True) -> list[Datum]:
     return [
-        Datum(
+        datum_of(
             d.model_input,
             {"target_tokens": d.loss_fn_inputs["target_tokens"]}
             | ({"weights": d.loss_fn_inputs["advantages"]} if weights else {}),
@@ -134,7 +141,11 @@ def peft_gradient(path, adapter: Adapter, data: list[Datum], loss, dtype=torch.f
         value = loss(logprobs, inputs)
         value.backward()
         total += value.item()
-    grads = [parameter(entry.name).grad.reshape(-1).float() for entry in layout.entries]
+    grads = []
+    for entry in layout.entries:
+        grad = parameter(entry.name).grad
+        assert grad is not None
+        grads.append(grad.reshape(-1).float())
     return total, torch.cat(grads)
 
 
@@ -229,7 +240,7 @@ def test_many_targets_a_position(model_path, decoder):
         length = int(rng.integers(3, 12))
         targets, weights = rng.integers(0, 272, (length, 5)), rng.normal(0, 1, (length, 5)).astype(np.float32)
         tokens = ModelInput.from_ints(rng.integers(0, 272, length).tolist())
-        data.append(Datum(tokens, {"target_tokens": targets, "weights": weights}))
+        data.append(datum_of(tokens, {"target_tokens": targets, "weights": weights}))
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     output, ours = gradient(trainer, adapter, data)
     loss, theirs = peft_gradient(model_path, adapter, data, plain_loss("cross_entropy"))
@@ -247,7 +258,7 @@ def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
     tokens = ModelInput.from_ints([1, 2, 3, 4, 5, 6])
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     sparse, sparse_grad = gradient(trainer, adapter, [Datum(tokens, inputs)])
-    dense, dense_grad = gradient(trainer, adapter, [Datum(tokens, {"target_tokens": targets, "weights": weights})])
+    dense, dense_grad = gradient(trainer, adapter, [datum_of(tokens, {"target_tokens": targets, "weights": weights})])
     assert torch.equal(sparse_grad, dense_grad)
     assert sparse.loss_fn_outputs[0]["logprobs"].tolist() == dense.loss_fn_outputs[0]["logprobs"].tolist()
     assert sparse.loss_fn_outputs[0]["logprobs"].shape == [6, 20]
@@ -266,6 +277,7 @@ def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: fl
     adapter.grad = None
     for datum in data:
         outputs += run(trainer, adapter, [datum], "importance_sampling")[0].loss_fn_outputs
+    assert adapter.grad is not None
     assert relative(adapter.grad, whole) < tolerance
     for a, b in zip(outputs, together.loss_fn_outputs, strict=True):
         torch.testing.assert_close(
@@ -304,6 +316,7 @@ def test_gradients_accumulate_over_calls_until_the_step(decoder):
     _, one = gradient(trainer, adapter, data)
     one = one.clone()
     run(trainer, adapter, data)
+    assert adapter.grad is not None
     assert relative(adapter.grad, 2 * one) < 1e-6
     adapter.optim_step(AdamParams(learning_rate=1e-3))
     assert adapter.grad is None
@@ -320,8 +333,9 @@ def test_cross_entropy_is_linear_in_its_weights(decoder):
         logprobs = out["logprobs"].to_torch().clone().requires_grad_()
         inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
         plain_loss("ppo")(logprobs, inputs).backward()
+        assert logprobs.grad is not None
         weights = -logprobs.grad
-        surrogate.append(Datum(datum.model_input, {"target_tokens": inputs["target_tokens"], "weights": weights}))
+        surrogate.append(datum_of(datum.model_input, {"target_tokens": inputs["target_tokens"], "weights": weights}))
     _, custom = gradient(trainer, adapter, surrogate)
     _, direct = gradient(trainer, adapter, data, "ppo")
     assert relative(custom, direct) < 1e-5
@@ -338,7 +352,7 @@ def test_forward_equals_forward_backward_and_changes_nothing(decoder):
 
 def test_a_long_sequence_runs_alone_and_keeps_little(decoder):
     tokens = np.random.default_rng(0).integers(0, 272, 2049)
-    long = Datum(ModelInput.from_ints(tokens[:-1].tolist()), {"target_tokens": tokens[1:]})
+    long = datum_of(ModelInput.from_ints(tokens[:-1].tolist()), {"target_tokens": tokens[1:]})
     data = [*as_cross_entropy(group_datums(1), weights=False), long]
     adapter = new_adapter(decoder)
     output, split = gradient(new_trainer(decoder, 256), adapter, data)
@@ -354,7 +368,7 @@ def test_activation_bytes_bound_what_autograd_keeps(model_path):
     decoder = Decoder.load(model_path, torch.bfloat16, CPU)
     rng = np.random.default_rng(0)
     data = [
-        Datum(ModelInput.from_ints(rng.integers(0, 272, 500).tolist()), {"target_tokens": rng.integers(0, 272, 500)})
+        datum_of(ModelInput.from_ints(rng.integers(0, 272, 500).tolist()), {"target_tokens": rng.integers(0, 272, 500)})
     ]
     kept: dict[int, int] = {}
 
@@ -397,9 +411,9 @@ def test_the_device_is_handed_back_between_micro_batches(decoder):
 def poisoned(data: list[Datum], index: int) -> list[Datum]:
     """Finite input whose loss is not: exp(l - q) overflows."""
     changed = list(data)
-    inputs = dict(data[index].loss_fn_inputs)
+    inputs: dict[str, Any] = dict(data[index].loss_fn_inputs)
     inputs["logprobs"] = np.full(len(inputs["logprobs"]), -2000.0, np.float32)
-    changed[index] = Datum(data[index].model_input, inputs)
+    changed[index] = datum_of(data[index].model_input, inputs)
     return changed
 
 
@@ -408,6 +422,7 @@ def test_a_loss_that_is_not_finite_refuses_call_and_step(decoder):
     run(trainer, adapter, data, "importance_sampling")
     adapter.optim_step(AdamParams())
     run(trainer, adapter, data, "importance_sampling")
+    assert adapter.grad is not None
     before, pending = copy.deepcopy(adapter.state()), adapter.grad.clone()
     with pytest.raises(NonFiniteError, match=r"loss of data\[4\]"):
         run(trainer, adapter, poisoned(data, 4), "importance_sampling", forward_only=True)
@@ -444,7 +459,7 @@ def test_an_abandoned_call_leaves_no_trace(decoder):
 
 
 def one(tokens: list[int], **inputs) -> list[Datum]:
-    return [*as_cross_entropy(group_datums(0))[:1], Datum(ModelInput.from_ints(tokens), inputs)]
+    return [*as_cross_entropy(group_datums(0))[:1], datum_of(ModelInput.from_ints(tokens), inputs)]
 
 
 BAD = [
@@ -477,12 +492,14 @@ def test_bad_input_is_refused_before_any_work(decoder, data, loss_fn: str, messa
 def test_input_that_other_servers_know(decoder):
     trainer, data = new_trainer(decoder), group_datums(0)[:1]
     inputs = data[0].loss_fn_inputs
-    clipped = Datum(data[0].model_input, {**inputs, "clip_low_threshold": inputs["logprobs"]})
+    clipped = datum_of(data[0].model_input, {**inputs, "clip_low_threshold": inputs["logprobs"]})
     with pytest.raises(UnsupportedError, match="loss_fn_config"):
         trainer.validate([clipped], "ppo")
-    masked = Datum(data[0].model_input, {**inputs, "mask": inputs["advantages"]})
+    masked = datum_of(data[0].model_input, {**inputs, "mask": inputs["advantages"]})
     trainer.validate([masked], "ppo")
-    several = Datum(data[0].model_input, {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)})
+    several = datum_of(
+        data[0].model_input, {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)}
+    )
     with pytest.raises(ValueError, match="one target a position"):
         trainer.validate([several], "ppo")
     with pytest.raises(UnsupportedError, match="stable_reinforce"):
@@ -490,6 +507,6 @@ def test_input_that_other_servers_know(decoder):
     with pytest.raises(ValueError, match="clip_ratio.*unknown"):
         trainer.validate(data, "ppo", {"clip_ratio": 0.2})
     with pytest.raises(ValueError, match="list of Datum"):
-        trainer.validate(data[0], "ppo")
+        trainer.validate(data[0], "ppo")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="micro_batch_tokens=0"):
         TrainerSettings(micro_batch_tokens=0)
