@@ -536,7 +536,8 @@ def _as_array(data: Sequence[Any] | np.ndarray, dtype: TensorDtype) -> np.ndarra
         raise ValueError(f"values of kind {array.dtype} are not numbers")
     if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
         raise ValueError("fractions given for an int64 tensor")
-    return array.astype(_NUMPY_DTYPE[dtype], copy=False)
+    # A copy if it is the caller's own: operations are queued, and must see the values of the moment they were given.
+    return array.astype(_NUMPY_DTYPE[dtype], copy=array is data or array.base is not None)
 
 
 def _check_csr(values: np.ndarray, crow: list[int], col: list[int], shape: Sequence[int] | None) -> None:

@@ -94,7 +94,10 @@ def write_tensors(
         except SafetensorError as error:
             raise StorageError(f"cannot write {name} ({error})") from error
     (directory / ADAPTER_CONFIG).write_text(json.dumps(peft_config(layout, base_model), indent=2) + "\n")
-    return {name: _stored(directory / name) for name in (*tensors, ADAPTER_CONFIG)}
+    names = (*tensors, ADAPTER_CONFIG)
+    for name in names:
+        sync(directory / name)
+    return {name: _stored(directory / name) for name in names}
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -170,7 +173,6 @@ def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
 
 
 def _stored(path: Path) -> StoredFile:
-    sync(path)
     with open(path, "rb") as file:
         return StoredFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 

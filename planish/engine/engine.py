@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,8 +151,13 @@ class Engine:
                 return Job(op, future, tenant=tenant, loaded=loaded)
             case ForwardBackward():
                 tenant = self._tenant(op.model_id)
+                if not isinstance(op.loss_fn_config, Mapping):
+                    kind = type(op.loss_fn_config).__name__
+                    raise UserError(f"loss_fn_config is a {kind}; give a dictionary of numbers, or None")
                 tenant.base.trainer.validate(op.data, op.loss_fn, op.loss_fn_config)
-                return Job(op, future, tenant=tenant)
+                # The caller may go on to change its own list and dictionary.
+                kept = replace(op, data=list(op.data), loss_fn_config=dict(op.loss_fn_config))
+                return Job(kept, future, tenant=tenant)
             case ForwardBackwardLater():
                 return Job(op, future, tenant=self._tenant(op.model_id))
             case OptimStep():

@@ -260,9 +260,9 @@ class DeviceOwner:
             _fail_all(tenant.queue, error)
         for handle in self._handles:
             _fail_all(handle.waiting, error)
+        self._refuse_inbox()
         for base in self._bases:
             base.sampler.fail(error)
-        self._refuse_inbox()
         self._tenants, self._bases, self._handles = [], [], []
         self._on_end()
         if not self._is_exiting:

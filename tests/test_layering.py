@@ -1,0 +1,105 @@
+"""Imports between planish's modules point down, make no cycle, and hide in no function."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import planish
+
+PACKAGE = Path(planish.__file__).parent
+
+# Lowest first; a module may import from its own row and those before it.
+LAYERS = (
+    ("errors", "types", "service", "runs", "tokenizer", "testing"),
+    ("model",),
+    ("engine",),
+    ("client", "cli"),
+    ("planish",),
+    ("renderers",),
+    ("rl", "supervised", "preference"),
+    ("recipes", "reports", "__main__"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Beyond the order of layers: what never may know of the engine.
+FORBIDDEN = {(part, "engine") for part in ("rl", "supervised", "preference", "renderers", "recipes")}
+THE_ONE_EXCEPTION = ("planish.client.local", "planish.engine")
+
+
+@dataclass(frozen=True)
+class Arrow:
+    source: str
+    target: str
+    in_function: bool
+    for_types: bool
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("planish", *path.relative_to(PACKAGE).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def arrows(source: str, node: ast.AST, in_function: bool = False, for_types: bool = False) -> Iterator[Arrow]:
+    for child in ast.iter_child_nodes(node):
+        inner = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        types_only = for_types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+        names: list[str] = []
+        if isinstance(child, ast.Import):
+            names = [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"{source} has a relative import"
+            joined = [f"{child.module}.{alias.name}" for alias in child.names]
+            names = [name if name in MODULES else child.module or "" for name in joined]
+        yield from (Arrow(source, n, in_function, for_types) for n in dict.fromkeys(names) if n.split(".")[0] == "planish")
+        yield from arrows(source, child, inner, types_only)
+
+
+ARROWS = [
+    arrow for name, path in MODULES.items() for arrow in arrows(name, ast.parse(path.read_text(encoding="utf-8")))
+]
+
+
+def part(module: str) -> str:
+    """The layer's name of a module: "planish.engine.trainer" -> "engine"."""
+    return module.split(".")[1] if "." in module else module
+
+
+def test_every_module_has_a_layer():
+    assert {part(name) for name in MODULES} <= set(LEVEL)
+    assert len(ARROWS) > 100
+
+
+def test_imports_point_down():
+    up = [a for a in ARROWS if LEVEL[part(a.target)] > LEVEL[part(a.source)] or (part(a.source), part(a.target)) in FORBIDDEN]
+    assert up == []
+
+
+def test_no_import_hides_in_a_function():
+    hidden = [a for a in ARROWS if a.in_function]
+    assert {(a.source, ".".join(a.target.split(".")[:2])) for a in hidden} == {THE_ONE_EXCEPTION}
+
+
+def test_there_is_no_cycle():
+    graph = {name: {a.target for a in ARROWS if a.source == name and not a.for_types} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def test_the_client_reaches_the_engine_in_one_place():
+    reaching = {a.source for a in ARROWS if part(a.source) == "client" and part(a.target) == "engine"}
+    assert reaching == {"planish.client.local"}

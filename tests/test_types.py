@@ -1,0 +1,213 @@
+"""The vocabulary: what it accepts, what it refuses, and that it agrees with the public SDK's types."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planish.types import (
+    AdamParams,
+    CheckpointPath,
+    Datum,
+    EncodedTextChunk,
+    LoraConfig,
+    ModelInput,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+    TopkLogprobs,
+)
+
+
+@pytest.mark.parametrize("name", ["AdamParams", "LoraConfig", "SamplingParams"])
+def test_defaults_are_the_public_sdks(name):
+    import planish.types
+
+    ours, theirs = getattr(planish.types, name), getattr(tinker, name)
+    fields = {field.name: field.default for field in dataclasses.fields(ours)}
+    for key, field in theirs.model_fields.items():
+        if key in fields and not field.is_required():
+            assert fields[key] == field.default, key
+    assert {key for key, field in theirs.model_fields.items() if key not in fields} <= {"type"}
+
+
+def test_model_input_joins_chunks():
+    prompt = ModelInput.from_ints([1, 2]).append(EncodedTextChunk(tokens=[3])).append_int(4)
+    assert prompt.to_ints() == [1, 2, 3, 4]
+    assert prompt.length == 4
+    assert ModelInput.empty().length == 0
+    assert ModelInput.from_ints(np.array([5, 6])).to_ints() == [5, 6]
+
+
+def test_model_input_does_not_change_with_the_callers_list():
+    tokens = [1, 2, 3]
+    prompt = ModelInput.from_ints(tokens)
+    tokens[0] = 9
+    assert prompt.to_ints() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tokens", [[1.5], ["a"], [True], [None]])
+def test_tokens_are_whole_numbers(tokens):
+    with pytest.raises(ValueError, match="whole numbers"):
+        ModelInput.from_ints(tokens)
+
+
+def test_other_chunks_are_refused():
+    with pytest.raises(ValueError, match="text only"):
+        ModelInput(chunks=[tinker.types.ImageChunk(data=b"", format="png")])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor([1, 2, 3]), np.array([1, 2, 3], np.int32), [1, 2, 3], (1, 2, 3), TensorData([1, 2, 3], "int64", [3])],
+)
+def test_a_datum_takes_tensors_arrays_and_lists(value):
+    target = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": value}).loss_fn_inputs["target_tokens"]
+    assert (target.dtype, target.shape, target.data) == ("int64", [3], [1, 2, 3])
+
+
+def test_lists_take_the_dtype_of_their_key():
+    inputs = Datum(ModelInput.from_ints([1]), {"weights": [1], "advantages": [2], "logprobs": [[1, 2]]}).loss_fn_inputs
+    assert {data.dtype for data in inputs.values()} == {"float32"}
+    assert inputs["logprobs"].shape == [1, 2]
+    with pytest.raises(ValueError, match="'other'"):
+        Datum(ModelInput.from_ints([1]), {"other": [1]})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[1], [1, 2]], "unequal"),
+        ([0.5], "fractions"),
+        (["a"], "not numbers"),
+        (np.array([True]), "bool"),
+        (7, "is a int"),
+    ],
+)
+def test_bad_loss_inputs_name_their_key(value, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Datum(ModelInput.from_ints([1]), {"target_tokens": value})
+    assert "target_tokens" in str(caught.value)
+
+
+def test_a_tensor_keeps_the_values_it_was_given():
+    for given_values in (np.ones(3, np.float32), torch.ones(3)):
+        data = TensorData.from_numpy(given_values) if isinstance(given_values, np.ndarray) else TensorData.from_torch(given_values)
+        given_values *= 7
+        assert data.tolist() == [1, 1, 1]
+
+
+@given(st.integers(0, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_csr_equals_dense(rows, columns, seed):
+    rng = np.random.default_rng(seed)
+    dense = rng.integers(0, 3, (rows, columns)) * rng.integers(0, 2, (rows, columns))
+    tensor = torch.from_numpy(dense)
+    sparse = TensorData.from_torch_sparse(tensor)
+    assert sparse.to_torch().tolist() == tensor.tolist()
+    crow = np.concatenate([[0], np.cumsum((dense != 0).sum(1))]).tolist()
+    built = TensorData(dense[dense != 0], "int64", dense.shape, crow, np.nonzero(dense)[1].tolist())
+    assert built.to_numpy().tolist() == dense.tolist()
+    assert len(built) == rows
+    assert built.data == dense[dense != 0].tolist()
+
+
+def test_csr_is_used_where_it_is_smaller_and_pads():
+    tensor = torch.zeros(20, 30)
+    tensor[3, 4] = 2.0
+    sparse = TensorData.from_torch_sparse(tensor)
+    assert sparse.sparse_crow_indices is not None
+    assert sparse.data == [2.0]
+    assert sparse.to_numpy(pad_value=-1)[0, 0] == -1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "float64"},
+        {"dtype": None},
+        {"dtype": "int64", "shape": [3]},
+        {"dtype": "int64", "shape": [1, 2], "sparse_crow_indices": [0, 2]},
+        {"dtype": "int64", "shape": [1, 2], "sparse_crow_indices": [0, 1], "sparse_col_indices": [5, 1]},
+        {"dtype": "int64", "shape": [2], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0, 1]},
+        {"dtype": "int64", "shape": [1, 9], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0, 9]},
+    ],
+)
+def test_impossible_tensors_are_refused(arguments):
+    with pytest.raises(ValueError):
+        TensorData([1, 2], **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64])
+def test_torch_round_trip(dtype):
+    tensor = torch.arange(6, dtype=dtype).reshape(2, 3)
+    back = TensorData.from_torch(tensor).to_torch()
+    assert back.dtype == (torch.float32 if dtype.is_floating_point else torch.int64)
+    assert torch.equal(back.double(), tensor.double())
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (SamplingParams, {"max_tokens": 0}),
+        (SamplingParams, {"max_tokens": 1.5}),
+        (SamplingParams, {"temperature": -1}),
+        (SamplingParams, {"temperature": math.nan}),
+        (SamplingParams, {"top_p": 0}),
+        (SamplingParams, {"top_p": 1.1}),
+        (SamplingParams, {"top_k": 0}),
+        (SamplingParams, {"min_p": 2}),
+        (SamplingParams, {"seed": "1"}),
+        (SamplingParams, {"stop": ""}),
+        (SamplingParams, {"stop": ["a", 1]}),
+        (SamplingParams, {"stop": ["a", ""]}),
+        (AdamParams, {"learning_rate": -1e-4}),
+        (AdamParams, {"learning_rate": math.nan}),
+        (AdamParams, {"beta1": 1.0}),
+        (AdamParams, {"eps": math.inf}),
+        (AdamParams, {"grad_clip_norm": -1}),
+        (LoraConfig, {"rank": 0}),
+        (LoraConfig, {"rank": 257}),
+        (LoraConfig, {"rank": 8.0}),
+        (LoraConfig, {"seed": 0.5}),
+    ],
+)
+def test_options_out_of_range_name_themselves(cls, arguments):
+    with pytest.raises(ValueError) as caught:
+        cls(**arguments)
+    assert next(iter(arguments)) in str(caught.value)
+
+
+def test_an_adapter_that_trains_nothing_is_refused():
+    with pytest.raises(ValueError, match="nothing would be trained"):
+        LoraConfig(train_attn=False, train_mlp=False, train_unembed=False)
+
+
+def test_results_are_python_lists_with_none_where_undefined():
+    top = TopkLogprobs(np.array([[0, 0], [5, 6]], np.int32), np.array([[np.nan, np.nan], [-1, -2]], np.float32))
+    sequence = SampledSequence("stop", "s:0", np.array([5], np.int32), np.array([-1.0], np.float32))
+    response = SampleResponse([sequence], np.array([np.nan, -0.5], np.float32), top)
+    assert response.sequences[0].tokens == [5]
+    assert type(response.sequences[0].tokens[0]) is int
+    assert response.sequences[0].logprobs == [-1.0]
+    assert response.prompt_logprobs == [None, -0.5]
+    assert response.topk_prompt_logprobs == [None, [(5, -1.0), (6, -2.0)]]
+    assert response.sequences[0].topk_logprobs is None
+
+
+def test_checkpoint_paths_are_read_back():
+    path = CheckpointPath("abc:train:0", "sampler", "final")
+    assert str(path) == "tinker://abc:train:0/sampler_weights/final"
+    assert CheckpointPath.parse(str(path)) == path
+    assert path.checkpoint_id == "sampler_weights/final"
+
+
+@pytest.mark.parametrize("path", ["", "abc", "tinker://a/weights", "tinker://a/other/b", "tinker://a/weights/b/c", "http://a/weights/b", None])
+def test_other_paths_are_refused(path):
+    with pytest.raises(ValueError, match="tinker://"):
+        CheckpointPath.parse(path)
