@@ -106,6 +106,9 @@ class DeviceOwner:
     def _receive(self) -> None:
         """Take all that has come; wait for something if there is nothing to do."""
         block = self._stop is None and not self._has_work()
+        if block:
+            # Nobody waits, so nobody owes anybody anything.
+            self._sides, self._training, self._sampling = FairShare(), FairShare(), FairShare()
         while True:
             try:
                 item = self._inbox.get(block)

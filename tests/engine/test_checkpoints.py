@@ -1,0 +1,375 @@
+"""Checkpoints: PEFT reads them, they come back bit for bit, and damage, kills and full disks leave nothing half."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import planish.engine.checkpoints as checkpoints
+from planish.engine.adapters import Adapter
+from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG, MANIFEST, OPTIMIZER
+from planish.engine.checkpoints import CheckpointStore, Label, SavedAdapter, data_directory
+from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.head import head_logits
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.testing import tiny_model
+from planish.types import AdamParams, CheckpointPath, LoraConfig
+
+CPU = torch.device("cpu")
+TRAINING = CheckpointPath("run:train:0", "training", "a")
+SAMPLER = CheckpointPath("run:train:0", "sampler", "a")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "data")
+
+
+def trained(model_dir, lora: LoraConfig = LoraConfig(rank=4), steps: int = 2) -> Adapter:
+    layout = LoraLayout(ModelConfig.from_directory(model_dir), lora)
+    adapter = Adapter(layout, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        adapter.add_grad(torch.randn(layout.size, generator=generator))
+        adapter.optim_step(AdamParams(learning_rate=1e-2))
+    return adapter
+
+
+def saved(adapter: Adapter) -> SavedAdapter:
+    return SavedAdapter(adapter.state(), adapter.layout, "base", "fingerprint")
+
+
+def files_under(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.rglob("*") if p.is_file() and p.name != ".lock")
+
+
+def test_what_was_saved_comes_back_bit_for_bit(store, model_dir):
+    adapter = trained(model_dir)
+    store.save(Label(TRAINING), saved(adapter))
+    state = store.read(TRAINING, adapter.layout, with_optimizer=True)
+    assert state.keys() == adapter.state().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
+    assert store.manifest(TRAINING).step == 2
+    assert store.manifest(TRAINING).lora == adapter.layout.lora
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [LoraConfig(rank=4), LoraConfig(rank=3, train_unembed=False), LoraConfig(rank=2, train_attn=False, train_mlp=False)],
+)
+def test_peft_loads_it_and_has_the_same_logits(store, model_dir, lora):
+    adapter = trained(model_dir, lora)
+    store.save(Label(SAMPLER), saved(adapter))
+    directory = store.directory / "run:train:0" / "sampler_weights" / "a"
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokens = torch.arange(40)
+    plain = base(tokens[None]).logits[0]
+    theirs = PeftModel.from_pretrained(base, directory)(tokens[None]).logits[0]
+    decoder = Decoder.load(model_dir, torch.float32, CPU)
+    weights = LoraWeights(adapter.layout, adapter.master, torch.float32, CPU)
+
+    def attend(layer, q, k, v):
+        mask = torch.ones(40, 40, dtype=torch.bool).tril()
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    with torch.no_grad():
+        hidden = decoder.hidden(tokens, tokens, attend, [AdapterRows(0, 40, weights)])
+        ours = head_logits(hidden, decoder.head_weight, weights.head)
+    assert (ours - plain).abs().max() > 1e-2
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_a_sampler_checkpoint_has_no_optimizer(store, model_dir):
+    adapter = trained(model_dir)
+    store.save(Label(SAMPLER), saved(adapter))
+    assert files_under(store.directory) == sorted([ADAPTER, ADAPTER_CONFIG, MANIFEST])
+    with pytest.raises(CheckpointError, match="save_state"):
+        store.read(SAMPLER, adapter.layout, with_optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["a/b", "../a", "", ".hidden", "-x", "a b", "ä", "x" * 201, "a\n", 7, None])
+def test_odd_names_are_refused_before_anything_is_written(store, model_dir, name):
+    with pytest.raises(UserError, match="name=.*slash"):
+        store.save(Label(CheckpointPath("run", "training", name)), saved(trained(model_dir)))
+    assert not store.directory.exists()
+
+
+def test_a_path_cannot_leave_the_data_directory(store, tmp_path):
+    (tmp_path / "weights" / "a").mkdir(parents=True)
+    with pytest.raises(UserError, match="slash"):
+        store.manifest(CheckpointPath.parse("tinker://../weights/a"))
+    with pytest.raises(UserError, match="slash"):
+        store.delete(CheckpointPath.parse("tinker://../weights/a"))
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 1.5, True, "60", 11 * 365 * 86400])
+def test_a_life_must_be_seconds(store, model_dir, ttl):
+    with pytest.raises(UserError, match="ttl_seconds"):
+        store.save(Label(TRAINING, ttl_seconds=ttl), saved(trained(model_dir)))
+
+
+def test_a_taken_name_is_refused_and_the_old_checkpoint_stays(store, model_dir):
+    first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
+    for path in (TRAINING, SAMPLER):
+        store.save(Label(path), saved(first))
+        with pytest.raises(CheckpointError, match="overwrite"):
+            store.save(Label(path), saved(second))
+        assert store.manifest(path).step == 1
+        store.save(Label(path, overwrite=True), saved(second))
+        assert store.manifest(path).step == 3
+        assert torch.equal(store.read(path, first.layout, False)["master"], second.master)
+    assert len(files_under(store.directory)) == 7
+
+
+def test_equal_sampler_weights_may_be_saved_again(store, model_dir):
+    adapter = trained(model_dir)
+    store.save(Label(SAMPLER, ttl_seconds=60), saved(adapter))
+    store.save(Label(SAMPLER), saved(adapter))
+    assert store.manifest(SAMPLER).expires_at is None
+
+
+def test_missing_ones_say_what_to_do(store):
+    with pytest.raises(CheckpointError, match="data_dir"):
+        store.manifest(TRAINING)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        store.delete(TRAINING)
+
+
+@pytest.mark.parametrize("name", [ADAPTER, ADAPTER_CONFIG, OPTIMIZER, MANIFEST])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_damage_is_found(store, model_dir, name, damage):
+    adapter = trained(model_dir)
+    store.save(Label(TRAINING), saved(adapter))
+    file = store.directory / "run:train:0" / "weights" / "a" / name
+    content = bytearray(file.read_bytes())
+    if damage == "truncate":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        content[len(content) // 2 if name != MANIFEST else 0] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    with pytest.raises(DamagedFileError, match="a/" + name):
+        store.read(TRAINING, adapter.layout, with_optimizer=True)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": 2}', '{"format": 1}', "null"])
+def test_a_manifest_that_is_none_is_found(store, model_dir, content):
+    store.save(Label(TRAINING), saved(trained(model_dir)))
+    (store.directory / "run:train:0" / "weights" / "a" / MANIFEST).write_text(content)
+    with pytest.raises(DamagedFileError):
+        store.manifest(TRAINING)
+    assert store.records() == []
+    store.delete(TRAINING)
+
+
+def test_an_adapter_of_another_shape_is_refused(store, model_dir):
+    store.save(Label(TRAINING), saved(trained(model_dir, LoraConfig(rank=4))))
+    other = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=8))
+    with pytest.raises(CheckpointError, match="other matrices"):
+        store.read(TRAINING, other, False)
+
+
+def test_an_expired_one_is_refused_and_removed(store, model_dir):
+    adapter = trained(model_dir)
+    store.save(Label(TRAINING, ttl_seconds=3600), saved(adapter))
+    assert store.records()[0].expires_at is not None
+    file = store.directory / "run:train:0" / "weights" / "a" / MANIFEST
+    fields = json.loads(file.read_text())
+    fields["expires_at"] = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
+    file.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="expired at .* ttl_seconds"):
+        store.read(TRAINING, adapter.layout, False)
+    assert files_under(store.directory) == []
+    store.save(Label(TRAINING), saved(adapter))
+
+
+def test_records_are_newest_first_and_of_one_run_if_asked(store, model_dir):
+    adapter = trained(model_dir)
+    for run in ("one", "two"):
+        for name in ("x", "y"):
+            store.save(Label(CheckpointPath(run, "training", name), user_metadata={"k": name}), saved(adapter))
+    assert [str(r.tinker_path)[9:] for r in store.records()] == [
+        "two/weights/y",
+        "two/weights/x",
+        "one/weights/y",
+        "one/weights/x",
+    ]
+    record = store.records("one")[0]
+    assert (record.checkpoint_id, record.user_metadata) == ("weights/y", {"k": "y"})
+    assert record.size_bytes is not None
+    assert record.size_bytes > adapter.layout.size * 12
+
+
+@contextmanager
+def file_size_limit(size: int):
+    """The kernel refuses to let any file grow beyond `size`, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("room", ["nothing", "part of the adapter", "the adapter"])
+def test_a_disk_that_refuses_leaves_nothing_behind(store, model_dir, room):
+    adapter = trained(model_dir, steps=1)
+    store.save(Label(TRAINING), saved(adapter))
+    sizes = {name: file.size for name, file in store.manifest(TRAINING).files.items()}
+    size = {"nothing": 0, "part of the adapter": sizes[ADAPTER] // 2, "the adapter": sizes[ADAPTER]}[room]
+    before = files_under(store.directory)
+    newer = trained(model_dir, steps=2)
+    with file_size_limit(size), pytest.raises(StorageError, match="free space"):
+        store.save(Label(TRAINING, overwrite=True), saved(newer))
+    assert files_under(store.directory) == before
+    assert torch.equal(store.read(TRAINING, adapter.layout, True)["master"], adapter.master)
+    store.save(Label(TRAINING, overwrite=True), saved(newer))
+    assert store.manifest(TRAINING).step == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_file_system(tmp_path, model_dir):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True).returncode:
+        pytest.skip("no right to mount here")
+    try:
+        store = CheckpointStore(disk)
+        adapter = trained(model_dir, LoraConfig(rank=16))
+        with pytest.raises(StorageError, match="No space left|free space"):
+            store.save(Label(TRAINING), saved(adapter))
+        assert files_under(disk) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(store, model_dir, monkeypatch):
+    old, new = trained(model_dir, steps=1), trained(model_dir, steps=2)
+    store.save(Label(TRAINING), saved(old))
+    renames = []
+    rename = os.rename
+
+    def killed_at_the_second(source, target):
+        renames.append(target)
+        if len(renames) == 2:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoints.os, "rename", killed_at_the_second)
+        store.save(Label(TRAINING, overwrite=True), saved(new))
+    assert not (store.directory / "run:train:0" / "weights" / "a").exists()
+    assert store.manifest(TRAINING).step == 1
+    assert torch.equal(store.read(TRAINING, old.layout, True)["master"], old.master)
+    store.save(Label(TRAINING, overwrite=True), saved(new))
+    assert store.manifest(TRAINING).step == 2
+    assert len(files_under(store.directory)) == 4
+
+
+WRITER = """
+import sys, torch
+from planish.engine.adapters import Adapter
+from planish.engine.checkpoints import CheckpointStore, Label, SavedAdapter
+from planish.model.config import ModelConfig
+from planish.model.lora import LoraLayout
+from planish.types import CheckpointPath, LoraConfig
+from pathlib import Path
+layout = LoraLayout(ModelConfig.from_directory(sys.argv[1]), LoraConfig(rank=64))
+adapter = Adapter(layout, torch.float32, torch.device("cpu"))
+store = CheckpointStore(Path(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    adapter.step += 1
+    adapter.master = torch.full_like(adapter.master, adapter.step)
+    saved = SavedAdapter(adapter.state(), layout, "base", "fingerprint")
+    store.save(Label(CheckpointPath("run", "training", "a"), overwrite=True), saved)
+"""
+
+
+def test_a_killed_writer_leaves_a_whole_checkpoint(store, model_dir):
+    layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=64))
+    path = CheckpointPath("run", "training", "a")
+    steps = []
+    for delay in (0.05, 0.11, 0.17):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(model_dir), str(store.directory)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        deadline = time.monotonic() + 20
+        while not store.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(delay)
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        state = store.read(path, layout, with_optimizer=True)
+        steps.append(store.manifest(path).step)
+        assert bool((state["master"] == int(state["step"])).all())
+    assert min(steps) >= 1
+    store.save(Label(path, overwrite=True), saved(trained(model_dir)))
+    assert len(files_under(store.directory)) == 4
+
+
+def test_two_writers_of_one_name_take_turns(store, model_dir):
+    adapter = trained(model_dir)
+    errors = []
+
+    def write() -> None:
+        try:
+            for _ in range(5):
+                store.save(Label(TRAINING, overwrite=True), saved(adapter))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert store.manifest(TRAINING).step == 2
+    assert len(files_under(store.directory)) == 4
+
+
+def test_where_checkpoints_are_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("PLANISH_DATA", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert data_directory(None) == tmp_path / ".local/share/planish/runs"
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "elsewhere"))
+    assert data_directory(None) == tmp_path / "elsewhere"
+    assert data_directory("~/x") == tmp_path / "x"
+
+
+def test_a_copied_checkpoint_is_read_elsewhere(store, model_dir, tmp_path):
+    adapter = trained(model_dir)
+    store.save(Label(TRAINING), saved(adapter))
+    shutil.copytree(store.directory, tmp_path / "copy")
+    other = CheckpointStore(tmp_path / "copy")
+    assert torch.equal(other.read(TRAINING, adapter.layout, False)["master"], adapter.master)
