@@ -5,6 +5,7 @@ before and after are kept out of training. Everything is written to runs/demo; a
 """
 
 import random
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ class Config:
     group_size: int = 8
     learning_rate: float = 3e-4
     lora_rank: int = 32
-    largest: int = chz.field(default=40, doc="the largest operand")
-    held_out: int = chz.field(default=100, doc="sums that are tested and never trained on")
+    largest: int = chz.field(default=20, doc="the largest operand")
+    held_out: int = chz.field(default=50, doc="sums that are tested and never trained on")
     seed: int = 0
 
 
@@ -73,12 +74,14 @@ def main(config: Config) -> Path:
         group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
         largest=((config.largest + 1) ** 2 > 2 * config.held_out, "more, so that sums are left to train on"),
     )
-    with ServiceClient() as service_client:
+    remove_run(config.log_path)
+    checkpoints = Path(config.log_path) / "checkpoints"
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    with ServiceClient(data_dir=checkpoints) as service_client:
         return train(config, service_client)
 
 
 def train(config: Config, service_client: Any) -> Path:
-    remove_run(config.log_path)
     training_client = service_client.create_lora_training_client(
         base_model=config.model_name, rank=config.lora_rank, seed=config.seed
     )
@@ -141,12 +144,13 @@ def sample(
     stage: str,
 ) -> list[RolloutGroup]:
     display.stage(stage, len(sums_P))
-    params = SamplingParams(max_tokens=12, temperature=temperature, stop=renderer.get_stop_sequences())
+    params = SamplingParams(max_tokens=8, temperature=temperature, stop=renderer.get_stop_sequences())
     prompts_P = [renderer.build_generation_prompt(conversation(problem)) for problem in sums_P]
 
     def judge(index: int, sequence: SampledSequence) -> Judgement:
+        # The first line counts: a model that goes on talking after the right number was right.
         text = get_text_content(renderer.parse_response(sequence.tokens).message).strip()
-        correct = float(text == sums_P[index].answer)
+        correct = float(text.split("\n")[0].strip() == sums_P[index].answer)
         return Judgement(correct, {"correct": correct})
 
     return sample_groups(

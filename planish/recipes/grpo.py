@@ -101,28 +101,33 @@ def sample_groups(
 def training_examples(groups_P: Sequence[RolloutGroup], loss_fn: str) -> list[TrainingExample]:
     """One example for each rollout of the groups that teach something."""
     return [
-        TrainingExample(rollout, rollout_datum(group.prompt, rollout, advantage, loss_fn))
+        TrainingExample(rollout, answer_datum(group.prompt, rollout.tokens_T, rollout.logprobs_T, advantage, loss_fn))
         for group in groups_P
         if not group.is_degenerate
         for rollout, advantage in zip(group.rollouts_G, group.advantages_G, strict=True)
     ]
 
 
-def rollout_datum(prompt: ModelInput, rollout: Rollout, advantage: float, loss_fn: str) -> Datum:
-    """Prompt and answer as one sequence, shifted: position i reads token i and is scored on token i + 1.
+def answer_datum(
+    prompt: ModelInput,
+    tokens_T: list[int],
+    logprobs_T: list[float],
+    advantage: float,
+    loss_fn: str = "importance_sampling",
+) -> Datum:
+    """Prompt and sampled answer as one sequence, shifted: position i reads token i and is scored on token i + 1.
 
     The prompt's own positions have advantage 0, so their targets and logprobs do not matter.
     """
     before = prompt.length - 1
-    count = len(rollout.tokens_T)
     inputs = {
-        "target_tokens": [0] * before + rollout.tokens_T,
-        "logprobs": [0.0] * before + rollout.logprobs_T,
-        "advantages": [0.0] * before + [advantage] * count,
+        "target_tokens": [0] * before + tokens_T,
+        "logprobs": [0.0] * before + logprobs_T,
+        "advantages": [0.0] * before + [advantage] * len(tokens_T),
     }
     if loss_fn == "gspo":
-        inputs["sequence_ratio_mask"] = [0.0] * before + [1.0] * count
-    return Datum(prompt.append(EncodedTextChunk(tokens=rollout.tokens_T[:-1])), inputs)
+        inputs["sequence_ratio_mask"] = [0.0] * before + [1.0] * len(tokens_T)
+    return Datum(prompt.append(EncodedTextChunk(tokens=tokens_T[:-1])), inputs)
 
 
 def train_step(

@@ -19,8 +19,6 @@ def test_the_demo_writes_one_row_a_step_and_reports_what_it_found(service, tmp_p
     assert "before, 100% after" in printed
     assert "metrics.jsonl" in printed
     assert (run / "reward.png").exists()
-    demo.train(config, service)
-    assert len(read_rows(run / "metrics.jsonl")) == 8, "a new demo takes the place of the old one"
 
 
 def test_held_out_sums_are_never_trained_on_in_either_order():
@@ -31,7 +29,7 @@ def test_held_out_sums_are_never_trained_on_in_either_order():
     assert len(held_out) == len(tests) == demo.Config().held_out
     assert not held_out & trained
     assert not shown & (held_out | trained)
-    assert len(pool) > 200
+    assert len(pool) > 100
 
 
 def test_too_few_sums_are_refused(tmp_path):

@@ -1,0 +1,132 @@
+"""What a reader would run first: the README's script, the tutorial and the recipes, on a tiny random model.
+
+The model's name leads to another directory; everything else is as a person starts it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import chz
+import pytest
+
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.recipes import demo, rl_loop, sl_loop
+from planish.runs import read_rows
+from planish.testing import tiny_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A directory with a tiny model in the place of the embedded one, and a dataset of a few sums."""
+    directory = tmp_path_factory.mktemp("workplace")
+    tiny_model(directory / "model")
+    (directory / "sums").mkdir()
+    for split, count in (("train", 12), ("test", 3)):
+        rows = [{"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(count)]
+        (directory / "sums" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def start(workplace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PLANISH_MODELS": f"{DEFAULT_MODEL}={workplace / 'model'}",
+        "PLANISH_HOME": str(workplace / "home"),
+        "PLANISH_DATA": str(workplace / "data"),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=workplace,
+        env=environment,
+        timeout=120,
+    )
+
+
+def run(workplace: Path, *arguments: str) -> str:
+    done = start(workplace, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_script_of_the_readme_runs(workplace):
+    [script] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (workplace / "readme.py").write_text(script)
+    printed = run(workplace, "readme.py").splitlines()
+    assert [line.partition(":")[0] for line in printed] == [f"step {step}" for step in range(10)]
+
+
+def test_the_tutorial_runs_as_a_script(workplace):
+    settings = ["dataset=sums", "steps=2", "batch_size=2", "group_size=3", "max_tokens=8", "rank=4", "plot=curve.png"]
+    printed = run(workplace, str(ROOT / "examples" / "tutorial_grpo.py"), *settings)
+    assert "12 problems" in printed
+    assert re.findall(r"^step +(\d) \| reward [\d.]+", printed, flags=re.MULTILINE) == ["0", "1"]
+    assert (workplace / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tutorial_is_a_notebook(workplace):
+    printed = run(workplace, "-m", "marimo", "check", str(ROOT / "examples" / "tutorial_grpo.py"))
+    assert "error" not in printed
+
+
+@pytest.fixture
+def in_process(workplace, monkeypatch):
+    """Recipes as functions: starting a process for each would take longer than all the rest of this file."""
+    monkeypatch.setenv("PLANISH_MODELS", f"{DEFAULT_MODEL}={workplace / 'model'}")
+    monkeypatch.setenv("PLANISH_HOME", str(workplace / "home"))
+    monkeypatch.setenv("PLANISH_DATA", str(workplace / "data"))
+    monkeypatch.chdir(workplace)
+    return workplace
+
+
+SMALL = {"dataset": "sums", "batch_size": 4, "lora_rank": 4, "save_every": 1}
+
+
+def test_a_warm_start_and_then_rewards(in_process, capsys):
+    sl_loop.main(sl_loop.Config(**SMALL, max_steps=2, log_path="sl", eval_examples=3))
+    rewards = rl_loop.Config(
+        **SMALL, group_size=2, max_tokens=8, log_path="rl", load_checkpoint_path="sl", eval_problems=3, max_steps=1
+    )
+    rl_loop.main(rewards)
+    rl_loop.main(chz.replace(rewards, max_steps=2))
+    rows = read_rows("rl/metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["step"] for row in rows if "reward/total" in row] == [0, 1]
+    assert [row["step"] for row in rows if "test/env/all/correct" in row] == [0, 1, 2]
+    assert (in_process / "rl" / "reward.png").exists()
+    assert read_rows("sl/metrics.jsonl")[0]["train_mean_nll"] > 0
+    trained = len(rows)
+    rl_loop.main(chz.replace(rewards, max_steps=2))
+    assert "all 2 steps are done" in capsys.readouterr().out
+    assert len(read_rows("rl/metrics.jsonl")) == trained
+
+
+def test_an_adapter_of_another_rank_is_refused_as_the_start(in_process):
+    sl_loop.main(sl_loop.Config(**SMALL, max_steps=1, log_path="sl4"))
+    other = {**SMALL, "lora_rank": 8}
+    with pytest.raises(UserError, match="rank 4.*lora_rank=8"):
+        rl_loop.main(rl_loop.Config(**other, log_path="rl8", load_checkpoint_path="sl4"))
+
+
+def test_the_demo_on_a_model_that_cannot_add(in_process):
+    config = demo.Config(steps=2, batch_size=2, group_size=2, held_out=4, lora_rank=4)
+    demo.main(config)
+    demo.main(config)
+    assert len(read_rows("runs/demo/metrics.jsonl")) == 2
+    assert len(list((in_process / "runs/demo/checkpoints").glob("*"))) == 1, "those of the old demo are gone"
+
+
+def test_a_recipe_runs_from_the_command_line_and_names_what_is_wrong(workplace):
+    done = start(workplace, "-m", "planish.recipes.rl_loop", "dataset=nowhere.jsonl", "max_steps=1")
+    assert done.returncode == 1
+    assert "dataset=nowhere.jsonl: no such file" in done.stderr
+    assert "Traceback" not in done.stderr
