@@ -3,7 +3,17 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "matplotlib", "huggingface_hub", "gguf", "peft")
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "matplotlib",
+    "huggingface_hub",
+    "gguf",
+    "peft",
+)
 
 
 def test_import_planish_loads_no_torch():

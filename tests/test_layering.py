@@ -56,7 +56,9 @@ def arrows(source: str, node: ast.AST, in_function: bool = False, for_types: boo
             assert child.level == 0, f"{source} has a relative import"
             joined = [f"{child.module}.{alias.name}" for alias in child.names]
             names = [name if name in MODULES else child.module or "" for name in joined]
-        yield from (Arrow(source, n, in_function, for_types) for n in dict.fromkeys(names) if n.split(".")[0] == "planish")
+        yield from (
+            Arrow(source, n, in_function, for_types) for n in dict.fromkeys(names) if n.split(".")[0] == "planish"
+        )
         yield from arrows(source, child, inner, types_only)
 
 
@@ -76,7 +78,11 @@ def test_every_module_has_a_layer():
 
 
 def test_imports_point_down():
-    up = [a for a in ARROWS if LEVEL[part(a.target)] > LEVEL[part(a.source)] or (part(a.source), part(a.target)) in FORBIDDEN]
+    up = [
+        a
+        for a in ARROWS
+        if LEVEL[part(a.target)] > LEVEL[part(a.source)] or (part(a.source), part(a.target)) in FORBIDDEN
+    ]
     assert up == []
 
 

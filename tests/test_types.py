@@ -98,7 +98,11 @@ def test_bad_loss_inputs_name_their_key(value, message):
 
 def test_a_tensor_keeps_the_values_it_was_given():
     for given_values in (np.ones(3, np.float32), torch.ones(3)):
-        data = TensorData.from_numpy(given_values) if isinstance(given_values, np.ndarray) else TensorData.from_torch(given_values)
+        data = (
+            TensorData.from_numpy(given_values)
+            if isinstance(given_values, np.ndarray)
+            else TensorData.from_torch(given_values)
+        )
         given_values *= 7
         assert data.tolist() == [1, 1, 1]
 
@@ -207,7 +211,10 @@ def test_checkpoint_paths_are_read_back():
     assert path.checkpoint_id == "sampler_weights/final"
 
 
-@pytest.mark.parametrize("path", ["", "abc", "tinker://a/weights", "tinker://a/other/b", "tinker://a/weights/b/c", "http://a/weights/b", None])
+@pytest.mark.parametrize(
+    "path",
+    ["", "abc", "tinker://a/weights", "tinker://a/other/b", "tinker://a/weights/b/c", "http://a/weights/b", None],
+)
 def test_other_paths_are_refused(path):
     with pytest.raises(ValueError, match="tinker://"):
         CheckpointPath.parse(path)

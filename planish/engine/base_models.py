@@ -40,7 +40,8 @@ class BaseModel:
         dtype = choose_dtype(settings.dtype, device)
         self.directory = directory
         self.config = config
-        self.fingerprint = weights_fingerprint(directory, config)
+        self.fingerprint = weights_fingerprint(directory)
+        """Of the weights; `config.fingerprint()` is that of the architecture."""
         self.decoder = Decoder.load(directory, dtype, device)
         self.trainer = Trainer(self.decoder, settings.trainer)
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
@@ -100,12 +101,12 @@ class BaseModels:
             self._loaded.clear()
 
 
-def weights_fingerprint(directory: Path, config: ModelConfig) -> str:
-    """16 hexadecimal digits that tell apart architectures, and the weights in the files, by blocks spread over them.
+def weights_fingerprint(directory: Path) -> str:
+    """16 hexadecimal digits that tell apart the weights in the files, by blocks spread over them.
 
     Reading everything would take a minute for a large model; two models that people train differ in nearly every block.
     """
-    digest = hashlib.sha256(config.fingerprint().encode())
+    digest = hashlib.sha256()
     for name in weight_files(directory):
         with open(directory / name, "rb") as file:
             size = file.seek(0, 2)

@@ -48,8 +48,9 @@ class Manifest:
     """What planish.json says."""
 
     base_model: str
-    fingerprint: str
-    """Of the base model's architecture and weights."""
+    architecture: str
+    weights: str
+    """Fingerprints of the base model's architecture and weights."""
     lora: LoraConfig
     step: int
     time: datetime

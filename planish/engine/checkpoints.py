@@ -50,7 +50,9 @@ class SavedAdapter:
     state: Mapping[str, Tensor]
     layout: LoraLayout
     base_model: str
-    fingerprint: str
+    architecture: str
+    weights: str
+    """Fingerprints of the base model."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ class CheckpointStore:
         now = datetime.now(UTC)
         manifest = Manifest(
             base_model=adapter.base_model,
-            fingerprint=adapter.fingerprint,
+            architecture=adapter.architecture,
+            weights=adapter.weights,
             lora=adapter.layout.lora,
             step=int(adapter.state["step"]),
             time=now,

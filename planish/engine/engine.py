@@ -196,8 +196,7 @@ class Engine:
             name, lora = name or manifest.base_model, manifest.lora
             base = self._models.get(name)
             layout = LoraLayout(base.config, lora)
-            if op.base_model is None:
-                self._check_fits(path, base, layout, name)
+            self._check_fits(path, base, layout, name, any_weights=op.base_model is not None)
             loaded = self._read(path, layout, op.with_optimizer)
         elif name is None:
             raise UserError("base_model is missing; name one, or give from_path")
@@ -217,8 +216,7 @@ class Engine:
             name = op.base_model or manifest.base_model
             base = self._models.get(name)
             layout = LoraLayout(base.config, manifest.lora)
-            if op.base_model is None:
-                self._check_fits(path, base, layout, name)
+            self._check_fits(path, base, layout, name, any_weights=op.base_model is not None)
             loaded = self._read(path, layout, False)
         elif op.base_model is not None:
             name = op.base_model
@@ -253,12 +251,21 @@ class Engine:
             raise name_taken(path)
         return Job(op, future, tenant=tenant, save_to=path)
 
-    def _check_fits(self, path: CheckpointPath, base: BaseModel, layout: LoraLayout, name: str) -> None:
+    def _check_fits(
+        self, path: CheckpointPath, base: BaseModel, layout: LoraLayout, name: str, any_weights: bool = False
+    ) -> None:
+        """CheckpointError unless the checkpoint was made on this base model, or `any_weights` of its architecture, with this shape."""
         manifest = self._store.manifest(path)
-        if manifest.fingerprint != base.fingerprint:
+        if manifest.architecture != base.config.fingerprint():
+            differs = "architecture"
+        elif manifest.weights != base.fingerprint and not any_weights:
+            differs = "weights"
+        else:
+            differs = ""
+        if differs:
             raise CheckpointError(
-                f"{path} was made on {manifest.base_model!r}, whose architecture or weights are not those of {name!r} here; load it "
-                "into its own base model (models={NAME: PATH} says where that is)"
+                f"{path} was made on the base model {manifest.base_model!r}, whose {differs} are not those of {name!r} here; "
+                "load it on its own base model (models={NAME: PATH} says where that is)"
             )
         theirs, ours = _shape(manifest.lora), _shape(layout.lora)
         if theirs != ours:

@@ -162,8 +162,8 @@ class DeviceOwner:
             self._start_sample(job, handle)
         elif isinstance(job.operation, ReleaseSampler):
             handle.is_released = True
-            job.future.set_result(None)
             self._forget_unused()
+            job.future.set_result(None)
         elif isinstance(job.operation, CreateSampler) and job.future.set_running_or_notify_cancel():
             loaded = job.loaded
             try:

@@ -121,7 +121,8 @@ class TrainingOperations:
         metadata = {**tenant.user_metadata, **op.user_metadata}
         label = Label(job.save_to, op.ttl_seconds, op.overwrite, metadata)
         state = tenant.created().state()
-        adapter = SavedAdapter(state, tenant.layout, tenant.base_model, tenant.base.fingerprint)
+        base = tenant.base
+        adapter = SavedAdapter(state, tenant.layout, tenant.base_model, base.config.fingerprint(), base.fingerprint)
         respond = SaveWeightsResponse if isinstance(op, SaveWeights) else SaveWeightsForSamplerResponse
         self._disk.submit(self._write, job, label, adapter, respond)
         yield from ()

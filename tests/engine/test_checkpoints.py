@@ -31,6 +31,7 @@ from planish.testing import tiny_model
 from planish.types import AdamParams, CheckpointPath, LoraConfig
 
 CPU = torch.device("cpu")
+RANK_4 = LoraConfig(rank=4)
 TRAINING = CheckpointPath("run:train:0", "training", "a")
 SAMPLER = CheckpointPath("run:train:0", "sampler", "a")
 
@@ -45,7 +46,7 @@ def store(tmp_path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "data")
 
 
-def trained(model_dir, lora: LoraConfig = LoraConfig(rank=4), steps: int = 2) -> Adapter:
+def trained(model_dir, lora: LoraConfig = RANK_4, steps: int = 2) -> Adapter:
     layout = LoraLayout(ModelConfig.from_directory(model_dir), lora)
     adapter = Adapter(layout, torch.float32, CPU)
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +57,7 @@ def trained(model_dir, lora: LoraConfig = LoraConfig(rank=4), steps: int = 2) ->
 
 
 def saved(adapter: Adapter) -> SavedAdapter:
-    return SavedAdapter(adapter.state(), adapter.layout, "base", "fingerprint")
+    return SavedAdapter(adapter.state(), adapter.layout, "base", "architecture", "weights")
 
 
 def files_under(directory: Path) -> list[str]:
@@ -75,7 +76,11 @@ def test_what_was_saved_comes_back_bit_for_bit(store, model_dir):
 
 @pytest.mark.parametrize(
     "lora",
-    [LoraConfig(rank=4), LoraConfig(rank=3, train_unembed=False), LoraConfig(rank=2, train_attn=False, train_mlp=False)],
+    [
+        LoraConfig(rank=4),
+        LoraConfig(rank=3, train_unembed=False),
+        LoraConfig(rank=2, train_attn=False, train_mlp=False),
+    ],
 )
 def test_peft_loads_it_and_has_the_same_logits(store, model_dir, lora):
     adapter = trained(model_dir, lora)
@@ -281,9 +286,10 @@ def test_a_kill_between_the_two_renames_loses_nothing(store, model_dir, monkeypa
             raise KeyboardInterrupt
         rename(source, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoints.os, "rename", killed_at_the_second)
-        store.save(Label(TRAINING, overwrite=True), saved(new))
+        with pytest.raises(KeyboardInterrupt):
+            store.save(Label(TRAINING, overwrite=True), saved(new))
     assert not (store.directory / "run:train:0" / "weights" / "a").exists()
     assert store.manifest(TRAINING).step == 1
     assert torch.equal(store.read(TRAINING, old.layout, True)["master"], old.master)
@@ -307,7 +313,7 @@ print("ready", flush=True)
 while True:
     adapter.step += 1
     adapter.master = torch.full_like(adapter.master, adapter.step)
-    saved = SavedAdapter(adapter.state(), layout, "base", "fingerprint")
+    saved = SavedAdapter(adapter.state(), layout, "base", "architecture", "weights")
     store.save(Label(CheckpointPath("run", "training", "a"), overwrite=True), saved)
 """
 

@@ -1,0 +1,713 @@
+"""The engine: order, fairness, versions, failures that stay where they happen, and an end without loose ends."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import planish.engine.settings as settings_module
+from planish.engine.checkpoint_files import ADAPTER, MANIFEST, Manifest, _stored
+from planish.engine.engine import Engine
+from planish.engine.owner import DeviceOwner
+from planish.engine.settings import EngineSettings, choose_dtype
+from planish.errors import CheckpointError, EngineClosedError, NonFiniteError, UserError
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    ForwardBackwardLater,
+    LoadWeights,
+    OptimStep,
+    PublishSampler,
+    ReleaseSampler,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.testing import tiny_model
+from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams, TensorData
+
+STEP = AdamParams(learning_rate=1e-2)
+LORA = LoraConfig(rank=4, seed=1)
+WAIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("models")
+    tiny_model(path / "llama")
+    tiny_model(path / "qwen", family="qwen3", seed=5)
+    return {"llama": str(path / "llama"), "qwen": str(path / "qwen")}
+
+
+@pytest.fixture
+def engines(model_dirs, tmp_path):
+    """Makes engines that share a data directory, and closes them."""
+    made: list[Engine] = []
+
+    def make(**settings) -> Engine:
+        made.append(Engine(model_dirs, tmp_path / "data", EngineSettings(**{"dtype": "float32", **settings})))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(finish=False)
+
+
+@pytest.fixture
+def engine(engines) -> Engine:
+    return engines()
+
+
+def create(engine: Engine, model_id: str = "a", base: str = "llama", lora: LoraConfig = LORA, **more: Any) -> None:
+    engine.submit(CreateModel(model_id, base, lora, **more)).result(WAIT)
+
+
+def datum(length: int = 8, start: int = 0, weight: float = 1.0) -> Datum:
+    tokens = [(start * 31 + i * 7) % 256 for i in range(length + 1)]
+    return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": [weight] * length})
+
+
+def step(engine: Engine, model_id: str, *data: Datum) -> tuple[Future[Any], Future[Any]]:
+    """A pipelined pair."""
+    backward = engine.submit(ForwardBackward(model_id, list(data), "cross_entropy"))
+    return backward, engine.submit(OptimStep(model_id, STEP))
+
+
+def loss(engine: Engine, model_id: str) -> float:
+    out = engine.submit(ForwardBackward(model_id, [datum()], "cross_entropy", forward_only=True)).result(WAIT)
+    return out.metrics["loss:sum"]
+
+
+def request(sampler_id: str, max_tokens: int = 8, n: int = 1, **params: Any) -> Sample:
+    prompt = ModelInput.from_ints(list(b"a prompt"))
+    return Sample(sampler_id, prompt, n, SamplingParams(max_tokens=max_tokens, stop=[], **{"seed": 3, **params}))
+
+
+def tokens(engine: Engine, sampler_id: str) -> list[int]:
+    return engine.submit(request(sampler_id)).result(WAIT).sequences[0].tokens
+
+
+# Order
+
+
+def test_pipelined_equals_one_by_one(engine):
+    create(engine, "a")
+    create(engine, "b")
+    pairs = [step(engine, "a", datum(start=i)) for i in range(4)]
+    pipelined = [(f.result(WAIT).metrics["loss:sum"], o.result(WAIT)) for f, o in pairs]
+    one_by_one = []
+    for i in range(4):
+        backward, update = step(engine, "b", datum(start=i))
+        one_by_one.append((backward.result(WAIT).metrics["loss:sum"], update.result(WAIT)))
+    assert pipelined == one_by_one
+    assert [o.metrics["step"] for _, o in pipelined] == [1, 2, 3, 4]
+
+
+def test_tenants_side_by_side_equal_each_alone(engines):
+    def train(engine: Engine, names: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
+        for number, (name, base) in enumerate(names):
+            create(engine, name, base, LoraConfig(rank=4 + ord(name[0]) % 3, seed=ord(name[0])))
+            assert number >= 0
+        pairs = {name: [step(engine, name, datum(40, i), datum(40, i + 9)) for i in range(3)] for name, _ in names}
+        samplers = [engine.submit(CreateSampler(f"s:{name}", base)) for name, base in names]
+        for future in samplers:
+            future.result(WAIT)
+        answers = [engine.submit(request(f"s:{name}", 30, 3)) for name, _ in names]
+        for answer in answers:
+            answer.result(WAIT)
+        return {name: [f.result(WAIT).metrics["loss:sum"] for f, _ in pairs[name]] for name, _ in names}
+
+    names = [("a", "llama"), ("b", "llama"), ("c", "qwen")]
+    together = train(engines(micro_batch_tokens=50), names)
+    for name in names:
+        assert train(engines(micro_batch_tokens=50), [name]) == {name[0]: together[name[0]]}
+
+
+def test_a_long_training_call_does_not_hold_up_sampling(engines):
+    engine = engines(micro_batch_tokens=64)
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    finished: list[str] = []
+    training = engine.submit(ForwardBackward("a", [datum(60, i) for i in range(120)], "cross_entropy"))
+    training.add_done_callback(lambda _: finished.append("training"))
+    for _ in range(3):
+        sample = engine.submit(request("s"))
+        sample.add_done_callback(lambda _: finished.append("sample"))
+        sample.result(WAIT)
+    training.result(WAIT)
+    assert finished == ["sample"] * 3 + ["training"]
+
+
+def test_long_sampling_does_not_hold_up_training(engine):
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    sample = engine.submit(request("s", 1500))
+    for _ in range(3):
+        for future in step(engine, "a", datum()):
+            future.result(WAIT)
+    assert not sample.done()
+    sample.cancel()
+
+
+def test_two_models_training_take_turns(engines):
+    engine = engines(micro_batch_tokens=64)
+    create(engine, "long")
+    create(engine, "short")
+    long = engine.submit(ForwardBackward("long", [datum(60, i) for i in range(150)], "cross_entropy"))
+    for _ in range(3):
+        for future in step(engine, "short", datum()):
+            future.result(WAIT)
+    assert not long.done()
+    assert long.result(WAIT).metrics["micro_batches:sum"] > 100
+
+
+# Versions
+
+
+def test_a_sampler_keeps_its_version_while_training_goes_on(engine):
+    create(engine)
+    engine.submit(PublishSampler("a", "before")).result(WAIT)
+    before = tokens(engine, "before")
+    for i in range(3):
+        for future in step(engine, "a", datum(start=i)):
+            future.result(WAIT)
+    engine.submit(PublishSampler("a", "after")).result(WAIT)
+    assert tokens(engine, "before") == before
+    assert tokens(engine, "after") != before
+    engine.submit(UnloadModel("a")).result(WAIT)
+    assert tokens(engine, "before") == before
+
+
+def test_a_request_may_come_before_its_sampler_is_ready(engine):
+    create(engine)
+    step(engine, "a", datum())
+    published = engine.submit(PublishSampler("a", "s"))
+    early = engine.submit(request("s"))
+    assert published.result(WAIT) == "s"
+    assert early.result(WAIT).sequences[0].tokens == tokens(engine, "s")
+
+
+def test_publishing_comes_after_what_was_submitted_before(engine):
+    create(engine)
+    engine.submit(PublishSampler("a", "zero"))
+    step(engine, "a", datum())
+    engine.submit(PublishSampler("a", "one"))
+    step(engine, "a", datum(start=4))
+    engine.submit(PublishSampler("a", "two"))
+    drawn = [tuple(tokens(engine, name)) for name in ("zero", "one", "two")]
+    assert len(set(drawn)) == 3
+
+
+def test_a_released_sampler_answers_what_it_was_asked_and_is_forgotten(engine):
+    create(engine)
+    for future in step(engine, "a", datum()):
+        future.result(WAIT)
+    engine.submit(PublishSampler("a", "s")).result(WAIT)
+    long_prompt = ModelInput.from_ints(list(range(200)))
+    asked = engine.submit(Sample("s", long_prompt, 2, SamplingParams(max_tokens=100, stop=[])))
+    engine.submit(ReleaseSampler("s")).result(WAIT)
+    with pytest.raises(UserError, match="released"):
+        engine.submit(request("s"))
+    assert len(asked.result(WAIT).sequences) == 2
+    cache = engine._models.get("llama").sampler._cache
+    wait_until(lambda: len(cache) == 0)
+    assert engine._owner._handles == []
+
+
+def test_equal_versions_share_a_prefix_until_both_are_released(engine):
+    create(engine)
+    for name in ("s", "t"):
+        engine.submit(PublishSampler("a", name)).result(WAIT)
+    long_prompt = ModelInput.from_ints(list(range(200)))
+    hits = [
+        engine.submit(Sample(name, long_prompt, 1, SamplingParams(max_tokens=2))).result(WAIT).prompt_cache_hit_tokens
+        for name in ("s", "t")
+    ]
+    assert hits[0] == 0
+    assert hits[1] > 100
+    cache = engine._models.get("llama").sampler._cache
+    engine.submit(ReleaseSampler("s")).result(WAIT)
+    assert len(cache) > 0
+    engine.submit(ReleaseSampler("t")).result(WAIT)
+    assert len(cache) == 0
+
+
+def test_an_id_used_again_has_no_prefixes_of_the_old_model(engine):
+    drawn = []
+    for seed in (1, 2):
+        create(engine, "a", lora=LoraConfig(rank=4, seed=seed))
+        for future in step(engine, "a", datum()):
+            future.result(WAIT)
+        engine.submit(PublishSampler("a", f"s{seed}")).result(WAIT)
+        prompt = ModelInput.from_ints(list(range(100)))
+        answer = engine.submit(Sample(f"s{seed}", prompt, 1, SamplingParams(max_tokens=2))).result(WAIT)
+        drawn.append(answer.prompt_cache_hit_tokens)
+        engine.submit(UnloadModel("a")).result(WAIT)
+    assert drawn == [0, 0]
+
+
+# Failures
+
+
+def test_an_error_fails_its_own_operation_only(engine):
+    create(engine, "a")
+    create(engine, "b")
+    nothing = engine.submit(OptimStep("a", STEP))
+    other = step(engine, "b", datum())
+    mine = step(engine, "a", datum())
+    with pytest.raises(ValueError, match="nothing to apply"):
+        nothing.result(WAIT)
+    for future in (*other, *mine):
+        future.result(WAIT)
+
+
+def test_a_refused_forward_backward_refuses_the_step_behind_it(engine):
+    create(engine)
+    before = loss(engine, "a")
+    good = engine.submit(ForwardBackward("a", [datum()], "cross_entropy"))
+    bad = engine.submit(ForwardBackward("a", [datum(weight=3e38), datum(weight=3e38)], "cross_entropy"))
+    update = engine.submit(OptimStep("a", STEP))
+    good.result(WAIT)
+    with pytest.raises(NonFiniteError):
+        bad.result(WAIT)
+    with pytest.raises(NonFiniteError, match="forward_backward before it failed"):
+        update.result(WAIT)
+    assert loss(engine, "a") == before
+    for future in step(engine, "a", datum()):
+        future.result(WAIT)
+
+
+def test_a_model_that_could_not_be_created_says_so_to_all_who_come(engine, tmp_path):
+    create(engine)
+    path = engine.submit(SaveWeightsForSampler("a", "x")).result(WAIT).path
+    directory = tmp_path / "data" / "a" / "sampler_weights" / "x"
+    tensors = load_file(directory / ADAPTER)
+    next(iter(tensors.values())).fill_(float("nan"))
+    save_file(tensors, directory / ADAPTER)
+    fields = Manifest.from_json((directory / MANIFEST).read_text())
+    files = {**fields.files, ADAPTER: _stored(directory / ADAPTER)}
+    (directory / MANIFEST).write_text(Manifest(**{**vars(fields), "files": files}).to_json())
+    gate: Future[Any] = Future()
+    engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    created = engine.submit(CreateModel("b", from_path=path))
+    with pytest.raises(CheckpointError, match="NaN"):
+        created.result(WAIT)
+    with pytest.raises(UserError, match="'b'.*could not be created.*NaN"):
+        engine.submit(OptimStep("b", STEP))
+    engine.submit(UnloadModel("b")).result(WAIT)
+    create(engine, "b")
+
+
+def test_operations_queued_behind_a_failed_creation_fail_clearly(engine, monkeypatch):
+    import planish.engine.training_operations as operations
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(operations, "Adapter", refuse)
+    hold = threading.Event()
+    engine.submit(CreateSampler("s", "llama")).add_done_callback(lambda _: hold.wait(WAIT))
+    created = engine.submit(CreateModel("b", "llama", LORA))
+    backward, update = step(engine, "b", datum())
+    published = engine.submit(PublishSampler("b", "t"))
+    sample = engine.submit(request("t"))
+    hold.set()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        created.result(WAIT)
+    for future in (backward, update, published, sample):
+        with pytest.raises(UserError, match="out of memory"):
+            future.result(WAIT)
+
+
+def test_a_fault_in_a_decoding_step_fails_the_requests_and_nothing_else(engine, monkeypatch):
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    expected = tokens(engine, "s")
+    base = engine._models.get("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(base.sampler, "_decode", lambda _: 1 / 0)
+        failing = [engine.submit(request("s")) for _ in range(3)]
+        for future in failing:
+            with pytest.raises(ZeroDivisionError):
+                future.result(WAIT)
+    assert tokens(engine, "s") == expected
+    for future in step(engine, "a", datum()):
+        future.result(WAIT)
+
+
+def test_a_fault_of_the_loop_itself_answers_everybody(engine, monkeypatch):
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    running = engine.submit(request("s", 1000))
+    waiting = engine.submit(ForwardBackwardLater("a", Future(), "cross_entropy"))
+
+    def broken(self: DeviceOwner) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(DeviceOwner, "_turn", broken)
+    for future in (running, waiting):
+        with pytest.raises(EngineClosedError, match="a bug"):
+            future.result(WAIT)
+    with pytest.raises(EngineClosedError, match="a bug"):
+        engine.submit(OptimStep("a", STEP))
+
+
+# Cancelling
+
+
+def test_cancelling_a_running_sample_frees_its_memory(engine):
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    sampler = engine._models.get("llama").sampler
+    sample = engine.submit(request("s", 1900, 4))
+    wait_until(lambda: bool(sampler._samples.in_use()))
+    assert sample.cancel()
+    wait_until(lambda: not sampler.busy)
+    assert not sampler._samples.in_use()
+    assert not sampler._prompts.in_use()
+    with pytest.raises(CancelledError):
+        sample.result(WAIT)
+    tokens(engine, "s")
+
+
+def test_a_cancelled_forward_backward_refuses_the_step_behind_it(engine):
+    create(engine)
+    before = loss(engine, "a")
+    gate: Future[Any] = Future()
+    first = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    second, update = step(engine, "a", datum())
+    assert second.cancel()
+    gate.set_result([datum(start=2)])
+    first.result(WAIT)
+    with pytest.raises(NonFiniteError, match="cancelled"):
+        update.result(WAIT)
+    assert loss(engine, "a") == before
+
+
+def test_a_cancelled_publication_fails_those_who_waited_for_it(engine):
+    create(engine)
+    gate: Future[Any] = Future()
+    engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    published = engine.submit(PublishSampler("a", "s"))
+    early = engine.submit(request("s"))
+    assert published.cancel()
+    gate.set_result([datum()])
+    with pytest.raises(UserError, match="cancelled"):
+        early.result(WAIT)
+
+
+# Data that come later
+
+
+def test_later_data_keep_their_place(engine):
+    create(engine, "a")
+    create(engine, "b")
+    gate: Future[Any] = Future()
+    first = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    update = engine.submit(OptimStep("a", STEP))
+    for future in step(engine, "b", datum()):
+        future.result(WAIT)
+    assert not first.done()
+    assert not update.done()
+    gate.set_result([datum()])
+    assert update.result(WAIT).metrics["step"] == 1
+    assert loss(engine, "a") == loss(engine, "b")
+
+
+def test_data_that_could_not_be_made_refuse_the_step(engine):
+    create(engine)
+    before = loss(engine, "a")
+    gate: Future[Any] = Future()
+    engine.submit(ForwardBackward("a", [datum()], "cross_entropy"))
+    failing = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    update = engine.submit(OptimStep("a", STEP))
+    gate.set_exception(KeyError("no reward"))
+    with pytest.raises(KeyError, match="no reward"):
+        failing.result(WAIT)
+    with pytest.raises(NonFiniteError, match="no reward"):
+        update.result(WAIT)
+    assert loss(engine, "a") == before
+
+
+# Checkpoints
+
+
+def test_resumed_in_a_fresh_engine_it_ends_bit_for_bit_the_same(engines):
+    engine = engines()
+    create(engine, "whole")
+    create(engine, "half")
+    for i in range(4):
+        step(engine, "whole", datum(start=i), datum(start=i + 7))
+        if i < 2:
+            step(engine, "half", datum(start=i), datum(start=i + 7))
+    path = engine.submit(SaveWeights("half", "at-2")).result(WAIT).path
+    whole = engine._tenants["whole"]
+    loss(engine, "whole")
+    fresh = engines()
+    fresh.submit(CreateModel("resumed", from_path=path, with_optimizer=True)).result(WAIT)
+    for i in (2, 3):
+        step(fresh, "resumed", datum(start=i), datum(start=i + 7))
+    assert loss(fresh, "resumed") == loss(engine, "whole")
+    ours, theirs = whole.adapter.state(), fresh._tenants["resumed"].adapter.state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert int(ours["step"]) == 4
+
+
+def test_loading_replaces_weights_and_optimizer_as_asked(engine):
+    create(engine)
+    for i in range(2):
+        step(engine, "a", datum(start=i))
+    path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
+    saved = loss(engine, "a")
+    step(engine, "a", datum(start=5))
+    assert loss(engine, "a") != saved
+    for with_optimizer, steps in ((False, 1), (True, 3)):
+        assert engine.submit(LoadWeights("a", path, with_optimizer)).result(WAIT).path == path
+        assert loss(engine, "a") == saved
+        assert step(engine, "a", datum(start=5))[1].result(WAIT).metrics["step"] == steps
+
+
+def test_a_saved_version_is_that_of_its_place_in_the_order(engine):
+    create(engine)
+    step(engine, "a", datum())
+    first = engine.submit(SaveWeights("a", "one"))
+    for i in range(5):
+        step(engine, "a", datum(start=i))
+    assert engine.checkpoint_info(first.result(WAIT).path).checkpoint.user_metadata is None
+    state = engine._store.manifest(engine_path(first))
+    assert state.step == 1
+
+
+def test_samplers_of_checkpoints_draw_what_the_published_one_draws(engine):
+    create(engine)
+    step(engine, "a", datum())
+    for_sampler = engine.submit(SaveWeightsForSampler("a", "x", user_metadata={"k": "v"})).result(WAIT).path
+    training = engine.submit(SaveWeights("a", "x")).result(WAIT).path
+    engine.submit(PublishSampler("a", "s")).result(WAIT)
+    for sampler_id, path in (("t", for_sampler), ("u", training)):
+        engine.submit(CreateSampler(sampler_id, model_path=path)).result(WAIT)
+        assert tokens(engine, sampler_id) == tokens(engine, "s")
+        assert engine.sampler_info(sampler_id).base_model == "llama"
+    assert engine.checkpoint_info(for_sampler).checkpoint.user_metadata == {"k": "v"}
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(engines, model_dirs, tmp_path):
+    tiny_model(tmp_path / "twin", seed=9)
+    engine = Engine({**model_dirs, "twin": str(tmp_path / "twin")}, tmp_path / "data", EngineSettings(dtype="float32"))
+    try:
+        create(engine)
+        path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
+        for other, lora in (
+            ("twin", LORA),
+            ("qwen", LORA),
+            ("llama", LoraConfig(rank=8)),
+            ("llama", LoraConfig(4, train_mlp=False)),
+        ):
+            create(engine, "b", other, lora)
+            with pytest.raises(CheckpointError, match="base model|rank 4"):
+                engine.submit(LoadWeights("b", path))
+            engine.submit(UnloadModel("b")).result(WAIT)
+        engine.submit(CreateModel("c", "twin", from_path=path)).result(WAIT)
+        for operation in (CreateModel("d", "qwen", from_path=path), CreateSampler("s", "qwen", path)):
+            with pytest.raises(CheckpointError, match="'llama', whose architecture"):
+                engine.submit(operation)
+    finally:
+        engine.close()
+
+
+# The end
+
+
+def test_close_finishes_what_is_queued(engines):
+    engine = engines()
+    create(engine)
+    futures = [future for i in range(5) for future in step(engine, "a", datum(start=i))]
+    saved = engine.submit(SaveWeights("a", "last"))
+    engine.close()
+    assert all(future.done() and future.exception() is None for future in futures)
+    assert engines().checkpoint_info(saved.result(0).path).lora.rank == 4
+
+
+def test_close_without_finishing_fails_what_is_queued(engine):
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    gate: Future[Any] = Future()
+    futures = [engine.submit(ForwardBackwardLater("a", gate, "cross_entropy")), engine.submit(OptimStep("a", STEP))]
+    futures += [engine.submit(request("s", 1900)), engine.submit(SaveWeights("a", "x"))]
+    engine.close(finish=False)
+    for future in futures:
+        with pytest.raises(EngineClosedError):
+            future.result(0)
+    with pytest.raises(EngineClosedError):
+        engine.submit(OptimStep("a", STEP))
+    engine.close()
+
+
+def test_close_does_not_wait_for_data_that_nobody_makes(engine):
+    create(engine)
+    waiting = engine.submit(ForwardBackwardLater("a", Future(), "cross_entropy"))
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        waiting.result(0)
+
+
+def test_submitting_while_closing_never_hangs(engines):
+    for _ in range(20):
+        engine = engines()
+        engine.submit(CreateSampler("s", "llama")).result(WAIT)
+        answers: list[Any] = []
+
+        def ask(engine: Engine = engine, answers: list[Any] = answers) -> None:
+            while True:
+                try:
+                    future = engine.submit(request("s", 2))
+                except EngineClosedError:
+                    return
+                answers.append(future.exception(WAIT))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(0.01)
+        engine.close(finish=False)
+        asking.join(WAIT)
+        assert not asking.is_alive()
+        assert all(a is None or isinstance(a, EngineClosedError) for a in answers)
+
+
+def test_an_engine_that_nobody_holds_ends(model_dirs, tmp_path):
+    engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
+    create(engine)
+    thread, base = engine._owner._thread, weakref.ref(engine._models.get("llama"))
+    del engine
+    gc.collect()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    wait_until(lambda: gc.collect() >= 0 and base() is None)
+
+
+EXIT = """
+import sys
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.service import *
+from planish.types import *
+engine = Engine({"m": sys.argv[1]}, sys.argv[2], EngineSettings(dtype="float32", micro_batch_tokens=64))
+engine.submit(CreateModel("a", "m", LoraConfig(rank=4))).result()
+engine.submit(CreateSampler("s", "m")).result()
+prompt = ModelInput.from_ints(list(range(60)))
+data = [Datum(prompt, {"target_tokens": list(range(60))}) for _ in range(3000)]
+engine.submit(Sample("s", prompt, 8, SamplingParams(max_tokens=1900, stop=[])))
+engine.submit(ForwardBackward("a", data, "cross_entropy"))
+print("leaving", flush=True)
+"""
+
+
+def test_the_interpreter_ends_at_once_without_a_close(model_dirs, tmp_path):
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", EXIT, model_dirs["llama"], str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
+    assert time.monotonic() - start < 40
+
+
+# Settings and names
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float16"},
+        {"dtype": "int8"},
+        {"device": "tpu"},
+        {"device": "cuda:99"},
+        {"device": "meta"},
+        {"deterministic": "yes"},
+        {"micro_batch_tokens": 0},
+        {"kv_cache_bytes": -1},
+        {"max_batch": 1.5},
+    ],
+)
+def test_settings_that_cannot_be_name_themselves(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        EngineSettings(**settings)
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_dtype_follows_the_cpu(monkeypatch, native, dtype):
+    monkeypatch.setattr(settings_module, "_cpu_multiplies_bfloat16", lambda: native)
+    assert choose_dtype("auto", torch.device("cpu")) is dtype
+    assert choose_dtype("float32", torch.device("cpu")) is torch.float32
+
+
+def test_names_of_one_directory_share_its_weights(model_dirs, tmp_path):
+    engine = Engine({"x": model_dirs["llama"], "y": model_dirs["llama"]}, tmp_path, EngineSettings(dtype="float32"))
+    try:
+        assert engine._models.get("x") is engine._models.get("y")
+        assert engine._models.get("x") is engine._models.get(model_dirs["llama"])
+    finally:
+        engine.close()
+
+
+def test_ids_cannot_be_taken_twice(engine):
+    create(engine)
+    with pytest.raises(UserError, match="in use"):
+        engine.submit(CreateModel("a", "llama"))
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    with pytest.raises(UserError, match="in use"):
+        engine.submit(PublishSampler("a", "s"))
+
+
+def test_capabilities_name_the_mapped_models(engine):
+    models = {model.model_name: model for model in engine.capabilities().supported_models}
+    assert models["llama"].max_context_length == 2048
+
+
+def test_a_data_list_may_be_reused_at_once(engine):
+    create(engine, "a")
+    create(engine, "b")
+    gate: Future[Any] = Future()
+    held = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    data = [datum()]
+    result = engine.submit(ForwardBackward("a", data, "cross_entropy"))
+    data[0] = datum(start=9)
+    data.append(datum())
+    gate.set_result([datum()])
+    held.result(WAIT)
+    assert result.result(WAIT).metrics["loss:sum"] == loss(engine, "b")
+
+
+def engine_path(future: Future[Any]) -> Any:
+    from planish.types import CheckpointPath
+
+    return CheckpointPath.parse(future.result(WAIT).path)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_targets_of_every_shape_reach_the_trainer(engine):
+    create(engine)
+    targets = TensorData([[1, 2], [3, 4], [5, 6]], "int64")
+    data = [Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": targets, "weights": torch.full((3, 2), 0.5)})]
+    out = engine.submit(ForwardBackward("a", data, "cross_entropy")).result(WAIT)
+    assert out.loss_fn_outputs[0]["logprobs"].shape == [3, 2]
+    assert Path(engine.tokenizer_directory("llama")).is_dir()
