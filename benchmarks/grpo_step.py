@@ -12,11 +12,10 @@ import platform
 import random
 import resource
 import statistics
-import sys
 import time
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import chz
 import torch
 
 import planish
@@ -24,7 +23,7 @@ from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.grpo import Judgement, sample_groups, train_step, training_examples
 
 
-@dataclass(frozen=True)
+@chz.chz
 class Work:
     model: str = DEFAULT_MODEL
     problems: int = 16
@@ -35,8 +34,7 @@ class Work:
     steps: int = 3
 
 
-def main(arguments: list[str]) -> None:
-    work = read_work(arguments)
+def main(work: Work) -> None:
     with planish.ServiceClient() as service_client:
         client = service_client.create_lora_training_client(base_model=work.model, rank=work.rank, seed=0)
         step(client, work, 0)  # the first step warms caches and allocators up
@@ -44,7 +42,7 @@ def main(arguments: list[str]) -> None:
     report = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    print(json.dumps({"work": asdict(work), **machine, **report, "peak_memory_gib": peak}, indent=2))
+    print(json.dumps({"work": chz.asdict(work), **machine, **report, "peak_memory_gib": peak}, indent=2))
 
 
 def step(client: Any, work: Work, number: int) -> dict[str, float]:
@@ -89,13 +87,5 @@ def step(client: Any, work: Work, number: int) -> dict[str, float]:
     }
 
 
-def read_work(arguments: list[str]) -> Work:
-    kinds = {field.name: type(field.default) for field in fields(Work)}
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if given.keys() - kinds.keys():
-        raise SystemExit(f"unknown {sorted(given.keys() - kinds.keys())}; known are {sorted(kinds)}")
-    return Work(**{name: kinds[name](value) for name, value in given.items()})
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(chz.entrypoint(Work))

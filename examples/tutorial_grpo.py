@@ -298,7 +298,7 @@ def _(mo):
 
 
 @app.cell
-def _(history, plot_path):
+def _(history, mo, plot_path):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -308,7 +308,7 @@ def _(history, plot_path):
     axes.grid(alpha=0.3)
     if plot_path:
         figure.savefig(plot_path)
-    figure
+    mo.as_html(figure)
     return
 
 

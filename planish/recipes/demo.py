@@ -56,13 +56,13 @@ EXAMPLES = (Sum(4, 3), Sum(12, 25))
 class Config:
     model_name: str = DEFAULT_MODEL
     log_path: str = "runs/demo"
-    steps: int = 12
-    batch_size: int = 16
+    steps: int = 28
+    batch_size: int = 24
     group_size: int = 8
-    learning_rate: float = 3e-4
+    learning_rate: float = chz.field(default=4e-4, doc="of the first step; falls linearly to 0")
     lora_rank: int = 32
-    largest: int = chz.field(default=20, doc="the largest operand")
-    held_out: int = chz.field(default=50, doc="sums that are tested and never trained on")
+    largest: int = chz.field(default=15, doc="the largest operand")
+    held_out: int = chz.field(default=40, doc="sums that are tested and never trained on")
     seed: int = 0
 
 
@@ -87,7 +87,6 @@ def train(config: Config, service_client: Any) -> Path:
     )
     renderer = get_renderer("role_colon", training_client.get_tokenizer())
     tests, pool = split_sums(config)
-    adam = AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
     with RunDirectory(config.log_path, chz.asdict(config)) as run, StepDisplay(config.steps) as display:
         display.say(
             f"GRPO on sums: {config.model_name}, {config.steps} steps, {config.batch_size} x {config.group_size}"
@@ -101,6 +100,8 @@ def train(config: Config, service_client: Any) -> Path:
             groups_P = sample(sampling_client, renderer, sums_P, seeds_P, config.group_size, 1.0, display, "sampling")
             watch.lap("sampling")
             display.stage("training")
+            rate = config.learning_rate * (1 - step / config.steps)
+            adam = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
             examples_D = training_examples(groups_P, "importance_sampling")
             metrics = train_step(
                 training_client, examples_D, loss_fn="importance_sampling", loss_fn_config=None, adam=adam
@@ -108,7 +109,7 @@ def train(config: Config, service_client: Any) -> Path:
             watch.lap("training")
             metrics |= {
                 "reward/total": sum(group.mean_reward for group in groups_P) / len(groups_P),
-                "optim/lr": config.learning_rate,
+                "optim/lr": rate,
                 "optim/entropy": sampling_entropy(groups_P),
                 **rollout_metrics(groups_P),
                 **watch.metrics(),
