@@ -36,10 +36,10 @@ class StepDisplay:
     def step_done(self, line: str) -> None:
         self._progress.update(self._stage, visible=False)
         self._progress.advance(self._run)
-        self.console.print(line, soft_wrap=True)
+        self.console.print(line, soft_wrap=True, markup=False)
 
     def say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
+        self.console.print(line, soft_wrap=True, markup=False)
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], shown: Mapping[str, str]) -> str:
