@@ -1,0 +1,200 @@
+"""Every kind of bad input: refused at once, with the argument and the remedy, and nothing has changed."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import planish
+from planish import (
+    AdamParams,
+    CheckpointError,
+    Datum,
+    ModelInput,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    TensorData,
+    TrainingClient,
+    UnknownModelError,
+    UnsupportedError,
+)
+from planish.testing import VOCAB_SIZE, tiny_model
+
+WAIT = 60.0
+STEP = AdamParams(learning_rate=1e-2)
+
+
+def datum(length: int = 6, **inputs: Any) -> Datum:
+    tokens = [(3 + 5 * i) % 256 for i in range(length + 1)]
+    return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], **inputs})
+
+
+@pytest.fixture
+def training_client(service_client) -> TrainingClient:
+    return service_client.create_lora_training_client("tiny", rank=4, seed=1)
+
+
+def logprobs(client: TrainingClient) -> list[float]:
+    return client.forward([datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].tolist()
+
+
+PROMPT = ModelInput.from_ints([1, 2, 3])
+
+
+def sample(client: SamplingClient, prompt: Any = PROMPT, n: Any = 1, params: Any = None, **more: Any) -> Any:
+    return client.sample(prompt, n, params or SamplingParams(max_tokens=2), **more)
+
+
+def backward(client: TrainingClient, *data: Datum, loss_fn: str = "cross_entropy", **more: Any) -> Any:
+    return client.forward_backward(list(data), loss_fn, **more)
+
+
+RL = {"logprobs": [0.0] * 6, "advantages": [1.0] * 6}
+
+BAD_TRAINING: list[tuple[str, Any, str]] = [
+    ("empty data", lambda c: backward(c), "data is empty"),
+    ("one datum for a list", lambda c: c.forward_backward(datum(), "cross_entropy"), "list of Datum"),
+    ("no datum", lambda c: c.forward_backward([1], "cross_entropy"), r"data\[0\]"),
+    ("unknown loss", lambda c: backward(c, datum(), loss_fn="dpo"), "loss_fn='dpo'.*importance_sampling"),
+    ("a loss that is not served", lambda c: backward(c, datum(), loss_fn="stable_reinforce"), "not supported"),
+    ("unknown option", lambda c: backward(c, datum(), loss_fn_config={"epsilon": 0.2}), "'epsilon'.*takes"),
+    ("option of another loss", lambda c: backward(c, datum(), loss_fn_config={"beta": 0.2}), "'beta'"),
+    ("option that is no number", lambda c: backward(c, datum(), loss_fn_config={"temperature": "1"}), "temperature"),
+    ("options that are none", lambda c: backward(c, datum(), loss_fn_config=[("temperature", 1)]), "loss_fn_config"),
+    ("temperature 0", lambda c: backward(c, datum(), loss_fn_config={"temperature": 0}), "above 0"),
+    ("empty input", lambda c: backward(c, Datum(ModelInput.empty(), {"target_tokens": []})), "empty"),
+    ("lengths", lambda c: backward(c, datum(weights=[1.0] * 5)), r"weights.*\[5\].*\[6\]"),
+    ("target lengths", lambda c: backward(c, Datum(PROMPT, {"target_tokens": [1, 2]})), "target_tokens.*3 tokens"),
+    ("targets missing", lambda c: backward(c, Datum(PROMPT, {"weights": [1.0] * 3})), "target_tokens"),
+    ("input missing", lambda c: backward(c, datum(logprobs=[0.0] * 6), loss_fn="ppo"), "'advantages'"),
+    (
+        "vocabulary",
+        lambda c: backward(c, Datum(ModelInput.from_ints([VOCAB_SIZE]), {"target_tokens": [1]})),
+        "vocabulary",
+    ),
+    ("negative token", lambda c: backward(c, Datum(ModelInput.from_ints([-1]), {"target_tokens": [1]})), "vocabulary"),
+    ("target vocabulary", lambda c: backward(c, Datum(PROMPT, {"target_tokens": [1, 2, 9999]})), "target_tokens.*9999"),
+    ("float targets", lambda c: backward(c, Datum(PROMPT, {"target_tokens": np.ones(3)})), "int64"),
+    ("NaN", lambda c: backward(c, datum(weights=[math.nan] * 6)), "weights.*not finite"),
+    (
+        "infinity",
+        lambda c: backward(c, datum(**{**RL, "advantages": [math.inf] * 6}), loss_fn="ppo"),
+        "advantages.*not finite",
+    ),
+    ("too long", lambda c: backward(c, datum(2049)), "2049 tokens.*2048"),
+    ("adam", lambda c: c.optim_step({"learning_rate": 1}), "adam_params.*AdamParams"),
+    ("slash", lambda c: c.save_state("a/b"), "name='a/b'.*without a slash"),
+    ("sampler slash", lambda c: c.save_weights_for_sampler("a/b"), "name='a/b'"),
+    ("ttl", lambda c: c.save_state("a", ttl_seconds=-1), "ttl_seconds=-1"),
+    ("metadata", lambda c: c.save_state("a", user_metadata={"a": 1}), "user_metadata"),
+    ("no path", lambda c: c.load_state("model.pt"), "tinker://"),
+    ("missing checkpoint", lambda c: c.load_state("tinker://x/weights/y"), "there is no checkpoint"),
+    ("missing sampler", lambda c: c.create_sampling_client("tinker://x/sampler_weights/y"), "there is no checkpoint"),
+    ("custom without targets", lambda c: c.forward_backward_custom([Datum(PROMPT, {})], len), "target_tokens"),
+    ("custom with other data", lambda c: c.forward_backward_custom([1], len), r"data\[0\]"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING])
+def test_bad_training_input_is_refused_at_once(training_client, call, message):
+    before = logprobs(training_client)
+    training_client.forward_backward([datum()], "cross_entropy").result(WAIT)
+    with pytest.raises(ValueError, match=message):
+        call(training_client)
+    assert training_client.optim_step(STEP).result(WAIT).metrics["step"] == 1
+    assert logprobs(training_client) != before
+
+
+BAD_SAMPLING: list[tuple[str, Any, str]] = [
+    ("empty prompt", lambda c: sample(c, ModelInput.empty()), "prompt is empty"),
+    ("prompt of another kind", lambda c: sample(c, [1, 2]), "prompt is a list.*ModelInput"),
+    ("vocabulary", lambda c: sample(c, ModelInput.from_ints([5, VOCAB_SIZE])), f"{VOCAB_SIZE}.*vocabulary"),
+    ("no samples", lambda c: sample(c, n=0), "num_samples=0"),
+    ("half a sample", lambda c: sample(c, n=0.5), "num_samples"),
+    ("params of another kind", lambda c: sample(c, params={"max_tokens": 3}), "sampling_params"),
+    ("no room", lambda c: sample(c, params=SamplingParams(max_tokens=2047)), "3 tokens.*2047"),
+    ("long prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2049)), "2049 tokens.*2048"),
+    ("full prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2048)), "2048"),
+    ("stop token", lambda c: sample(c, params=SamplingParams(max_tokens=2, stop=[VOCAB_SIZE])), "stop.*vocabulary"),
+    ("top-k", lambda c: sample(c, topk_prompt_logprobs=-1), "topk_prompt_logprobs=-1"),
+    ("top-k beyond", lambda c: sample(c, topk_sample_logprobs=VOCAB_SIZE + 1), "topk_sample_logprobs"),
+    ("last n", lambda c: sample(c, prompt_logprobs_last_n=0), "prompt_logprobs_last_n=0"),
+    (
+        "targets' shape",
+        lambda c: sample(c, target_prompt_logprobs=TensorData([[1]], "int64")),
+        "target_prompt_logprobs",
+    ),
+    ("scored prompt", lambda c: c.compute_logprobs(ModelInput.empty()), "prompt is empty"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING])
+def test_bad_sampling_input_is_refused_at_once(service_client, call, message):
+    client = service_client.create_sampling_client(base_model="tiny")
+    with pytest.raises(ValueError, match=message):
+        call(client)
+    assert len(sample(client).result(WAIT).sequences) == 1
+
+
+BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
+    ("unknown model", lambda c: c.create_lora_training_client("no/such-model"), UnknownModelError, "no/such-model"),
+    ("unknown sampler", lambda c: c.create_sampling_client(base_model="nothing"), UnknownModelError, "nothing"),
+    ("no model", lambda c: c.create_lora_training_client(""), ValueError, "name"),
+    ("rank", lambda c: c.create_lora_training_client("tiny", rank=0), ValueError, "rank=0"),
+    ("large rank", lambda c: c.create_lora_training_client("tiny", rank=257), ValueError, "rank=257"),
+    (
+        "nothing to train",
+        lambda c: c.create_lora_training_client("tiny", train_mlp=False, train_attn=False, train_unembed=False),
+        ValueError,
+        "nothing would be trained",
+    ),
+    ("metadata", lambda c: c.create_lora_training_client("tiny", user_metadata={"a": 1}), ValueError, "user_metadata"),
+    ("neither", lambda c: c.create_sampling_client(), ValueError, "model_path.*base_model"),
+    ("path", lambda c: c.create_training_client_from_state("runs/x"), ValueError, "tinker://"),
+    (
+        "missing",
+        lambda c: c.create_training_client_from_state("tinker://x/weights/y"),
+        CheckpointError,
+        "no checkpoint",
+    ),
+    ("outside", lambda c: c.create_sampling_client("tinker://../weights/y"), ValueError, "slash"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE])
+def test_bad_names_are_refused_at_once(service_client, monkeypatch, call, kind, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(kind, match=message):
+        call(service_client)
+    assert service_client._session.service._tenants == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_url": "http://localhost:8000"}, "base_url"),
+        ({"project_id": "p"}, "project_id"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
+    ],
+)
+def test_options_that_are_not_offered_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ServiceClient(**options)
+    if "base_url" in options:
+        with pytest.raises(UnsupportedError):
+            ServiceClient(**options)
+
+
+def test_a_damaged_base_model_is_refused_by_name(tmp_path):
+    directory = tiny_model(tmp_path / "m")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with (
+        ServiceClient(models={"m": str(directory)}, data_dir=tmp_path) as client,
+        pytest.raises(planish.DamagedFileError, match="model.safetensors"),
+    ):
+        client.create_lora_training_client("m")

@@ -1,0 +1,179 @@
+"""Pending: one result for blocking and for async code."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import pytest
+
+from planish.client.futures import Pending, awaiting, chained, completed, in_thread, reading, submitting
+
+
+def later(value: Any, seconds: float = 0.02) -> Future[Any]:
+    future: Future[Any] = Future()
+    deliver = future.set_exception if isinstance(value, Exception) else future.set_result
+    threading.Timer(seconds, deliver, [value]).start()
+    return future
+
+
+def test_every_way_of_waiting_gives_the_result():
+    assert Pending(later(1)).result() == 1
+    assert Pending(later(2)).future().result() == 2
+
+    async def main() -> list[int]:
+        return [
+            await Pending(later(3)),
+            await Pending(later(4)).result_async(),
+            await asyncio.create_task(Pending(later(5)).coroutine()),
+            *await asyncio.gather(Pending(later(6)), Pending(later(7))),
+        ]
+
+    assert asyncio.run(main()) == [3, 4, 5, 6, 7]
+
+
+def test_errors_come_through_every_way():
+    with pytest.raises(KeyError):
+        Pending(later(KeyError("x"))).result()
+
+    async def main() -> None:
+        with pytest.raises(KeyError):
+            await Pending(later(KeyError("x")))
+
+    asyncio.run(main())
+
+
+def test_a_timeout_does_not_end_the_operation():
+    pending = Pending(later(1, 0.2), withdraw=True)
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0.01)
+
+    async def main() -> int:
+        with pytest.raises(TimeoutError):
+            await pending.result_async(timeout=0.01)
+        return await pending
+
+    assert asyncio.run(main()) == 1
+
+
+@pytest.mark.parametrize("withdraw", [True, False])
+def test_a_cancelled_task_withdraws_only_what_is_its_own(withdraw):
+    future: Future[int] = Future()
+
+    async def main() -> None:
+        task = asyncio.create_task(Pending(future, withdraw=withdraw).result_async())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert future.cancelled() is withdraw
+
+
+def test_several_tasks_may_wait_for_one_result():
+    async def main() -> list[int]:
+        pending = Pending(later(1, 0.05))
+        first, second = asyncio.ensure_future(pending), asyncio.ensure_future(pending)
+        await asyncio.sleep(0.01)
+        first.cancel()
+        return [await second, await pending]
+
+    assert asyncio.run(main()) == [1, 1]
+
+
+def test_a_chained_future_converts_once_and_cancels_its_source():
+    calls = []
+    future = chained(later(2), lambda value: calls.append(value) or value * 10)
+    assert [future.result(), future.result(), calls] == [20, 20, [2]]
+    with pytest.raises(ZeroDivisionError):
+        chained(later(0), lambda value: 1 / value).result()
+    with pytest.raises(KeyError):
+        chained(later(KeyError()), lambda value: value).result()
+    source: Future[int] = Future()
+    future = chained(source, lambda value: value)
+    assert future.cancel()
+    assert source.cancelled()
+    assert future.cancelled()
+    with pytest.raises(CancelledError):
+        future.result(0)
+    assert Pending(future).done()
+
+
+def test_a_running_operation_cannot_be_cancelled():
+    source: Future[int] = Future()
+    source.set_running_or_notify_cancel()
+    future = chained(source, lambda value: value + 1)
+    assert not Pending(future).cancel()
+    source.set_result(1)
+    assert future.result() == 2
+
+
+class Methods:
+    def submit(self, value: int) -> Pending[int]:
+        """What it does."""
+        return Pending(later(value))
+
+    def block(self, value: int) -> int:
+        time.sleep(0.05)
+        return value
+
+    def read(self, value: int) -> Pending[int]:
+        time.sleep(0.05)
+        return completed(value)
+
+    submit_async = submitting(submit)
+    sample_async = awaiting(submit)
+    block_async = in_thread(block)
+    read_async = reading(read)
+
+
+def test_async_forms():
+    async def main() -> None:
+        methods = Methods()
+        pending = await methods.submit_async(1)
+        assert await pending.result_async() == 1
+        assert await methods.sample_async(2) == 2
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.005)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        assert await asyncio.gather(methods.block_async(3), methods.read_async(4)) == [3, 4]
+        ticking.cancel()
+        assert ticks >= 3
+
+    asyncio.run(main())
+    assert Methods.submit_async.__doc__ == "What it does."
+
+
+WAITER = """
+import signal, sys
+from concurrent.futures import Future
+from planish.client.futures import Pending
+signal.signal(signal.SIGINT, signal.default_int_handler)
+print("waiting", flush=True)
+try:
+    Pending(Future()).result()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_interrupts_a_wait():
+    waiter = subprocess.Popen([sys.executable, "-c", WAITER], stdout=subprocess.PIPE, text=True)
+    assert waiter.stdout is not None
+    assert waiter.stdout.readline() == "waiting\n"
+    time.sleep(0.1)
+    os.kill(waiter.pid, signal.SIGINT)
+    out, _ = waiter.communicate(timeout=10)
+    assert out == "interrupted\n"

@@ -1,0 +1,408 @@
+"""The clients on a real engine with a tiny model: the tutorial's loop, custom losses, checkpoints, and every kind of bad input."""
+
+import asyncio
+import gc
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import planish
+from planish import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ModelInput,
+    NonFiniteError,
+    SampledSequence,
+    SamplingParams,
+    ServiceClient,
+    TensorData,
+    TrainingClient,
+)
+
+WAIT = 60.0
+STEP = AdamParams(learning_rate=1e-2)
+
+
+def datum(length: int = 6, **inputs: Any) -> Datum:
+    tokens = [(3 + 5 * i) % 256 for i in range(length + 1)]
+    return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], **inputs})
+
+
+@pytest.fixture
+def training_client(service_client) -> TrainingClient:
+    return service_client.create_lora_training_client("tiny", rank=4, seed=1)
+
+
+def logprobs(client: TrainingClient) -> list[float]:
+    return client.forward([datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].tolist()
+
+
+# The tutorial's loop
+
+
+def reward_of(sequence: SampledSequence) -> float:
+    """Even tokens are good: something that a random model can learn quickly."""
+    return sum(token % 2 == 0 for token in sequence.tokens) / len(sequence.tokens)
+
+
+def grpo_datums(prompt: ModelInput, sequences: list[SampledSequence]) -> tuple[list[Datum], float]:
+    rewards = [reward_of(sequence) for sequence in sequences]
+    mean_reward = sum(rewards) / len(rewards)
+    ob_len = prompt.length - 1
+    datums = []
+    for sequence, reward in zip(sequences, rewards, strict=True):
+        model_input = prompt.append(EncodedTextChunk(tokens=sequence.tokens[:-1]))
+        target_tokens = [0] * ob_len + sequence.tokens
+        padded_logprobs = [0.0] * ob_len + sequence.logprobs
+        padded_advantages = [0.0] * ob_len + [reward - mean_reward] * (model_input.length - ob_len)
+        inputs = {
+            "target_tokens": TensorData.from_torch(torch.tensor(target_tokens)),
+            "logprobs": TensorData.from_torch(torch.tensor(padded_logprobs)),
+            "advantages": TensorData.from_torch(torch.tensor(padded_advantages)),
+        }
+        datums.append(Datum(model_input=model_input, loss_fn_inputs=inputs))
+    return datums, mean_reward
+
+
+PROMPTS = ["one", "two", "three"]
+STEPS = 8
+
+
+def sampling_params(step: int) -> SamplingParams:
+    return SamplingParams(max_tokens=8, stop=[], seed=step)
+
+
+async def tutorial_loop(service_client: ServiceClient) -> list[float]:
+    training_client = await service_client.create_lora_training_client_async(base_model="tiny", rank=8, seed=0)
+    tokenizer = training_client.get_tokenizer()
+    rewards = []
+    for step in range(STEPS):
+        sampling_client = await training_client.save_weights_and_get_sampling_client_async()
+        prompts = [ModelInput.from_ints(tokenizer.encode(text)) for text in PROMPTS]
+        results = await asyncio.gather(
+            *[
+                sampling_client.sample_async(prompt=p, num_samples=8, sampling_params=sampling_params(step))
+                for p in prompts
+            ]
+        )
+        datums: list[Datum] = []
+        means = []
+        for prompt, result in zip(prompts, results, strict=True):
+            group, mean = grpo_datums(prompt, result.sequences)
+            datums += group
+            means.append(mean)
+        fwd_bwd_future = await training_client.forward_backward_async(datums, loss_fn="importance_sampling")
+        optim_future = await training_client.optim_step_async(AdamParams(learning_rate=3e-2, beta1=0.9, beta2=0.95))
+        out = await fwd_bwd_future.result_async()
+        await optim_future.result_async()
+        assert out.metrics["ratio:max"] == pytest.approx(1.0, abs=1e-4)
+        rewards.append(sum(means) / len(means))
+    return rewards
+
+
+def blocking_loop(service_client: ServiceClient) -> list[float]:
+    training_client = service_client.create_lora_training_client(base_model="tiny", rank=8, seed=0).result()
+    tokenizer = training_client.get_tokenizer()
+    rewards = []
+    for step in range(STEPS):
+        sampling_client = training_client.save_weights_and_get_sampling_client().result()
+        prompts = [ModelInput.from_ints(tokenizer.encode(text)) for text in PROMPTS]
+        futures = [sampling_client.sample(prompt, 8, sampling_params(step)) for prompt in prompts]
+        groups = [grpo_datums(p, f.result(WAIT).sequences) for p, f in zip(prompts, futures, strict=True)]
+        backward = training_client.forward_backward([d for group, _ in groups for d in group], "importance_sampling")
+        update = training_client.optim_step(AdamParams(learning_rate=3e-2, beta1=0.9, beta2=0.95))
+        backward.result(WAIT)
+        update.result(WAIT)
+        rewards.append(sum(mean for _, mean in groups) / len(groups))
+    return rewards
+
+
+def test_the_tutorials_loop_raises_the_reward_and_async_equals_blocking(service_client):
+    rewards = asyncio.run(tutorial_loop(service_client))
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
+    assert blocking_loop(service_client) == rewards
+
+
+# Custom losses
+
+
+def test_a_custom_loss_equals_the_built_in_one(service_client):
+    old = [-2.0, -1.0, -3.0, -1.5, -2.5, -0.5]
+    advantages = [1.0, -1.0, 0.5, 2.0, -0.3, 0.0]
+    data = [datum(logprobs=old, advantages=advantages), datum(4, logprobs=old[:4], advantages=advantages[:4])]
+
+    def importance_sampling(data, logprobs_list):
+        total = torch.zeros(())
+        for d, logprobs in zip(data, logprobs_list, strict=True):
+            ratio = torch.exp(logprobs - d.loss_fn_inputs["logprobs"].to_torch())
+            total = total - (ratio * d.loss_fn_inputs["advantages"].to_torch()).sum()
+        return total, {"mean_ratio:mean": 3.0}
+
+    outcomes = []
+    for custom in (True, False):
+        client = service_client.create_lora_training_client("tiny", rank=4, seed=1)
+        for _ in range(2):
+            if custom:
+                backward = client.forward_backward_custom(data, importance_sampling)
+            else:
+                backward = client.forward_backward(data, "importance_sampling")
+            update = client.optim_step(STEP)
+            out, norm = backward.result(WAIT), update.result(WAIT).metrics["grad_norm"]
+        outcomes.append((out.metrics["loss:sum"], norm, logprobs(client)))
+        if custom:
+            assert out.metrics["mean_ratio:mean"] == 3.0
+            assert "surrogate_loss:sum" in out.metrics
+            assert [len(o["logprobs"]) for o in out.loss_fn_outputs] == [6, 4]
+    (loss, norm, lp), (loss_, norm_, lp_) = outcomes
+    assert loss == pytest.approx(loss_, rel=1e-5)
+    assert norm == pytest.approx(norm_, rel=1e-4)
+    assert lp == pytest.approx(lp_, abs=1e-4)
+
+
+def test_a_custom_loss_that_raises_refuses_the_step_behind_it(training_client):
+    before = logprobs(training_client)
+    training_client.forward_backward([datum()], "cross_entropy")
+
+    def broken(data, logprobs_list):
+        raise LookupError("no reference")
+
+    backward = training_client.forward_backward_custom([datum()], broken)
+    update = training_client.optim_step(STEP)
+    with pytest.raises(LookupError, match="no reference"):
+        backward.result(WAIT)
+    with pytest.raises(NonFiniteError, match="no reference"):
+        update.result(WAIT)
+    assert logprobs(training_client) == before
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda data, lp: 1.0, "scalar tensor"),
+        (lambda data, lp: (1.0, {}), "scalar tensor"),
+        (lambda data, lp: (lp[0], {}), "one number"),
+        (lambda data, lp: (torch.tensor(1.0), {}), "gradient"),
+        (lambda data, lp: (lp[0].sum() * math.nan, {}), "not finite"),
+        (lambda data, lp: (lp[0].sum() / 0.0, {}), "not finite"),
+    ],
+)
+def test_what_is_no_loss_is_refused(training_client, loss_fn, message):
+    with pytest.raises(ValueError, match=message):
+        training_client.forward_backward_custom([datum()], loss_fn).result(WAIT)
+    with pytest.raises(NonFiniteError):
+        training_client.optim_step(STEP).result(WAIT)
+
+
+def test_a_slow_custom_loss_holds_up_its_own_client_only(service_client, training_client):
+    import threading
+
+    other = service_client.create_lora_training_client("tiny", rank=4, seed=1)
+    gate = threading.Event()
+
+    def slow(data, logprobs_list):
+        assert gate.wait(WAIT)
+        return -sum(lp.sum() for lp in logprobs_list), {}
+
+    custom = training_client.forward_backward_custom([datum()], slow)
+    update = training_client.optim_step(STEP)
+    other.forward_backward([datum()], "cross_entropy")
+    other.optim_step(STEP).result(WAIT)
+    assert not update.done()
+    gate.set()
+    assert custom.result(WAIT).metrics["loss:sum"] > 0
+    assert update.result(WAIT).metrics["step"] == 1
+    assert logprobs(training_client) == pytest.approx(logprobs(other), abs=1e-5)
+
+
+# Sampling
+
+
+def test_sampled_and_trained_logprobs_agree(training_client):
+    for _ in range(2):
+        training_client.forward_backward([datum()], "cross_entropy")
+        training_client.optim_step(STEP)
+    sampling_client = training_client.save_weights_and_get_sampling_client()
+    prompt = ModelInput.from_ints([5, 6, 7])
+    params = SamplingParams(max_tokens=20, stop=[], temperature=0.7, seed=1)
+    sequence = sampling_client.sample(prompt, 1, params).result(WAIT).sequences[0]
+    whole = [*prompt.to_ints(), *sequence.tokens]
+    data = [Datum(ModelInput.from_ints(whole[:-1]), {"target_tokens": whole[1:]})]
+    trained = training_client.forward(data, "cross_entropy", {"temperature": 0.7}).result(WAIT)
+    assert trained.loss_fn_outputs[0]["logprobs"].tolist()[2:] == pytest.approx(sequence.logprobs, abs=1e-4)
+    scored = sampling_client.compute_logprobs(ModelInput.from_ints(whole)).result(WAIT)
+    at_one = training_client.forward(data, "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].tolist()
+    assert scored[0] is None
+    assert scored[1:] == pytest.approx(at_one, abs=1e-4)
+
+
+def test_everything_that_can_be_asked_about_a_prompt(training_client):
+    sampling_client = training_client.save_weights_and_get_sampling_client()
+    prompt = ModelInput.from_ints([5, 6, 7, 8])
+    targets = TensorData([[1, -1], [2, 3], [-1, 8]], "int64")
+    response = sampling_client.sample(
+        prompt,
+        2,
+        SamplingParams(max_tokens=3, stop=[], seed=0),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=targets,
+        prompt_alt_tokens_k=2,
+        prompt_logprobs_last_n=2,
+    ).result(WAIT)
+    assert response.prompt_logprobs is not None
+    assert [p is None for p in response.prompt_logprobs] == [True, True, False, False]
+    assert response.target_prompt_logprobs is not None
+    assert response.target_prompt_logprobs.shape == [3, 2]
+    assert response.target_prompt_logprobs.to_numpy()[2, 1] == pytest.approx(response.prompt_logprobs[3], abs=1e-5)
+    assert response.prompt_alt_tokens is not None
+    assert response.prompt_alt_tokens.tokens.shape == [3, 2]
+    assert response.sequences[0].topk_logprobs is not None
+    assert len(response.sequences[0].topk_logprobs[0]) == 3
+    last = sampling_client.compute_logprobs(prompt, prompt_logprobs_last_n=1).result(WAIT)
+    assert last == [None, None, None, pytest.approx(response.prompt_logprobs[3], abs=1e-5)]
+
+
+def test_a_stop_string_may_be_a_control_token(training_client):
+    client = training_client.save_weights_and_get_sampling_client()
+    tokenizer = client.get_tokenizer()
+    params = SamplingParams(max_tokens=400, seed=0, temperature=2.0, stop=["<|im_end|>", "<think>"])
+    sequence = client.sample(ModelInput.from_ints([1]), 1, params).result(WAIT).sequences[0]
+    assert sequence.stop_reason == "stop"
+    assert tokenizer.decode(sequence.tokens[-1:]) in ("<|im_end|>", "<think>")
+
+
+def test_cancelling_an_async_sample_withdraws_it(service_client, training_client):
+    client = training_client.save_weights_and_get_sampling_client()
+    sampler = service_client._session.service._models.get("tiny").sampler
+
+    async def main() -> None:
+        prompt = ModelInput.from_ints([1, 2, 3])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.sample_async(prompt, 4, SamplingParams(max_tokens=2000, stop=[])), 0.2)
+        while sampler.busy:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert not sampler._samples.in_use()
+
+
+def test_a_dropped_sampling_client_frees_its_version_after_its_requests(service_client, training_client):
+    engine = service_client._session.service
+    client = training_client.save_weights_and_get_sampling_client()
+    pending = client.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=50, stop=[]))
+    assert len(engine._handles) == 1
+    del client
+    gc.collect()
+    assert engine._handles == {}
+    assert len(pending.result(WAIT).sequences[0].tokens) == 50
+    clients = [training_client.save_weights_and_get_sampling_client() for _ in range(20)]
+    assert len(engine._handles) == 20
+    del clients
+    gc.collect()
+    assert engine._handles == {}
+
+
+def test_a_dropped_training_client_frees_its_adapter(service_client):
+    engine = service_client._session.service
+    client = service_client.create_lora_training_client("tiny", rank=4)
+    update = [client.forward_backward([datum()], "cross_entropy"), client.optim_step(STEP)][1]
+    sampling_client = client.save_weights_and_get_sampling_client()
+    del client
+    gc.collect()
+    assert update.result(WAIT).metrics["step"] == 1
+    assert engine._tenants == {}
+    assert sampling_client.get_base_model() == "tiny"
+
+
+# Checkpoints
+
+
+def test_state_goes_on_where_it_was(service_client, training_client, model_dir, tmp_path):
+    for _ in range(2):
+        training_client.forward_backward([datum()], "cross_entropy")
+        training_client.optim_step(STEP)
+    path = training_client.save_state("two", ttl_seconds=3600, user_metadata={"note": "x"}).result(WAIT).path
+    assert re.fullmatch(r"tinker://[0-9a-f]+:train:0/weights/two", path)
+    with ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32") as other:
+        resumed = other.create_training_client_from_state_with_optimizer(path)
+        assert resumed.get_info().model_data.model_name == "tiny"
+        assert resumed.get_info().lora_rank == 4
+        steps = []
+        for client in (training_client, resumed):
+            client.forward_backward([datum()], "cross_entropy")
+            steps.append(client.optim_step(STEP).result(WAIT))
+        assert steps[0] == steps[1]
+        assert logprobs(training_client) == logprobs(resumed)
+        fresh = other.create_training_client_from_state(path)
+        fresh.forward_backward([datum()], "cross_entropy")
+        assert fresh.optim_step(STEP).result(WAIT).metrics["step"] == 1
+    assert training_client.load_state(path).result(WAIT).path == path
+    rest = service_client.create_rest_client()
+    (checkpoint,) = rest.list_checkpoints(training_client.model_id).result().checkpoints
+    assert checkpoint.user_metadata == {"note": "x"}
+    assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    rest.delete_checkpoint(training_client.model_id, checkpoint.checkpoint_id).result()
+    assert rest.list_user_checkpoints().result().checkpoints == []
+
+
+def test_async_forms_of_checkpoints(service_client, training_client):
+    async def main() -> None:
+        saved = await (await training_client.save_state_async("x"))
+        named = await (await training_client.save_weights_for_sampler_async("x"))
+        assert (await (await training_client.load_state_with_optimizer_async(saved.path))).path == saved.path
+        for make in (service_client.create_sampling_client_async, training_client.create_sampling_client_async):
+            client = await make(model_path=named.path)
+            answer = await client.compute_logprobs_async(ModelInput.from_ints([1, 2]))
+            assert answer[0] is None
+        client = await training_client.save_weights_and_get_sampling_client_async(name="y")
+        assert client.model_path is not None
+        assert client.model_path.endswith("sampler_weights/y")
+        resumed = await service_client.create_training_client_from_state_async(saved.path)
+        assert (await resumed.get_info_async()).lora_rank == 4
+        rest = service_client.create_rest_client()
+        assert len((await rest.list_checkpoints_async(training_client.model_id)).checkpoints) == 3
+        await rest.delete_checkpoint_from_tinker_path_async(named.path)
+        assert (await service_client.get_server_capabilities_async()).supported_models
+        assert (
+            await (await service_client.create_sampling_client_async(base_model="tiny")).get_base_model_async()
+            == "tiny"
+        )
+
+    asyncio.run(main())
+
+
+# The end
+
+
+def test_after_close_everything_is_refused(service_client, training_client):
+    sampling_client = training_client.save_weights_and_get_sampling_client()
+    service_client.close()
+    for call in (
+        lambda: sampling_client.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)),
+        lambda: training_client.optim_step(STEP),
+        lambda: service_client.create_lora_training_client("tiny"),
+    ):
+        with pytest.raises(planish.EngineClosedError, match="new ServiceClient"):
+            call()
+    service_client.close()
+
+
+def test_leaving_a_block_by_an_error_does_not_wait_for_what_is_queued(model_dir, tmp_path):
+    left = []
+
+    def work() -> None:
+        with ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path, dtype="float32") as client:
+            sampling_client = client.create_sampling_client(base_model="tiny")
+            params = SamplingParams(max_tokens=2000, stop=[])
+            left.append(sampling_client.sample(ModelInput.from_ints([1]), 8, params))
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        work()
+    with pytest.raises(planish.EngineClosedError):
+        left[0].result(WAIT)
