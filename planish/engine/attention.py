@@ -1,12 +1,14 @@
-"""Attention over a prefix forest, for training: exact, without a mask, in pieces that are plain rectangles and triangles.
+"""Attention over a prefix forest, for training: exact, and never a T x T mask.
 
-In depth-first order (packing.py) the descendants of a segment are the rows right behind it. So a segment's keys are
+Forward, each segment's rows attend to the path from the root to themselves, laid out in a row: the attention of
+ordered_attention.py, so a row's output has the bits that the sampler found for it.
+
+Backward, pieces that are plain rectangles and triangles. In depth-first order (packing.py) the descendants of a segment are the rows right behind it. So a segment's keys are
 seen by exactly two blocks of queries: its own rows, causally, and the rows of its descendants, all of them. Every
 (query, key) pair of the forest lies in one such piece, none is computed in vain, and there are at most two pieces a segment.
 
-A row's softmax runs over several pieces: each gives its output and its log-sum-exp, and these are merged. The backward
-pass needs no merging: with the row's final output and log-sum-exp, a piece's gradients are those of ordinary attention
-(Dao et al. 2022), and they add up. A shared prefix thus gets the gradients of all its continuations.
+With the row's final output and log-sum-exp, a piece's gradients are those of ordinary attention (Dao et al. 2022), and
+they add up. A shared prefix thus gets the gradients of all its continuations.
 
 Shapes: T rows, Hq/Hkv heads, E head_dim, n queries and m keys of a piece.
 """
@@ -16,14 +18,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from planish.engine import ordered_attention
 from planish.engine.packing import Packed, mask
 from planish.model.decoder import Attend
 
 # Most rows of one batch of short segments: larger ones leave the CPU's cache, which costs more than the calls saved.
 _BATCH_ROWS = 256
+_QUERY_BLOCK = 256
+_FEW_ROWS = 8  # blocks this short share a batch whatever their lengths
 # Entries of a score matrix that are alive at a time on devices without the CPU's fused kernel.
 _SCORE_ENTRIES = 1 << 26
 
@@ -56,11 +62,7 @@ class Triangles:
 
 
 class Kernel(Protocol):
-    """Attention of a batch of pieces. q [B, Hq, n, E], k and v [B, Hkv, m, E]; lse [B, Hq, n]. Causal means n == m."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """Output [B, Hq, n, E] in any dtype, log-sum-exp [B, Hq, n] in float32 or wider."""
-        ...
+    """The backward pass of a batch of pieces. q [B, Hq, n, E], k and v [B, Hkv, m, E]; lse [B, Hq, n]. Causal means n == m."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
@@ -88,12 +90,48 @@ def triangles(packed: Packed) -> tuple[Triangles, ...]:
     return tuple(Triangles(tuple(group)) for group in groups)
 
 
+def _paths(packed: Packed, device: torch.device) -> list[_Path]:
+    """Every row as a query once, in blocks of a segment's rows; blocks of about one shape share a batch."""
+    blocks = []
+    for segment in packed.segments:
+        before = np.concatenate([np.arange(*span) for span in (*segment.ancestors, (segment.start, segment.end))])
+        first = len(before) - (segment.end - segment.start)
+        for start in range(first, len(before), _QUERY_BLOCK):
+            blocks.append((before[: start + _QUERY_BLOCK], start))
+    blocks.sort(key=lambda block: (len(block[0]), len(block[0]) - block[1]))
+    batches: list[list[tuple[np.ndarray, int]]] = []
+    for keys, start in blocks:
+        if batches and _fits(batches[-1], keys, start):
+            batches[-1].append((keys, start))
+        else:
+            batches.append([(keys, start)])
+    return [_path(batch, device) for batch in batches]
+
+
+def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> bool:
+    """Whether a block joins a batch without much padding, neither of queries nor of keys, nor too large a batch."""
+    rows = [len(k) - s for k, s in batch] + [len(keys) - start]
+    alike = min(rows) >= 0.75 * max(rows) or max(rows) <= _FEW_ROWS
+    return alike and len(batch[0][0]) >= 0.75 * len(keys) and len(rows) * max(rows) <= _BATCH_ROWS
+
+
+def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
+    n = max(len(keys) - start for keys, start in batch)
+    width = ordered_attention.whole_spans(max(len(keys) for keys, _ in batch))
+    places = [np.minimum(start + np.arange(n), len(keys) - 1) for keys, start in batch]
+    real = [start + np.arange(n) < len(keys) for keys, start in batch]
+    rows = [keys[place] for (keys, _), place in zip(batch, places, strict=True)]
+    padded = [np.pad(keys, (0, width - len(keys)), mode="edge") for keys, _ in batch]
+    stacked = (torch.from_numpy(np.stack(arrays)).to(device) for arrays in (rows, real, places, padded))
+    return _Path(*stacked)
+
+
 class ForestAttention:
     """An `Attend` of the decoder for one micro-batch."""
 
     def __init__(self, packed: Packed, device: torch.device, kernel: Kernel | None = None) -> None:
         batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
-        self._plan = _Plan(batches, rectangles(packed), kernel or default_kernel(device))
+        self._plan = _Plan(_paths(packed, device), batches, rectangles(packed), kernel or default_kernel(device))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Forest.apply(q, k, v, self._plan)  # type: ignore[no-any-return]
@@ -121,7 +159,22 @@ def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
 
 
 @dataclass(frozen=True)
+class _Path:
+    """Blocks of segments with what they see: queries `rows` [B, n] at `positions` [B, n], keys `keys` [B, L] from position 0.
+
+    Shorter paths are padded with a key that no query sees.
+    """
+
+    rows: Tensor
+    real: Tensor
+    """[B, n]: False where a shorter segment is padded (with its last row)."""
+    positions: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
 class _Plan:
+    paths: list[_Path]
     triangles: list[tuple[int, Tensor, Tensor]]
     """(length, rows, real) of each batch."""
     rectangles: tuple[Rectangle, ...]
@@ -132,23 +185,15 @@ class _Forest(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(q.shape, dtype=wide, device=q.device)
+        out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-        for length, rows, real in plan.triangles:
-            part, part_lse = plan.kernel.forward(
-                _batch(q[rows], length), _batch(k[rows], length), _batch(v[rows], length), True
-            )
-            # Padding repeats a row that is real elsewhere in the batch, so it must not be written.
-            out[rows[real]] = _unbatch(part)[real].to(wide)
-            lse[rows[real]] = part_lse.transpose(1, 2).flatten(0, 1)[real]
-        for piece in plan.rectangles:
-            rows, keys = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
-            part, part_lse = plan.kernel.forward(_heads(q[rows]), _heads(k[keys]), _heads(v[keys]), False)
-            _merge(out[rows], lse[rows], part[0].transpose(0, 1), part_lse[0].transpose(0, 1))
-        result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
+        for path in plan.paths:
+            part, part_lse = _attend_path(q, k, v, path)
+            out[path.rows[path.real]] = part[path.real].to(q.dtype)
+            lse[path.rows[path.real]] = part_lse[path.real]
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = plan
-        return result
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -185,22 +230,23 @@ def _unbatch(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Fold another piece into out [n, H, E] and lse [n, H], in place."""
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp_().unsqueeze(-1))
-    out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
-    lse.copy_(total)
+def _attend_path(q: Tensor, k: Tensor, v: Tensor, path: _Path) -> tuple[Tensor, Tensor]:
+    """Output [B, n, Hq, E] and log-sum-exp [B, n, Hq]."""
+    batch, n = path.rows.shape
+    group = q.shape[1] // k.shape[1]
+    # [B, Hkv, group * n, E]: the query heads of a key head are rows of one product.
+    queries = q[path.rows].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = (x[path.keys].transpose(1, 2) for x in (k, v))
+    visible = (path.positions + 1).repeat(1, group).unsqueeze(1)
+    out, lse = ordered_attention.attend(queries, keys, values, visible)
+    return (
+        out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).reshape(batch, n, q.shape[1], -1),
+        lse.unflatten(2, (group, n)).permute(0, 3, 1, 2).reshape(batch, n, -1),
+    )
 
 
 class FusedCpuKernel:
     """torch's fused attention for CPUs: scores never leave the cache."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        group = q.shape[1] // k.shape[1]
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _expand(k, group), _expand(v, group), 0.0, causal
-        )
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
@@ -217,19 +263,6 @@ class FusedCpuKernel:
 
 class BlockKernel:
     """Plain products over blocks of queries, for any device; a block's scores are bounded, whatever the piece's length."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        group = q.shape[1] // k.shape[1]
-        k, v = _expand(k, group), _expand(v, group)
-        outs, lses = [], []
-        for start, stop in _blocks(q, k):
-            keys = slice(0, stop if causal else k.shape[2])
-            scores = _scores(q[:, :, start:stop], k[:, :, keys], start if causal else None)
-            lse = scores.logsumexp(-1)
-            weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(q.dtype)
-            outs.append(weights @ v[:, :, keys])
-            lses.append(lse)
-        return torch.cat(outs, 2), torch.cat(lses, 2)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool

@@ -2,11 +2,13 @@
 
 A `KVPool` holds slots of one capacity; the slots in use are always 0 .. n - 1 (the last moves into a gap), so a whole pool
 is one operand of a matrix product, without gathering. Capacities are powers of two: a slot that fills moves to the
-pool of twice the capacity. Prompts and what is drawn after them live in different pools, so that the samples
-of a prompt share its slot.
+pool of twice the capacity. Prompts and what is drawn after them live in different pools, so that the samples of a prompt share
+its slot. A sample's slot begins at the last multiple of SPAN within the prompt, with a copy of the prompt's positions from there
+on, so that spans of the attention never lie across two slots.
 
-Keys are float32 on a CPU, where scores in bf16 would be rounded to bf16 and float32 products of such
-narrow shapes are as fast; values, and everything on a GPU, are in the model's dtype.
+On a CPU both are float32, whatever the model's dtype, for products of bf16 operands would round scores and weighted sums to
+bf16; in shapes as narrow as these float32 costs about the same. On a GPU they are in the model's dtype, and products add
+up in float32.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from planish.engine.ordered_attention import SPAN
 from planish.model.config import ModelConfig
 
 CHUNK = 32
-"""Positions are cached, masked and attended in chunks of this many, aligned at the start of the sequence."""
+"""Prefixes are known in chunks of this many positions, aligned at the start of the sequence."""
 
 
 class SlotOwner(Protocol):
@@ -34,23 +37,22 @@ class KVShape:
     layers: int
     heads: int
     head_dim: int
-    key_dtype: torch.dtype
-    value_dtype: torch.dtype
+    dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
-        keys = torch.float32 if device.type == "cpu" else dtype
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, keys, dtype, device)
+        kept = torch.float32 if device.type == "cpu" else dtype
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, kept, device)
 
     @property
     def bytes_per_position(self) -> int:
-        return self.layers * self.heads * self.head_dim * (self.key_dtype.itemsize + self.value_dtype.itemsize)
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
 
 def capacity_for(positions: int) -> int:
-    """The smallest slot that holds `positions`: a power of two, at least one chunk."""
-    return max(CHUNK, 1 << max(0, positions - 1).bit_length())
+    """The smallest slot that holds `positions`: a power of two, at least one span of the attention."""
+    return max(SPAN, 1 << max(0, positions - 1).bit_length())
 
 
 class KVPool:
@@ -60,8 +62,8 @@ class KVPool:
         self.shape = shape
         self.capacity = capacity
         self.owners: list[SlotOwner] = []
-        self.keys = [self._empty(0, shape.key_dtype) for _ in range(shape.layers)]
-        self.values = [self._empty(0, shape.value_dtype) for _ in range(shape.layers)]
+        self.keys = [self._empty(0) for _ in range(shape.layers)]
+        self.values = [self._empty(0) for _ in range(shape.layers)]
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -108,19 +110,23 @@ class KVPool:
             self.keys[layer][slot, :, start:stop] = chunk[0][layer]
             self.values[layer][slot, :, start:stop] = chunk[1][layer]
 
+    def copy(self, slot: int, source: KVPool, source_slot: int, start: int, stop: int) -> None:
+        """Put positions start .. stop - 1 of a slot of `source` at the beginning of `slot`."""
+        for mine, theirs in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
+            mine[slot, :, : stop - start] = theirs[source_slot, :, start:stop]
+
     def _resize(self, slots: int) -> None:
         # Layer by layer, so that only one layer is there twice.
-        for tensors, dtype in ((self.keys, self.shape.key_dtype), (self.values, self.shape.value_dtype)):
+        for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                tensors[layer] = self._empty(slots, dtype)
+                tensors[layer] = self._empty(slots)
                 kept = min(slots, old.shape[0])
                 tensors[layer][:kept] = old[:kept]
 
-    def _empty(self, slots: int, dtype: torch.dtype) -> Tensor:
+    def _empty(self, slots: int) -> Tensor:
         # Zeros: masked positions get weight 0, and 0 times what uninitialised memory may hold is not always 0.
-        return torch.zeros(
-            slots, self.shape.heads, self.capacity, self.shape.head_dim, dtype=dtype, device=self.shape.device
-        )
+        size = (slots, self.shape.heads, self.capacity, self.shape.head_dim)
+        return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
 
 
 class KVPools:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from planish.engine.ordered_attention import QUERY_ROWS, SPAN
 from planish.model.config import ModelConfig
 from planish.model.lora import LAYER_SITES, linear_shape
 
 _MULTIPLES = (1, 4, 16)
 _ROWS = (1, 2, 3, 4, 5, 8, 12, 16, 20, 28, 31, 32, 33, 48, 64, 80, 96, 112, 128, 160, 192, 200, 240, 256, 384, 500, 512)
 _PROBE_COLUMNS = 4096
+_QUERY_ROWS = (1, 2, 4, 8)
 _LORA_RANKS = (8, 32)
 FIXED_TILE = 32
 
@@ -30,6 +32,8 @@ class RowTiling:
 
     multiple: int = 1
     tile: int | None = None
+    query_rows: int = QUERY_ROWS
+    """Products of the attention, in float32, are padded to at least this many rows."""
 
 
 FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
@@ -47,8 +51,26 @@ def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowT
         agreeing &= {rows for rows in _ROWS if torch.equal(F.linear(x[:rows], weight), whole[:rows])}
     for multiple in _MULTIPLES:
         if all(rows in agreeing for rows in _ROWS if rows % multiple == 0):
-            return RowTiling(multiple)
+            return RowTiling(multiple, query_rows=_probe_query_rows(config, device))
     return None
+
+
+def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
+    """The fewest rows from which float32 products as attention makes them have the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, QUERY_ROWS * 2, config.head_dim, generator=generator).to(device)
+    keys = torch.randn(1, SPAN * 2, config.head_dim, generator=generator).to(device).transpose(1, 2)
+    weights = torch.rand(1, QUERY_ROWS * 2, SPAN, generator=generator).to(device)
+    values = keys.transpose(1, 2)[:, :SPAN]
+    for rows in _QUERY_ROWS:
+        pairs = ((q, keys), (weights, values))
+        if all(
+            torch.equal(torch.matmul(x[:, :n], y), torch.matmul(x, y)[:, :n])
+            for x, y in pairs
+            for n in range(rows, QUERY_ROWS)
+        ):
+            return rows
+    return QUERY_ROWS
 
 
 def _shapes(config: ModelConfig) -> set[tuple[int, int]]:

@@ -6,7 +6,8 @@ its keys and values, prompts with a common beginning share the computation of it
 
 Deterministic mode: a sample's tokens and logprobs have the same bits whatever else is in the batch and whatever the
 cache holds. Every product then has a number of rows for which this machine's products are known to give the same bits (see
-`RowTiling`), and attention has shapes that depend on the sample's own sequence only.
+row_tiling.py), and attention sums in the order of positions (see ordered_attention.py). The trainer does the same, so that
+it finds the sampler's logprobs again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.kv_cache import CHUNK, KVPools, KVShape, capacity_for
+from planish.engine.ordered_attention import SPAN
 from planish.engine.prefix_cache import PrefixCache
 from planish.engine.prompt_scores import PromptScores, asked
 from planish.engine.row_tiling import RowTiling
@@ -190,7 +192,7 @@ class Sampler:
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count))
-        attention = PrefillAttention(spans, CHUNK if self._tiling else None)
+        attention = PrefillAttention(spans)
         hidden = self._hidden(tokens, positions, attention, layout.adapters)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             self._computed(prompt, hidden[row : row + count])
@@ -251,17 +253,21 @@ class Sampler:
         tokens, positions = [0] * layout.total, [0] * layout.total
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
-            positions[row] = sample.prompt.length + sample.drawn
+            positions[row] = sample.position
         rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
-        attention = DecodeAttention(rows, self._prompts, self._samples, self._tiling is not None, self._decoder.device)
+        query_rows = self._tiling.query_rows if self._tiling else 1
+        attention = DecodeAttention(rows, self._prompts, self._samples, query_rows, self._decoder.device)
         hidden = self._hidden(tokens, positions, attention, layout.adapters)
         self._draw(samples, layout.starts, hidden, self._logits(hidden, layout.adapters), layout.adapters)
 
     def _make_room(self, sample: RunningSample) -> None:
-        """Room for the key of the sample's last token."""
-        need = capacity_for(sample.drawn + 1)
+        """Room for the keys of the sample's last token; at first, also a copy of the prompt's last, unfinished span."""
+        need = capacity_for(sample.stored + 1)
         if sample.capacity == 0:
-            self._samples.of(need).add(sample)
+            pool, prompt = self._samples.of(need), sample.prompt
+            pool.add(sample)
+            source = self._prompts.of(prompt.capacity)
+            pool.copy(sample.slot, source, prompt.slot, prompt.length - prompt.length % SPAN, prompt.length)
         elif need > sample.capacity:
             self._samples.of(sample.capacity).move(sample, self._samples.of(need))
         sample.capacity = max(need, sample.capacity)

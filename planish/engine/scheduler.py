@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from planish.engine.drawing import UniformStream
 from planish.engine.kv_cache import CHUNK, capacity_for
+from planish.engine.ordered_attention import SPAN
 from planish.engine.prefix_cache import PrefixCache
 from planish.engine.prompt_scores import PromptScores
 from planish.engine.stopping import StopCondition
@@ -78,7 +79,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class RunningSample:
-    """One sample being drawn. Positions 0 .. drawn - 1 after the prompt have keys; the last token has none yet."""
+    """One sample being drawn. Its slot holds the end of the prompt and all drawn tokens but the last, which has no keys yet."""
 
     request: Request
     index: int
@@ -91,8 +92,14 @@ class RunningSample:
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
 
     @property
-    def drawn(self) -> int:
-        return len(self.tokens) - 1
+    def stored(self) -> int:
+        """Positions in the sample's slot before its last token goes through the decoder."""
+        return self.prompt.length % SPAN + len(self.tokens) - 1
+
+    @property
+    def position(self) -> int:
+        """Of the last token, within the sequence."""
+        return self.prompt.length + len(self.tokens) - 1
 
 
 class Scheduler:
@@ -113,7 +120,7 @@ class Scheduler:
 
     def positions_needed(self, prompt_tokens: int, max_tokens: int) -> int:
         """Positions that a request with one sample reserves."""
-        return capacity_for(prompt_tokens) + (capacity_for(max_tokens - 1) if max_tokens else 0)
+        return capacity_for(prompt_tokens) + (_sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0)
 
     def admit(self, cache: PrefixCache) -> list[Prompt]:
         """Start what fits, in order; answers the prompts that became active."""
@@ -147,7 +154,7 @@ class Scheduler:
     def finish(self, sample: RunningSample) -> None:
         """Take a sample out of the batch."""
         self.running.remove(sample)
-        self._reserved -= capacity_for(sample.request.max_tokens - 1)
+        self._reserved -= _sample_capacity(sample.prompt.length, sample.request.max_tokens)
         sample.prompt.waiting -= 1
 
     def release(self, prompt: Prompt) -> None:
@@ -184,7 +191,7 @@ class Scheduler:
     def _start_samples(self, request: Request) -> None:
         assert request.prompt is not None
         while request.started < request.num_samples and len(self.running) < self.max_batch:
-            need = capacity_for(request.max_tokens - 1)
+            need = _sample_capacity(request.prompt.length, request.max_tokens)
             if self._reserved + need > self.max_positions:
                 return
             self._reserved += need
@@ -207,3 +214,8 @@ class Scheduler:
         if longer >= len(request.tokens):
             return False
         return any(p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way)
+
+
+def _sample_capacity(prompt_tokens: int, max_tokens: int) -> int:
+    """Capacity of the slot that a sample may grow into."""
+    return capacity_for(prompt_tokens % SPAN + max_tokens - 1)
