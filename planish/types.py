@@ -19,8 +19,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    ArrayLike = "TensorData | torch.Tensor | np.ndarray | Sequence[Any]"
-
 StopReason = Literal["stop", "length"]
 TensorDtype = Literal["int64", "float32"]
 LossFn = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro"]
@@ -71,7 +69,7 @@ class ModelInput:
         object.__setattr__(self, "chunks", chunks)
 
     @classmethod
-    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
+    def from_ints(cls, tokens: Sequence[int] | np.ndarray) -> ModelInput:
         return cls(chunks=[EncodedTextChunk(tokens=list(tokens))])
 
     @classmethod
@@ -190,7 +188,7 @@ class TensorData:
         return int((self.shape or [0])[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Datum:
     """One training sequence: position i of `model_input` predicts `loss_fn_inputs["target_tokens"][i]`.
 
@@ -199,14 +197,17 @@ class Datum:
     """
 
     model_input: ModelInput
-    loss_fn_inputs: Mapping[str, TensorData] = field(default_factory=dict)
+    loss_fn_inputs: Mapping[str, TensorData]
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.model_input, ModelInput):
-            raise ValueError(
-                f"Datum.model_input is a {type(self.model_input).__name__}; give ModelInput.from_ints(tokens)"
-            )
-        converted = {key: as_tensor_data(key, value) for key, value in self.loss_fn_inputs.items()}
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, TensorData | torch.Tensor | np.ndarray | Sequence[Any]] | None = None,
+    ) -> None:
+        if not isinstance(model_input, ModelInput):
+            raise ValueError(f"Datum.model_input is a {type(model_input).__name__}; give ModelInput.from_ints(tokens)")
+        object.__setattr__(self, "model_input", model_input)
+        converted = {key: as_tensor_data(key, value) for key, value in (loss_fn_inputs or {}).items()}
         object.__setattr__(self, "loss_fn_inputs", converted)
 
 

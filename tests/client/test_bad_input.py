@@ -51,8 +51,6 @@ def backward(client: TrainingClient, *data: Datum, loss_fn: str = "cross_entropy
     return client.forward_backward(list(data), loss_fn, **more)
 
 
-RL = {"logprobs": [0.0] * 6, "advantages": [1.0] * 6}
-
 BAD_TRAINING: list[tuple[str, Any, str]] = [
     ("empty data", lambda c: backward(c), "data is empty"),
     ("one datum for a list", lambda c: c.forward_backward(datum(), "cross_entropy"), "list of Datum"),
@@ -80,7 +78,7 @@ BAD_TRAINING: list[tuple[str, Any, str]] = [
     ("NaN", lambda c: backward(c, datum(weights=[math.nan] * 6)), "weights.*not finite"),
     (
         "infinity",
-        lambda c: backward(c, datum(**{**RL, "advantages": [math.inf] * 6}), loss_fn="ppo"),
+        lambda c: backward(c, datum(logprobs=[0.0] * 6, advantages=[math.inf] * 6), loss_fn="ppo"),
         "advantages.*not finite",
     ),
     ("too long", lambda c: backward(c, datum(2049)), "2049 tokens.*2048"),
