@@ -11,7 +11,7 @@ PACKAGE = Path(planish.__file__).parent
 
 # Lowest first; a module may import from its own row and those before it.
 LAYERS = (
-    ("errors", "types", "service", "runs", "tokenizer", "testing"),
+    ("errors", "tensors", "types", "service", "runs", "tokenizer", "testing"),
     ("model",),
     ("engine",),
     ("client", "cli"),

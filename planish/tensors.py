@@ -1,0 +1,180 @@
+"""Tensors as operations carry them: int64 or float32, dense or CSR, independent of any framework; torch is imported only to make one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+TensorDtype = Literal["int64", "float32"]
+
+_NUMPY_DTYPE: dict[str, type[np.generic]] = {"int64": np.int64, "float32": np.float32}
+
+# The dtype that a plain list gets, by the name of the loss input it is given for.
+LOSS_INPUT_DTYPES: dict[str, TensorDtype] = {
+    "target_tokens": "int64",
+    "weights": "float32",
+    "advantages": "float32",
+    "logprobs": "float32",
+    "mask": "float32",
+    "clip_low_threshold": "float32",
+    "clip_high_threshold": "float32",
+    "sequence_ratio_mask": "float32",
+}
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class TensorData:
+    """A dense or CSR tensor of int64 or float32, independent of any framework.
+
+    A CSR tensor (`sparse_crow_indices` and `sparse_col_indices` given) is two-dimensional, `data` holds only the listed
+    values, and every other entry is 0 unless a `pad_value` is asked for.
+    """
+
+    dtype: TensorDtype
+    shape: list[int] | None
+    sparse_crow_indices: list[int] | None
+    sparse_col_indices: list[int] | None
+    _values: np.ndarray = field(repr=False)
+
+    def __init__(
+        self,
+        data: Sequence[Any] | np.ndarray | None = None,
+        dtype: TensorDtype | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Sequence[int] | None = None,
+        sparse_col_indices: Sequence[int] | None = None,
+    ) -> None:
+        if dtype not in _NUMPY_DTYPE:
+            raise ValueError(f"TensorData dtype={dtype!r}: give 'int64' or 'float32'")
+        values = _as_array(data if data is not None else [], dtype)
+        if (sparse_crow_indices is None) != (sparse_col_indices is None):
+            raise ValueError("TensorData: sparse_crow_indices and sparse_col_indices go together; give both or neither")
+        crow = None if sparse_crow_indices is None else [int(i) for i in sparse_crow_indices]
+        col = None if sparse_col_indices is None else [int(i) for i in sparse_col_indices]
+        if crow is not None and col is not None:
+            values = values.reshape(-1)
+            _check_csr(values, crow, col, shape)
+        elif shape is not None:
+            if math.prod(shape) != values.size:
+                raise ValueError(f"TensorData: {values.size} values do not fill shape={list(shape)}")
+            values = values.reshape(tuple(shape))
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "shape", list(shape) if shape is not None else list(values.shape))
+        object.__setattr__(self, "sparse_crow_indices", crow)
+        object.__setattr__(self, "sparse_col_indices", col)
+        object.__setattr__(self, "_values", values)
+
+    @property
+    def data(self) -> list[Any]:
+        """The stored values as one flat list (of a CSR tensor: the listed values only)."""
+        return self._values.reshape(-1).tolist()
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray) -> TensorData:
+        kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
+        if kind is None:
+            raise ValueError(
+                f"TensorData.from_numpy: dtype {array.dtype} is neither integer nor floating point; convert it first"
+            )
+        return cls(data=array, dtype=kind, shape=array.shape)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> TensorData:
+        dense = tensor.detach().cpu()
+        return cls.from_numpy((dense.float() if dense.dtype.is_floating_point else dense).contiguous().numpy())
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
+        """CSR where that is smaller than dense (2-D tensors only), otherwise dense."""
+        dense = cls.from_torch(tensor)
+        if tensor.ndim != 2:
+            return dense
+        array = dense._values
+        rows, cols = np.nonzero(array != pad_value)
+        if array.shape[0] + 1 + 2 * len(rows) >= array.size:
+            return dense
+        crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=array.shape[0]))])
+        return cls(array[rows, cols], dense.dtype, array.shape, crow.tolist(), cols.tolist())
+
+    def to_numpy(self, pad_value: int = 0) -> np.ndarray:
+        """The dense array; entries that a CSR tensor does not list are `pad_value`."""
+        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
+            return self._values
+        assert self.shape is not None
+        out = np.full(self.shape, pad_value, dtype=_NUMPY_DTYPE[self.dtype])
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(self.sparse_crow_indices))
+        out[rows, self.sparse_col_indices] = self._values
+        return out
+
+    def to_torch(self, pad_value: int = 0) -> torch.Tensor:
+        import torch
+
+        array = self.to_numpy(pad_value)
+        # torch warns on arrays it cannot write to (memory maps, buffers of received bytes).
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def tolist(self, pad_value: int = 0) -> list[Any]:
+        return self.to_numpy(pad_value).tolist()
+
+    def __len__(self) -> int:
+        return int((self.shape or [0])[0])
+
+
+def as_tensor_data(key: str, value: Any) -> TensorData:
+    """`value` as TensorData; `key` names it in errors and decides the dtype of plain lists."""
+    if isinstance(value, TensorData):
+        return value
+    if isinstance(value, np.ndarray):
+        return _named(key, lambda: TensorData.from_numpy(value))
+    if type(value).__module__.split(".")[0] == "torch":
+        return _named(key, lambda: TensorData.from_torch(value))
+    if isinstance(value, (list, tuple)):
+        if key not in LOSS_INPUT_DTYPES:
+            known = ", ".join(sorted(LOSS_INPUT_DTYPES))
+            raise ValueError(
+                f"loss_fn_inputs[{key!r}]: a plain list is taken only for {known}; give a TensorData or an array"
+            )
+        return _named(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
+    raise ValueError(
+        f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array or a list"
+    )
+
+
+def _named(key: str, build: Any) -> TensorData:
+    try:
+        return build()
+    except ValueError as error:
+        raise ValueError(f"loss_fn_inputs[{key!r}]: {error}") from None
+
+
+def _as_array(data: Sequence[Any] | np.ndarray, dtype: TensorDtype) -> np.ndarray:
+    try:
+        array = np.asarray(data)
+    except ValueError:
+        raise ValueError("nested lists of unequal lengths; give a rectangular array") from None
+    if array.size == 0:
+        return array.astype(_NUMPY_DTYPE[dtype])
+    if array.dtype.kind not in "iufb":
+        raise ValueError(f"values of kind {array.dtype} are not numbers")
+    if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
+        raise ValueError("fractions given for an int64 tensor")
+    # A copy if it is the caller's own: operations are queued, and must see the values of the moment they were given.
+    return array.astype(_NUMPY_DTYPE[dtype], copy=array is data or array.base is not None)
+
+
+def _check_csr(values: np.ndarray, crow: list[int], col: list[int], shape: Sequence[int] | None) -> None:
+    if shape is None or len(shape) != 2:
+        raise ValueError("TensorData: a CSR tensor needs a two-dimensional shape")
+    if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(col) or np.any(np.diff(crow) < 0):
+        raise ValueError(
+            "TensorData: sparse_crow_indices must rise from 0 to the number of values, one entry a row and one more"
+        )
+    if len(col) != values.size or any(not 0 <= c < shape[1] for c in col):
+        raise ValueError("TensorData: sparse_col_indices needs one column within the shape for each value")
