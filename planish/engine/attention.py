@@ -24,6 +24,7 @@ from torch import Tensor
 
 from planish.engine import ordered_attention
 from planish.engine.packing import Packed, mask
+from planish.engine.positions import whole_spans
 from planish.model.decoder import Attend
 
 # Most rows of one batch of short segments: larger ones leave the CPU's cache, which costs more than the calls saved.
@@ -96,8 +97,8 @@ def _paths(packed: Packed, device: torch.device) -> list[_Path]:
     for segment in packed.segments:
         before = np.concatenate([np.arange(*span) for span in (*segment.ancestors, (segment.start, segment.end))])
         first = len(before) - (segment.end - segment.start)
-        for start in range(first, len(before), _QUERY_BLOCK):
-            blocks.append((before[: start + _QUERY_BLOCK], start))
+        starts = range(first, len(before), _QUERY_BLOCK)
+        blocks += [(before[: start + _QUERY_BLOCK], start) for start in starts]
     blocks.sort(key=lambda block: (len(block[0]), len(block[0]) - block[1]))
     batches: list[list[tuple[np.ndarray, int]]] = []
     for keys, start in blocks:
@@ -117,7 +118,7 @@ def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> 
 
 def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
     n = max(len(keys) - start for keys, start in batch)
-    width = ordered_attention.whole_spans(max(len(keys) for keys, _ in batch))
+    width = whole_spans(max(len(keys) for keys, _ in batch))
     places = [np.minimum(start + np.arange(n), len(keys) - 1) for keys, start in batch]
     real = [start + np.arange(n) < len(keys) for keys, start in batch]
     rows = [keys[place] for (keys, _), place in zip(batch, places, strict=True)]

@@ -19,11 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from planish.engine.ordered_attention import SPAN
 from planish.model.config import ModelConfig
-
-CHUNK = 32
-"""Prefixes are known in chunks of this many positions, aligned at the start of the sequence."""
 
 
 class SlotOwner(Protocol):
@@ -48,11 +44,6 @@ class KVShape:
     @property
     def bytes_per_position(self) -> int:
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
-
-
-def capacity_for(positions: int) -> int:
-    """The smallest slot that holds `positions`: a power of two, at least one span of the attention."""
-    return max(SPAN, 1 << max(0, positions - 1).bit_length())
 
 
 class KVPool:

@@ -22,15 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SPAN = 64
-"""Positions whose values are summed in one product."""
+from planish.engine.positions import SPAN
+
 QUERY_ROWS = 16
 """Fewest rows of a product in the trainer, where it costs nothing; at least what any machine was seen to need."""
-
-
-def whole_spans(positions: int) -> int:
-    """`positions` rounded up to whole spans."""
-    return -(-positions // SPAN) * SPAN
 
 
 @dataclass(frozen=True)

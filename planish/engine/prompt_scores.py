@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.drawing import UniformStream, draw, log_normalizer, top_logprobs
+from planish.engine.drawing import draw, log_normalizer, top_logprobs
+from planish.engine.randomness import UniformStream
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
 

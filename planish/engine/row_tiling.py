@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from planish.engine.ordered_attention import QUERY_ROWS, SPAN
+from planish.engine.ordered_attention import QUERY_ROWS
+from planish.engine.positions import SPAN
 from planish.model.config import ModelConfig
 from planish.model.lora import LAYER_SITES, linear_shape
 

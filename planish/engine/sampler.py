@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 
 from planish.engine.drawing import draw, top_logprobs
-from planish.engine.kv_cache import CHUNK, KVPools, KVShape, capacity_for
-from planish.engine.ordered_attention import SPAN
+from planish.engine.kv_cache import KVPools, KVShape
+from planish.engine.positions import CHUNK, SPAN, capacity_for
 from planish.engine.prefix_cache import PrefixCache
 from planish.engine.prompt_scores import PromptScores, asked
 from planish.engine.row_tiling import RowTiling
+from planish.engine.sample_checks import check_sample, max_tokens_of
 from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
+from planish.engine.sampling_head import RowLayout, SamplingHead
 from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.stopping import StopCondition
 from planish.model.decoder import Decoder
-from planish.model.head import exact_logits, head_logits
 from planish.model.lora import AdapterRows, LoraWeights
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
@@ -63,6 +64,7 @@ class Sampler:
         self._decoder = decoder
         self._decode_text = decode_text
         self._tiling = tiling
+        self._head = SamplingHead(decoder, tiling)
         self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
         per_position = self._shape.bytes_per_position
         self._scheduler = Scheduler(
@@ -85,31 +87,15 @@ class Sampler:
 
     def validate(self, op: Sample) -> None:
         """Raise ValueError if the request cannot be served. May be called from any thread."""
-        config = self._decoder.config
-        tokens = op.prompt.to_ints()
-        if not tokens:
-            raise ValueError("prompt is empty; give at least one token (the model's BOS token, for instance)")
-        _check_vocabulary("prompt", tokens, config.vocab_size)
-        if op.num_samples < 1:
-            raise ValueError(f"num_samples={op.num_samples}: give at least 1")
-        if len(tokens) > config.max_context:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
-            )
-        max_tokens = self._max_tokens(op, len(tokens))
-        if not op.prompt_only and (max_tokens < 1 or len(tokens) + max_tokens > config.max_context):
-            raise ValueError(
-                f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
-                f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
-            )
-        needed = self._scheduler.positions_needed(len(tokens), max_tokens)
+        check_sample(op, self._decoder.config)
+        tokens, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
+        needed = self._scheduler.positions_needed(tokens, max_tokens)
         if needed > self._scheduler.max_positions:
             raise ValueError(
-                f"a prompt of {len(tokens)} tokens with max_tokens={max_tokens} needs {needed * self._shape.bytes_per_position:,} bytes "
-                f"of keys and values, and kv_cache_bytes={self._settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
+                f"a prompt of {tokens} tokens with max_tokens={max_tokens} needs "
+                f"{needed * self._shape.bytes_per_position:,} bytes of keys and values, and kv_cache_bytes="
+                f"{self._settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
             )
-        _check_stop_ids(op.sampling_params.stop, config.vocab_size)
-        _check_questions(op, len(tokens), config.vocab_size)
 
     def submit(
         self, op: Sample, weights: LoraWeights | None, version: Hashable, future: Future[SampleResponse]
@@ -122,7 +108,7 @@ class Sampler:
             op=op,
             number=self._count,
             tokens=tokens,
-            max_tokens=self._max_tokens(op, len(tokens)),
+            max_tokens=max_tokens_of(op, self._decoder.config),
             weights=weights,
             version=version,
             stop=StopCondition.of(params.stop, self._decoder.config.eos_token_ids),
@@ -165,12 +151,6 @@ class Sampler:
             if request.future.set_running_or_notify_cancel():
                 request.future.set_exception(error)
 
-    def _max_tokens(self, op: Sample, prompt_tokens: int) -> int:
-        if op.prompt_only:
-            return 0
-        asked_for = op.sampling_params.max_tokens
-        return self._decoder.config.max_context - prompt_tokens if asked_for is None else asked_for
-
     # Prompts
 
     def _place(self, prompt: Prompt) -> None:
@@ -184,7 +164,7 @@ class Sampler:
 
     def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
         batch = sorted(batch, key=lambda item: id(item[0].weights))
-        layout = _RowLayout([(prompt.weights, count) for prompt, count in batch], self._tiling)
+        layout = RowLayout([(prompt.weights, count) for prompt, count in batch], self._tiling)
         tokens, positions = [0] * layout.total, [0] * layout.total
         spans = []
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
@@ -201,13 +181,12 @@ class Sampler:
         """`hidden` [count, D] are the next rows of the prompt."""
         request = prompt.scored_for
         if request is not None and request.scores is not None:
-            lora = prompt.weights.head if prompt.weights else None
-            weight = self._decoder.head_weight
+            weights, head = prompt.weights, self._head
             request.scores.add(
                 prompt.computed,
                 hidden,
-                lambda h: self._logits(h, [AdapterRows(0, h.shape[0], prompt.weights)]),
-                lambda h, rows, ids: exact_logits(h, weight, lora, rows, ids),
+                lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
+                lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
             )
         prompt.computed += hidden.shape[0]
         if not prompt.ready:
@@ -234,14 +213,14 @@ class Sampler:
         """The first token of each sample, from its prompt's last hidden state; the head runs once a prompt."""
         samples = sorted(samples, key=lambda s: (id(s.prompt.weights), id(s.prompt)))
         prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
-        layout = _RowLayout([(prompt.weights, 1) for prompt in prompts], self._tiling)
+        layout = RowLayout([(prompt.weights, 1) for prompt in prompts], self._tiling)
         hidden = torch.zeros(
             layout.total, self._decoder.config.hidden_size, dtype=self._decoder.dtype, device=self._decoder.device
         )
         row_of = {id(prompt): row for prompt, row in zip(prompts, layout.starts, strict=True)}
         for prompt in prompts:
             hidden[row_of[id(prompt)]] = self._last_hidden[id(prompt)][0]
-        logits = self._logits(hidden, layout.adapters)
+        logits = self._head.logits(hidden, layout.adapters)
         self._draw(samples, [row_of[id(sample.prompt)] for sample in samples], hidden, logits, layout.adapters)
 
     def _decode(self, samples: list[RunningSample]) -> None:
@@ -249,7 +228,7 @@ class Sampler:
         samples = sorted(samples, key=lambda s: id(s.prompt.weights))
         for sample in samples:
             self._make_room(sample)
-        layout = _RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling)
+        layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling)
         tokens, positions = [0] * layout.total, [0] * layout.total
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
@@ -258,7 +237,7 @@ class Sampler:
         query_rows = self._tiling.query_rows if self._tiling else 1
         attention = DecodeAttention(rows, self._prompts, self._samples, query_rows, self._decoder.device)
         hidden = self._hidden(tokens, positions, attention, layout.adapters)
-        self._draw(samples, layout.starts, hidden, self._logits(hidden, layout.adapters), layout.adapters)
+        self._draw(samples, layout.starts, hidden, self._head.logits(hidden, layout.adapters), layout.adapters)
 
     def _make_room(self, sample: RunningSample) -> None:
         """Room for the keys of the sample's last token; at first, also a copy of the prompt's last, unfinished span."""
@@ -285,7 +264,7 @@ class Sampler:
             logits = logits[torch.tensor(rows, device=logits.device)]
         params = [sample.request.op.sampling_params for sample in samples]
         drawn = draw(logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples])
-        exact = self._exact(hidden, rows, drawn.tokens, adapters)
+        exact = self._head.exact(hidden, torch.tensor(rows, device=hidden.device), drawn.tokens, adapters)
         temperature = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
         logprobs = (exact / temperature - drawn.log_normalizer).tolist()
         most = max(sample.request.op.topk_sample_logprobs for sample in samples)
@@ -360,89 +339,3 @@ class Sampler:
         return self._decoder.hidden(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention, adapters, tile=tile
         )
-
-    def _logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
-        """float32 [R, V]; rows in the order of `hidden`."""
-        tile = self._tiling.tile if self._tiling else None
-        multiple = self._tiling.multiple if self._tiling else 1
-        parts = []
-        for rows in adapters:
-            h = hidden[rows.start : rows.stop]
-            lora = rows.weights.head if rows.weights else None
-            missing = -h.shape[0] % multiple
-            padded = torch.nn.functional.pad(h, (0, 0, 0, missing)) if missing else h
-            pieces = padded.split(tile) if tile else (padded,)
-            parts += [head_logits(piece, self._decoder.head_weight, lora) for piece in pieces]
-            if missing:
-                parts[-1] = parts[-1][: parts[-1].shape[0] - missing]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _exact(self, hidden: Tensor, rows: list[int], tokens: Tensor, adapters: list[AdapterRows]) -> Tensor:
-        """Logits of tokens[i] at hidden row rows[i]: float32 [B]."""
-        row_ids = torch.tensor(rows, device=hidden.device)
-        out = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
-        for segment in adapters:
-            mine = ((row_ids >= segment.start) & (row_ids < segment.stop)).nonzero().squeeze(1)
-            lora = segment.weights.head if segment.weights else None
-            if len(mine):
-                out[mine] = exact_logits(hidden, self._decoder.head_weight, lora, row_ids[mine], tokens[mine])
-        return out
-
-
-class _RowLayout:
-    """Where the rows of each member of a batch go: members of one adapter together, padded as the tiling asks."""
-
-    def __init__(self, members: Sequence[tuple[LoraWeights | None, int]], tiling: RowTiling | None) -> None:
-        multiple = tiling.multiple if tiling else 1
-        self.starts: list[int] = []
-        self.adapters: list[AdapterRows] = []
-        row = first = 0
-        for index, (weights, count) in enumerate(members):
-            self.starts.append(row)
-            row += count
-            if index + 1 == len(members) or members[index + 1][0] is not weights:
-                row += -row % multiple
-                self.adapters.append(AdapterRows(first, row, weights))
-                first = row
-        self.total = row
-
-
-def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
-    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        bad = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise ValueError(f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}")
-
-
-def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size: int) -> None:
-    if stop is not None and not isinstance(stop, str):
-        _check_vocabulary("SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size)
-
-
-def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if not 0 <= getattr(op, name) <= vocab_size:
-            raise ValueError(f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}")
-    if op.prompt_logprobs_last_n is not None:
-        if op.prompt_logprobs_last_n < 1:
-            raise ValueError(f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all")
-        if not (op.prompt_logprobs or op.topk_prompt_logprobs):
-            raise ValueError(
-                "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
-            )
-    if op.prompt_only and not asked(op):
-        raise ValueError("prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs")
-    if op.target_prompt_logprobs is not None:
-        targets = op.target_prompt_logprobs
-        if (
-            targets.dtype != "int64"
-            or targets.shape is None
-            or len(targets.shape) != 2
-            or targets.shape[0] != prompt_tokens - 1
-        ):
-            raise ValueError(
-                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; "
-                f"give int64 [prompt length - 1, K] = [{prompt_tokens - 1}, K], with -1 where nothing is asked"
-            )
-        wanted = targets.to_numpy()
-        if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
-            raise ValueError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.engine.kv_cache import KVPool, KVPools
-from planish.engine.ordered_attention import SPAN, Sums, add_spans, attend, peaks, scores, whole_spans
+from planish.engine.ordered_attention import Sums, add_spans, attend, peaks, scores
+from planish.engine.positions import SPAN, whole_spans
 
 _QUERY_BLOCK = 256
 _LANE = 8

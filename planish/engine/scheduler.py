@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from planish.engine.drawing import UniformStream
-from planish.engine.kv_cache import CHUNK, capacity_for
-from planish.engine.ordered_attention import SPAN
+from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.engine.prefix_cache import PrefixCache
-from planish.engine.prompt_scores import PromptScores
+from planish.engine.randomness import UniformStream
 from planish.engine.stopping import StopCondition
-from planish.model.lora import LoraWeights
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse
+
+if TYPE_CHECKING:  # tensors, which nothing here looks into
+    from planish.engine.prompt_scores import PromptScores
+    from planish.model.lora import LoraWeights
 
 
 @dataclass(eq=False)
@@ -120,9 +122,9 @@ class Scheduler:
 
     def positions_needed(self, prompt_tokens: int, max_tokens: int) -> int:
         """Positions that a request with one sample reserves."""
-        return capacity_for(prompt_tokens) + (_sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0)
+        return capacity_for(prompt_tokens) + (sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0)
 
-    def admit(self, cache: PrefixCache) -> list[Prompt]:
+    def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
         """Start what fits, in order; answers the prompts that became active."""
         active: list[Prompt] = []
         for request in list(self.waiting):
@@ -154,7 +156,7 @@ class Scheduler:
     def finish(self, sample: RunningSample) -> None:
         """Take a sample out of the batch."""
         self.running.remove(sample)
-        self._reserved -= _sample_capacity(sample.prompt.length, sample.request.max_tokens)
+        self._reserved -= sample_capacity(sample.prompt.length, sample.request.max_tokens)
         sample.prompt.waiting -= 1
 
     def release(self, prompt: Prompt) -> None:
@@ -191,7 +193,7 @@ class Scheduler:
     def _start_samples(self, request: Request) -> None:
         assert request.prompt is not None
         while request.started < request.num_samples and len(self.running) < self.max_batch:
-            need = _sample_capacity(request.prompt.length, request.max_tokens)
+            need = sample_capacity(request.prompt.length, request.max_tokens)
             if self._reserved + need > self.max_positions:
                 return
             self._reserved += need
@@ -203,7 +205,7 @@ class Scheduler:
         unscored = prompt.scored_for is None and request.scores is None
         return unscored and prompt.version == request.version and prompt.tokens == request.tokens
 
-    def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache) -> bool:
+    def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache[Any]) -> bool:
         """Whether a prompt under way will soon offer a longer known prefix than the cache does now: then wait for it."""
         if request.scores:
             return False
@@ -214,8 +216,3 @@ class Scheduler:
         if longer >= len(request.tokens):
             return False
         return any(p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way)
-
-
-def _sample_capacity(prompt_tokens: int, max_tokens: int) -> int:
-    """Capacity of the slot that a sample may grow into."""
-    return capacity_for(prompt_tokens % SPAN + max_tokens - 1)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine.drawing import UniformStream, draw, log_normalizer, top_logprobs
+from planish.engine.drawing import draw, log_normalizer, top_logprobs
+from planish.engine.randomness import UniformStream
 from planish.types import SamplingParams
 
 

@@ -1,0 +1,80 @@
+"""What makes a sampling request impossible, found before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planish.engine.prompt_scores import asked
+from planish.model.config import ModelConfig
+from planish.service import Sample
+
+
+def max_tokens_of(op: Sample, config: ModelConfig) -> int:
+    """Most tokens that the request draws: what it says, or what the context leaves room for; 0 if it is about its prompt only."""
+    if op.prompt_only:
+        return 0
+    asked_for = op.sampling_params.max_tokens
+    return config.max_context - op.prompt.length if asked_for is None else asked_for
+
+
+def check_sample(op: Sample, config: ModelConfig) -> None:
+    """ValueError, naming the argument and the remedy, if the model cannot serve the request."""
+    tokens = op.prompt.to_ints()
+    if not tokens:
+        raise ValueError("prompt is empty; give at least one token (the model's BOS token, for instance)")
+    _check_vocabulary("prompt", tokens, config.vocab_size)
+    if op.num_samples < 1:
+        raise ValueError(f"num_samples={op.num_samples}: give at least 1")
+    if len(tokens) > config.max_context:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
+        )
+    max_tokens = max_tokens_of(op, config)
+    if not op.prompt_only and (max_tokens < 1 or len(tokens) + max_tokens > config.max_context):
+        raise ValueError(
+            f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
+            f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
+        )
+    _check_stop_ids(op.sampling_params.stop, config.vocab_size)
+    _check_questions(op, len(tokens), config.vocab_size)
+
+
+def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        bad = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}")
+
+
+def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size: int) -> None:
+    if stop is not None and not isinstance(stop, str):
+        _check_vocabulary("SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size)
+
+
+def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if not 0 <= getattr(op, name) <= vocab_size:
+            raise ValueError(f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}")
+    if op.prompt_logprobs_last_n is not None:
+        if op.prompt_logprobs_last_n < 1:
+            raise ValueError(f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all")
+        if not (op.prompt_logprobs or op.topk_prompt_logprobs):
+            raise ValueError(
+                "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
+            )
+    if op.prompt_only and not asked(op):
+        raise ValueError("prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs")
+    if op.target_prompt_logprobs is not None:
+        targets = op.target_prompt_logprobs
+        if (
+            targets.dtype != "int64"
+            or targets.shape is None
+            or len(targets.shape) != 2
+            or targets.shape[0] != prompt_tokens - 1
+        ):
+            raise ValueError(
+                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; "
+                f"give int64 [prompt length - 1, K] = [{prompt_tokens - 1}, K], with -1 where nothing is asked"
+            )
+        wanted = targets.to_numpy()
+        if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
+            raise ValueError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")

@@ -1,0 +1,65 @@
+"""Rows of several adapters in one batch, and their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.engine.row_tiling import RowTiling
+from planish.model.decoder import Decoder
+from planish.model.head import exact_logits, head_logits
+from planish.model.lora import AdapterRows, LoraWeights
+
+
+class RowLayout:
+    """Where the rows of each member of a batch go: members of one adapter together, padded as the tiling asks."""
+
+    def __init__(self, members: Sequence[tuple[LoraWeights | None, int]], tiling: RowTiling | None) -> None:
+        multiple = tiling.multiple if tiling else 1
+        self.starts: list[int] = []
+        self.adapters: list[AdapterRows] = []
+        row = first = 0
+        for index, (weights, count) in enumerate(members):
+            self.starts.append(row)
+            row += count
+            if index + 1 == len(members) or members[index + 1][0] is not weights:
+                row += -row % multiple
+                self.adapters.append(AdapterRows(first, row, weights))
+                first = row
+        self.total = row
+
+
+class SamplingHead:
+    """The output head over a batch whose rows are laid out by RowLayout; padded like it, so that bits do not depend on the batch."""
+
+    def __init__(self, decoder: Decoder, tiling: RowTiling | None) -> None:
+        self._weight = decoder.head_weight
+        self._tiling = tiling or RowTiling()
+
+    def logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
+        """float32 [R, V]; rows in the order of `hidden`."""
+        tile, multiple = self._tiling.tile, self._tiling.multiple
+        parts = []
+        for rows in adapters:
+            h = hidden[rows.start : rows.stop]
+            lora = rows.weights.head if rows.weights else None
+            missing = -h.shape[0] % multiple
+            padded = F.pad(h, (0, 0, 0, missing)) if missing else h
+            pieces = padded.split(tile) if tile else (padded,)
+            parts += [head_logits(piece, self._weight, lora) for piece in pieces]
+            if missing:
+                parts[-1] = parts[-1][: parts[-1].shape[0] - missing]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def exact(self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]) -> Tensor:
+        """Logits of tokens[i] at hidden row rows[i], as float32 dot products: float32 [B]."""
+        out = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
+        for segment in adapters:
+            mine = ((rows >= segment.start) & (rows < segment.stop)).nonzero().squeeze(1)
+            lora = segment.weights.head if segment.weights else None
+            if len(mine):
+                out[mine] = exact_logits(hidden, self._weight, lora, rows[mine], tokens[mine])
+        return out

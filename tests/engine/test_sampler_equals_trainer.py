@@ -1,0 +1,107 @@
+"""The logprobs that the sampler returns are those that the trainer computes: in float32, and to the last bits in bf16.
+
+In bf16 this is a statement about every sum of both: were one of them in another order, rounding would grow to some hundredths
+through the layers (a control below shows that it does).
+"""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+
+from planish.engine import ordered_attention
+from planish.engine.adapters import Adapter
+from planish.engine.row_tiling import probe
+from planish.engine.sampler import Sampler, SamplerSettings
+from planish.engine.trainer import Trainer, TrainerSettings
+from planish.model.decoder import Decoder
+from planish.model.lora import LoraLayout
+from planish.service import Sample
+from planish.testing import tiny_model
+from planish.types import Datum, EncodedTextChunk, LoraConfig, ModelInput, SampleResponse, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def trained_adapter(decoder: Decoder) -> Adapter:
+    layout = LoraLayout(decoder.config, LoraConfig(rank=8))
+    noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
+    return Adapter(layout, decoder.dtype, CPU, layout.init(0) + noise)
+
+
+def rollouts(decoder: Decoder, adapter: Adapter, temperature: float) -> list[tuple[ModelInput, SampleResponse]]:
+    """Groups whose prompts share a beginning, of lengths on both sides of every border: spans, chunks, slots."""
+    rng = np.random.default_rng(0)
+    common = rng.integers(0, 256, 70).tolist()
+    sampler = Sampler(decoder, SamplerSettings(prefill_tokens=100), str, probe(decoder.config, decoder.dtype, CPU))
+    asked = []
+    for i, extra in enumerate((1, 26, 57, 58, 59, 122, 300)):
+        prompt = ModelInput.from_ints(common[: 70 if i else 3] + rng.integers(0, 256, extra).tolist())
+        params = SamplingParams(max_tokens=20 + 30 * i, temperature=temperature, stop=[], seed=i)
+        asked.append((prompt, Sample("s", prompt, 1 + i % 4, params), Future()))
+    for _, op, future in asked:
+        sampler.submit(op, adapter.snapshot(), "version", future)
+    while sampler.busy:
+        sampler.step()
+    return [(prompt, future.result()) for prompt, _, future in asked]
+
+
+def gap(decoder: Decoder, temperature: float, micro_batch_tokens: int = 4096) -> np.ndarray:
+    """Sampled minus trained logprob of every sampled token."""
+    adapter = trained_adapter(decoder)
+    data, sampled = [], []
+    for prompt, response in rollouts(decoder, adapter, temperature):
+        for sequence in response.sequences:
+            pad = [0] * (prompt.length - 1)
+            tokens, logprobs = sequence.tokens, sequence.logprobs
+            inputs = {
+                "target_tokens": pad + tokens,
+                "logprobs": [0.0] * len(pad) + logprobs,
+                "advantages": [0.0] * len(pad) + [1.0] * len(tokens),
+            }
+            data.append(Datum(prompt.append(EncodedTextChunk(tokens[:-1])), inputs))
+            sampled.append(np.array(logprobs))
+    work = Trainer(decoder, TrainerSettings(micro_batch_tokens)).forward_backward(
+        adapter, data, "importance_sampling", {"temperature": temperature}
+    )
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            outputs = end.value.loss_fn_outputs
+            break
+    trained = [out["logprobs"].to_numpy()[-len(s) :] for out, s in zip(outputs, sampled, strict=True)]
+    return np.concatenate(sampled) - np.concatenate(trained)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_float32(tmp_path, family, temperature):
+    tiny_model(tmp_path, family=family)
+    assert np.abs(gap(Decoder.load(tmp_path, torch.float32, CPU), temperature)).max() < 3e-5
+
+
+@pytest.mark.parametrize(("family", "options"), [("llama", {"layers": 6}), ("qwen2", {}), ("qwen3", {"kv_heads": 4})])
+def test_bf16_to_the_last_bits(tmp_path, family, options):
+    # As in real models, a row's SwiGLU fills whole vector registers; torch computes what is left over with another exp.
+    tiny_model(tmp_path, family=family, dtype="bfloat16", intermediate=128, **options)
+    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    if probe(decoder.config, decoder.dtype, CPU) is None:
+        pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
+    for micro_batch_tokens in (4096, 500):
+        assert np.abs(gap(decoder, 1.0, micro_batch_tokens)).max() < 1e-5
+
+
+def test_another_order_of_sums_would_show(tmp_path, monkeypatch):
+    """The control: a rounding of the trainer's attention alone moves logprobs by far more."""
+    tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6)
+    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    exact = ordered_attention.attend
+
+    def less_exact(q, keys, values, visible):
+        out, lse = exact(q, keys, values, visible)
+        return out * (1 + 2**-9), lse
+
+    monkeypatch.setattr(ordered_attention, "attend", less_exact)
+    assert np.abs(gap(decoder, 1.0)).max() > 1e-3
