@@ -203,7 +203,7 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
             os.fsync(file.fileno())
         os.chmod(aside, 0o644)  # mkstemp makes it private
         os.replace(aside, path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         raise StorageError(f"cannot write {path} ({error}); free space or rights there") from error
     finally:
@@ -318,7 +318,7 @@ def _to_json(value: Any) -> Any:
     return str(value)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
