@@ -73,6 +73,6 @@ class _Rotate(torch.autograd.Function):
         return _turn(x, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, -sin), None, None

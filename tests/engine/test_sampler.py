@@ -1,3 +1,4 @@
+# pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalMemberAccess=false, reportArgumentType=false
 """The sampler against transformers, and every fast path against its slow twin: shared prompts, cache, batch, tenants."""
 
 from collections.abc import Sequence
