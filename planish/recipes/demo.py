@@ -63,6 +63,7 @@ class Config:
     learning_rate: float = chz.field(default=2.5e-4, doc="the highest; see learning_rate()")
     lora_rank: int = 32
     largest: int = chz.field(default=14, doc="the largest operand")
+    max_seconds: float = chz.field(default=290, doc="no step begins after so much training, on a slow machine")
     held_out: int = chz.field(default=40, doc="sums that are tested and never trained on")
     seed: int = 0
 
@@ -93,9 +94,13 @@ def train(config: Config, service_client: Any) -> Path:
             f"GRPO on sums: {config.model_name}, {config.steps} steps, {config.batch_size} x {config.group_size}"
         )
         before = accuracy(training_client.save_weights_and_get_sampling_client(), renderer, tests, display)
+        trained_seconds = 0.0
         for step in range(config.steps):
+            if trained_seconds > config.max_seconds:
+                display.say(f"stopping after {step} steps: {trained_seconds:.0f} s of training are enough for a demo")
+                break
             watch = Stopwatch.start()
-            sums_P = random.Random(f"{config.seed}:{step}").sample(pool, config.batch_size)
+            sums_P = batch_of(pool, config, step)
             seeds_P = [training_run.draw_seed(config.seed, step, row) for row in range(len(sums_P))]
             sampling_client = training_client.save_weights_and_get_sampling_client()
             groups_P = sample(sampling_client, renderer, sums_P, seeds_P, config.group_size, 1.0, display, "sampling")
@@ -115,18 +120,19 @@ def train(config: Config, service_client: Any) -> Path:
                 **rollout_metrics(groups_P),
                 **watch.metrics(),
             }
+            trained_seconds += metrics["time/total"]
             run.log(step, metrics)
             display.step_done(step_line(step, config.steps, metrics, SHOWN))
         after = accuracy(training_client.save_weights_and_get_sampling_client(), renderer, tests, display)
-        training_run.save_final(training_client, run, config.steps)
+        training_run.save_final(training_client, run, len(run.metrics()))
         draw_curve(run.path / "reward.png", run.metrics(), title="GRPO on sums of two numbers")
         display.say(summary(run, len(tests), before, after))
     return run.path
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Up in WARM_UP steps, then linearly down to 0: large steps at first or at the end make the curve jump."""
-    return config.learning_rate * min((step + 1) / WARM_UP, 1 - step / config.steps)
+    """Up in WARM_UP steps, then linearly down to a fifth: large steps at first or at the end make the curve jump."""
+    return config.learning_rate * min((step + 1) / WARM_UP, 1 - 0.8 * step / config.steps)
 
 
 def split_sums(config: Config) -> tuple[list[Sum], list[Sum]]:
@@ -138,6 +144,15 @@ def split_sums(config: Config) -> tuple[list[Sum], list[Sum]]:
     draw.shuffle(pairs)
     sums = [Sum(*(pair if draw.random() < 0.5 else pair[::-1])) for pair in pairs]
     return sums[: config.held_out], sums[config.held_out :]
+
+
+def batch_of(pool: Sequence[Sum], config: Config, step: int) -> list[Sum]:
+    """The next sums of a pool that is gone through again and again, each time in another order."""
+    batch = []
+    for position in range(step * config.batch_size, (step + 1) * config.batch_size):
+        epoch, index = divmod(position, len(pool))
+        batch.append(random.Random(f"{config.seed}:{epoch}").sample(pool, len(pool))[index])
+    return batch
 
 
 def sample(

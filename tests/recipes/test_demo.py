@@ -29,9 +29,34 @@ def test_held_out_sums_are_never_trained_on_in_either_order():
     assert len(held_out) == len(tests) == demo.Config().held_out
     assert not held_out & trained
     assert not shown & (held_out | trained)
-    assert len(pool) > 100
+    assert len(pool) > 60
+
+
+def test_a_slow_machine_ends_early_with_a_whole_run(service, tmp_path, capsys):
+    config = demo.Config(model_name="tiny", log_path=str(tmp_path / "demo"), max_seconds=0.0)
+    run = demo.train(config, service)
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0]
+    assert read_rows(run / "checkpoints.jsonl")[-1]["batch"] == 1
+    assert "stopping after 1 steps" in capsys.readouterr().out
 
 
 def test_too_few_sums_are_refused(tmp_path):
     with pytest.raises(UserError, match="largest=5"):
         demo.main(demo.Config(largest=5, log_path=str(tmp_path)))
+
+
+def test_batches_go_through_all_sums_before_any_comes_again():
+    config = demo.Config(batch_size=4)
+    pool = [demo.Sum(left, 1) for left in range(10)]
+    drawn = [problem for step in range(5) for problem in demo.batch_of(pool, config, step)]
+    assert set(drawn[:10]) == set(drawn[10:]) == set(pool)
+    assert drawn[:10] != drawn[10:]
+
+
+def test_the_learning_rate_rises_and_falls():
+    config = demo.Config()
+    rates = [demo.learning_rate(config, step) for step in range(config.steps)]
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert 0 < min(rates) <= max(rates) <= config.learning_rate
