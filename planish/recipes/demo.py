@@ -43,7 +43,7 @@ class Sum:
 
     @property
     def question(self) -> str:
-        return f"What is {self.left} + {self.right}?"
+        return f"{self.left} + {self.right} ="
 
     @property
     def answer(self) -> str:
@@ -57,14 +57,14 @@ EXAMPLES = (Sum(4, 3), Sum(12, 25))
 class Config:
     model_name: str = DEFAULT_MODEL
     log_path: str = "runs/demo"
-    steps: int = 30
-    batch_size: int = 24
-    group_size: int = 8
+    steps: int = 24
+    batch_size: int = 16
+    group_size: int = 16
     learning_rate: float = chz.field(default=2.5e-4, doc="the highest; see learning_rate()")
     lora_rank: int = 32
-    largest: int = chz.field(default=14, doc="the largest operand")
+    largest: int = chz.field(default=10, doc="the largest operand")
     max_seconds: float = chz.field(default=290, doc="no step begins after so much training, on a slow machine")
-    held_out: int = chz.field(default=40, doc="sums that are tested and never trained on")
+    held_out: int = chz.field(default=20, doc="sums that are tested and never trained on")
     seed: int = 0
 
 
@@ -166,13 +166,13 @@ def sample(
     stage: str,
 ) -> list[RolloutGroup]:
     display.stage(stage, len(sums_P))
-    params = SamplingParams(max_tokens=8, temperature=temperature, stop=renderer.get_stop_sequences())
+    # An answer is one line: what a model says after it would only be noise in the gradient.
+    params = SamplingParams(max_tokens=8, temperature=temperature, stop=["\n"])
     prompts_P = [renderer.build_generation_prompt(conversation(problem)) for problem in sums_P]
 
     def judge(index: int, sequence: SampledSequence) -> Judgement:
-        # The first line counts: a model that goes on talking after the right number was right.
-        text = get_text_content(renderer.parse_response(sequence.tokens).message).strip()
-        correct = float(text.split("\n")[0].strip() == sums_P[index].answer)
+        text = get_text_content(renderer.parse_response(sequence.tokens).message)
+        correct = float(text.strip() == sums_P[index].answer)
         return Judgement(correct, {"correct": correct})
 
     return sample_groups(
