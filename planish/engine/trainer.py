@@ -22,6 +22,7 @@ from torch import Tensor
 from planish.engine.adapters import Adapter, is_finite
 from planish.engine.attention import ForestAttention
 from planish.engine.datums import Example, read_examples
+from planish.engine.heap import give_back
 from planish.engine.losses import Loss, complete_config, find_loss
 from planish.engine.packing import Packed, pack
 from planish.errors import NonFiniteError
@@ -91,6 +92,7 @@ class Trainer:
     def __init__(self, decoder: Decoder, settings: TrainerSettings = TrainerSettings()) -> None:
         self._decoder = decoder
         self.settings = settings
+        self._kept_bytes = settings.activation_bytes(decoder.config)
 
     def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:
         """ValueError, or a subclass of it, if `forward_backward` would refuse this input."""
@@ -130,6 +132,9 @@ class Trainer:
             if not forward_only:
                 adapter.refuse_step(str(error) or type(error).__name__)
             raise
+        finally:
+            if self._decoder.device.type == "cpu":
+                give_back(self._kept_bytes)
         if grad is not None:
             adapter.add_grad(grad)
         return _output(examples, packed, parts)

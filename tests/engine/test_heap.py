@@ -1,0 +1,25 @@
+"""Freed memory goes back to the system when the C library keeps too much of it."""
+
+from pathlib import Path
+
+import pytest
+
+from planish.engine.heap import _libc, give_back
+
+
+def anonymous_kilobytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+
+
+@pytest.mark.skipif(_libc() is None, reason="not glibc 2.33 or newer")
+def test_freed_blocks_below_one_in_use_are_returned():
+    blocks = [bytearray(b"x") * 60_000 for _ in range(3000)]
+    in_use = blocks.pop()
+    blocks.clear()
+    kept = anonymous_kilobytes()
+    give_back(1 << 40)
+    assert anonymous_kilobytes() > kept - 20_000
+    give_back(0)
+    assert anonymous_kilobytes() < kept - 100_000
+    assert len(in_use) == 60_000
