@@ -13,6 +13,8 @@ up in float32.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,15 +61,20 @@ class KVPool:
     def __len__(self) -> int:
         return len(self.owners)
 
+    def reserve(self, more: int) -> None:
+        """Make room for `more` owners at once: growing one by one would copy the pool as often, or leave room that nobody uses."""
+        if len(self.owners) + more > self.slots:
+            self._resize(len(self.owners) + more)
+
     def add(self, owner: SlotOwner) -> None:
         """Give `owner` a slot."""
-        if len(self.owners) == self.keys[0].shape[0]:
-            self._resize(max(4, len(self.owners) + len(self.owners) // 2))
+        if len(self.owners) == self.slots:
+            self._resize(self.slots + max(4, self.slots // 8))
         owner.slot = len(self.owners)
         self.owners.append(owner)
 
     def remove(self, owner: SlotOwner) -> None:
-        """Free `owner`'s slot; the last slot moves into it. An empty pool gives its memory back."""
+        """Free `owner`'s slot; the last slot moves into it. A pool of which little is in use gives memory back."""
         last = self.owners.pop()
         if last is not owner:
             for tensor in (*self.keys, *self.values):
@@ -75,8 +82,13 @@ class KVPool:
             self.owners[owner.slot] = last
             last.slot = owner.slot
         owner.slot = -1
-        if not self.owners:
-            self._resize(0)
+        if not self.owners or self.slots > 2 * len(self.owners) + 8:
+            self._resize(len(self.owners))
+
+    @property
+    def slots(self) -> int:
+        """Slots that there is memory for."""
+        return self.keys[0].shape[0]
 
     def move(self, owner: SlotOwner, target: KVPool) -> None:
         """Move `owner` with its contents to a pool of larger slots."""
@@ -131,6 +143,11 @@ class KVPools:
         if capacity not in self._pools:
             self._pools[capacity] = KVPool(self.shape, capacity)
         return self._pools[capacity]
+
+    def reserve(self, capacities: Iterable[int]) -> None:
+        """Make room for one owner of each of these capacities."""
+        for capacity, count in Counter(capacities).items():
+            self.of(capacity).reserve(count)
 
     def in_use(self) -> list[KVPool]:
         return [self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])]

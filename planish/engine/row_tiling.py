@@ -59,9 +59,10 @@ def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowT
 def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
     """The fewest rows from which float32 products as attention makes them have the same bits."""
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, QUERY_ROWS * 2, config.head_dim, generator=generator).to(device)
-    keys = torch.randn(1, SPAN * 2, config.head_dim, generator=generator).to(device).transpose(1, 2)
-    weights = torch.rand(1, QUERY_ROWS * 2, SPAN, generator=generator).to(device)
+    heads = config.num_kv_heads  # the fewest products of a batch; one alone is divided among threads by its rows
+    q = torch.randn(heads, QUERY_ROWS * 2, config.head_dim, generator=generator).to(device)
+    keys = torch.randn(heads, SPAN * 2, config.head_dim, generator=generator).to(device).transpose(1, 2)
+    weights = torch.rand(heads, QUERY_ROWS * 2, SPAN, generator=generator).to(device)
     values = keys.transpose(1, 2)[:, :SPAN]
     for rows in _QUERY_ROWS:
         pairs = ((q, keys), (weights, values))

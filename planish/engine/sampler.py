@@ -124,7 +124,9 @@ class Sampler:
     def step(self) -> None:
         """Advance every running request by one token, and start what fits."""
         self._drop_cancelled()
-        for prompt in self._scheduler.admit(self._cache):
+        admitted = self._scheduler.admit(self._cache)
+        self._prompts.reserve(prompt.capacity for prompt in admitted)
+        for prompt in admitted:
             self._place(prompt)
         batch = self._scheduler.prefill_batch()
         if batch:
@@ -226,6 +228,8 @@ class Sampler:
     def _decode(self, samples: list[RunningSample]) -> None:
         """One more token for each: its last token goes through the decoder."""
         samples = sorted(samples, key=lambda s: id(s.prompt.weights))
+        needs = ((sample, capacity_for(sample.stored + 1)) for sample in samples)
+        self._samples.reserve(need for sample, need in needs if need > sample.capacity)
         for sample in samples:
             self._make_room(sample)
         layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling)

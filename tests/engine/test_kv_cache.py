@@ -1,0 +1,82 @@
+"""Slots of keys and values: dense, moved with their contents, and no more memory than is in use."""
+
+from dataclasses import dataclass
+
+import torch
+
+from planish.engine.kv_cache import KVPool, KVPools, KVShape
+from planish.engine.positions import capacity_for
+
+SHAPE = KVShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@dataclass(eq=False)
+class Owner:
+    slot: int = -1
+
+
+def fill(pool: KVPool, owner: Owner, value: float) -> None:
+    for tensor in (*pool.keys, *pool.values):
+        tensor[owner.slot] = value
+
+
+def held(pool: KVPool, owner: Owner) -> set[float]:
+    return {x for tensor in (*pool.keys, *pool.values) for x in tensor[owner.slot].unique().tolist()}
+
+
+def test_slots_stay_dense_and_keep_their_contents():
+    pool, owners = KVPool(SHAPE, 64), [Owner() for _ in range(40)]
+    for number, owner in enumerate(owners):
+        pool.add(owner)
+        fill(pool, owner, number)
+    kept = list(enumerate(owners))
+    for number in (39, 0, 17, 1, *range(20, 38)):
+        pool.remove(owners[number])
+        kept = [(n, owner) for n, owner in kept if n != number]
+        assert sorted(owner.slot for _, owner in kept) == list(range(len(kept)))
+        assert all(held(pool, owner) == {n} for n, owner in kept)
+        assert pool.slots <= 2 * len(kept) + 8
+    for _, owner in kept:
+        pool.remove(owner)
+    assert pool.slots == 0
+
+
+def test_what_is_reserved_is_all_that_is_allocated():
+    pools = KVPools(SHAPE)
+    pools.reserve([64, 256, 64, 64])
+    assert (pools.of(64).slots, pools.of(256).slots) == (3, 1)
+    for _ in range(3):
+        pools.of(64).add(Owner())
+    assert pools.of(64).slots == 3
+    assert pools.in_use() == [pools.of(64)]
+
+
+def test_a_full_slot_moves_with_its_contents():
+    pools, owner, other = KVPools(SHAPE), Owner(), Owner()
+    small, large = pools.of(64), pools.of(128)
+    small.add(owner)
+    small.add(other)
+    fill(small, owner, 5.0)
+    fill(small, other, 7.0)
+    small.move(owner, large)
+    assert held(small, other) == {7.0}
+    assert large.keys[0][owner.slot, :, :64].unique().tolist() == [5.0]
+    assert large.keys[0][owner.slot, :, 64:].unique().tolist() == [0.0]
+
+
+def test_read_write_and_copy_are_of_the_positions_named():
+    pool, target, owner, other = KVPool(SHAPE, 64), KVPool(SHAPE, 128), Owner(), Owner()
+    pool.add(owner)
+    target.add(other)
+    for layer in range(2):
+        pool.keys[layer].copy_(torch.arange(64.0)[None, None, :, None])
+        pool.values[layer].copy_(-torch.arange(64.0)[None, None, :, None])
+    target.write(other.slot, 32, pool.read(owner.slot, 0, 32))
+    assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
+    target.copy(other.slot, pool, owner.slot, 50, 60)
+    assert target.values[0][0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
+    assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
+
+
+def test_capacities_are_powers_of_two_from_one_span_on():
+    assert [capacity_for(n) for n in (0, 1, 64, 65, 128, 129, 5000)] == [64, 64, 64, 128, 128, 256, 8192]
