@@ -227,11 +227,12 @@ class Sampler:
 
     def _decode(self, samples: list[RunningSample]) -> None:
         """One more token for each: its last token goes through the decoder."""
-        samples = sorted(samples, key=lambda s: id(s.prompt.weights))
         needs = ((sample, capacity_for(sample.stored + 1)) for sample in samples)
         self._samples.reserve(need for sample, need in needs if need > sample.capacity)
         for sample in samples:
             self._make_room(sample)
+        # Within an adapter, rows in the order of the slots: attention then reads them in place.
+        samples = sorted(samples, key=lambda s: (id(s.prompt.weights), s.capacity, s.slot))
         layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling)
         tokens, positions = [0] * layout.total, [0] * layout.total
         for sample, row in zip(samples, layout.starts, strict=True):

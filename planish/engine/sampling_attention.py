@@ -108,21 +108,26 @@ class DecodeAttention:
         wide = found[0].dtype
         peak = torch.full((*grouped.shape[:-1], 1), torch.finfo(wide).min, dtype=wide, device=q.device)
         sums = Sums(torch.zeros_like(grouped, dtype=wide), torch.zeros_like(peak))
-        for part, score in zip(self._parts, found, strict=True):
-            peak[part.rows] = torch.maximum(peak[part.rows], part.taken(peaks(score), grouped.shape[2]))
-        for part, score in zip(self._parts, found, strict=True):
-            before = Sums(self._placed(part, sums.values), self._placed(part, sums.weights))
+        where = [part.rows if part.span is None else part.span for part in self._parts]
+        for part, rows, score in zip(self._parts, where, found, strict=True):
+            peak[rows] = torch.maximum(peak[rows], part.taken(peaks(score), grouped.shape[2]))
+        for part, rows, score in zip(self._parts, where, found, strict=True):
+            # A prompt's sums are a row's first.
+            before = self._so_far(part, sums) if part in self._own else None
             after = add_spans(score, self._placed(part, peak), part.values(layer), before)
-            sums.values[part.rows] = part.taken(after.values, grouped.shape[2])
-            sums.weights[part.rows] = part.taken(after.weights, grouped.shape[2])
+            sums.values[rows] = part.taken(after.values, grouped.shape[2])
+            sums.weights[rows] = part.taken(after.weights, grouped.shape[2])
         # Padding rows have no keys at all.
         return (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny)).flatten(1, 2).to(q.dtype)
+
+    def _so_far(self, part: _Part, sums: Sums) -> Sums:
+        return Sums(self._placed(part, sums.values), self._placed(part, sums.weights))
 
     def _placed(self, part: _Part, x: Tensor) -> Tensor:
         return part.placed(x, self._query_rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Part:
     """Slots of one pool, and the batch rows that attend to them."""
 
@@ -137,6 +142,8 @@ class _Part:
     visible: Tensor
     """Positions of the slot that its rows see: [n, 1, 1]."""
     width: int
+    span: slice | None = None
+    """The rows as a slice, if each slot has one and they lie in the order of the slots: nothing need be gathered then."""
 
     def keys(self, layer: int) -> Tensor:
         return self._of_slots(self.pool.keys[layer])
@@ -150,11 +157,13 @@ class _Part:
 
     def placed(self, x: Tensor, query_rows: int) -> Tensor:
         """x [T, H, group, E] as [n, H, M, E] with M = lane * group, or zeros behind up to `query_rows`."""
-        placed = x[self.table].transpose(1, 2).flatten(2, 3)
+        placed = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
         return F.pad(placed, (0, 0, 0, max(0, query_rows - placed.shape[2])))
 
     def taken(self, x: Tensor, group: int) -> Tensor:
         """The reverse for the places in use: [n, H, M, E] as [len(rows), H, group, E]."""
+        if self.span is not None:
+            return x[:, :, :group]
         lane = self.table.shape[1]
         places = x[:, :, : lane * group].unflatten(2, (lane, group)).transpose(1, 2).flatten(0, 1)
         return places if self.taken_places is None else places[self.taken_places]
@@ -162,15 +171,18 @@ class _Part:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put the rows' new keys and values at their slots' last visible positions."""
         slots, last = torch.arange(len(self.rows), device=k.device), self.visible.flatten() - 1
-        self.pool.keys[layer][slots, :, last] = k[self.rows].to(self.pool.shape.dtype)
-        self.pool.values[layer][slots, :, last] = v[self.rows].to(self.pool.shape.dtype)
+        rows = self.rows if self.span is None else self.span
+        self.pool.keys[layer][slots, :, last] = k[rows].to(self.pool.shape.dtype)
+        self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.shape.dtype)
 
 
 def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part:
     """All samples of one pool, each with its own slot."""
     samples = cast("list[SampleSlot]", pool.owners)
     visible = [sample.stored + 1 for sample in samples]
-    batch_rows = torch.tensor([rows[id(sample)] for sample in samples], device=device)
+    numbers = [rows[id(sample)] for sample in samples]
+    in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    batch_rows = torch.tensor(numbers, device=device)
     return _Part(
         pool=pool,
         slots=None,
@@ -179,6 +191,7 @@ def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part
         rows=batch_rows,
         visible=torch.tensor(visible, device=device)[:, None, None],
         width=whole_spans(max(visible)),
+        span=slice(numbers[0], numbers[0] + len(numbers)) if in_order else None,
     )
 
 
