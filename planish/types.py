@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 StopReason = Literal["stop", "length"]
-LossFn = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro"]
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,6 @@ class Segment:
     ancestors: tuple[tuple[int, int], ...]
     """Row ranges [start, end) of everything above, root first; adjacent ones are joined."""
 
-    @property
-    def is_root(self) -> bool:
-        return not self.ancestors
-
 
 @dataclass(frozen=True, eq=False)
 class Packed:
