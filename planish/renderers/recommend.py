@@ -6,12 +6,12 @@ is not the template's end of turn. A name decides by its family. Nothing is gues
 lists the names.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from planish.errors import DamagedFileError, UnknownModelError
+from planish.errors import UnknownModelError
+from planish.model.config import read_json
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML, Thinking
 from planish.renderers.llama3 import BOS, EOT, START, Llama3
@@ -58,7 +58,7 @@ def _choose() -> str:
 
 
 def _of_directory(path: Path) -> str:
-    config = _read_json(path / "config.json")
+    config = _read_if_there(path / "config.json")
     if config is None:
         raise UnknownModelError(
             f"{path} has no config.json, so it is no model directory; copy it from the model, or {_choose()}"
@@ -70,7 +70,7 @@ def _of_directory(path: Path) -> str:
         raise UnknownModelError(
             f"{path} has no chat template and is of model type {config.get('model_type')!r}; {_choose()}"
         )
-    tokens = _read_json(path / "tokenizer_config.json") or {}
+    tokens = _read_if_there(path / "tokenizer_config.json") or {}
     bos = _token_text(tokens.get("bos_token"))
     written = render_template(template, [HELLO], True, bos or BOS)
     if START in written and EOT in written:
@@ -95,7 +95,7 @@ def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
 
 def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether generation ends with tokens known by name, and ChatML's end of turn is not one of them."""
-    generation = _read_json(path / "generation_config.json") or {}
+    generation = _read_if_there(path / "generation_config.json") or {}
     ids: set[int] = set()
     for source in (config, generation):
         value = source.get("eos_token_id")
@@ -103,7 +103,7 @@ def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool
     names = {str(id_): _token_text(token) for id_, token in tokens.get("added_tokens_decoder", {}).items()}
     names |= {
         str(token["id"]): token["content"]
-        for token in (_read_json(path / "tokenizer.json") or {}).get("added_tokens", [])
+        for token in (_read_if_there(path / "tokenizer.json") or {}).get("added_tokens", [])
     }
     ends = {names[str(id_)] for id_ in ids if str(id_) in names} | {_token_text(tokens.get("eos_token"))} - {""}
     return bool(ends) and "<|im_end|>" not in ends
@@ -113,8 +113,8 @@ def _template(path: Path) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    separate = _read_json(path / "chat_template.json") or {}
-    tokens = _read_json(path / "tokenizer_config.json") or {}
+    separate = _read_if_there(path / "chat_template.json") or {}
+    tokens = _read_if_there(path / "tokenizer_config.json") or {}
     return choose_template(separate.get("chat_template") or tokens.get("chat_template"))
 
 
@@ -124,13 +124,5 @@ def _token_text(token: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DamagedFileError(f"{path} is not JSON ({error}); copy it from the model again") from error
-    if not isinstance(value, dict):
-        raise DamagedFileError(f"{path} holds no JSON object; copy it from the model again")
-    return value
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.is_file() else None
