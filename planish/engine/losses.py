@@ -85,9 +85,13 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum (l A - beta / 2 (l - q)^2) (Richemond et al. 2024). Ours: beta is 0.1."""
+    """-sum m (l A - beta / 2 (l - q)^2) (Richemond et al. 2024). Ours: beta is 0.1, and `mask` m, 1 if it is not given.
+
+    The mask is needed wherever some positions were not sampled: an advantage of 0 does not take their square out of the sum.
+    """
     gap = logprobs - inputs["logprobs"]
-    return -(logprobs * inputs["advantages"] - 0.5 * config["beta"] * gap.square()).sum()
+    terms = logprobs * inputs["advantages"] - 0.5 * config["beta"] * gap.square()
+    return -(terms * inputs["mask"] if "mask" in inputs else terms).sum()
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
@@ -112,7 +116,7 @@ LOSSES: dict[str, Loss] = {
     "ppo": Loss(ppo, _SAMPLED, config=_clip(0.8, 1.2)),
     "cispo": Loss(cispo, _SAMPLED, config=_clip(0.0, 4.0)),
     "gspo": Loss(gspo, _SAMPLED, ("sequence_ratio_mask",), _clip(0.8, 1.2)),
-    "dro": Loss(dro, _SAMPLED, config={"beta": 0.1}),
+    "dro": Loss(dro, _SAMPLED, ("mask",), {"beta": 0.1}),
 }
 
 # Losses of the public API that planish does not serve, and what to use instead.

@@ -41,8 +41,9 @@ def cispo(now, low=0.0, high=4.0):
     return -sum(h * x * a for h, x, a in zip(held, now, A, strict=True))
 
 
-def dro(now, beta=0.1):
-    return -sum(x * a - 0.5 * beta * (x - q) ** 2 for x, q, a in zip(now, Q, A, strict=True))
+def dro(now, beta=0.1, mask=None):
+    mask = [1.0] * N if mask is None else mask
+    return -sum(m * (x * a - 0.5 * beta * (x - q) ** 2) for x, q, a, m in zip(now, Q, A, mask, strict=True))
 
 
 def gspo(now, low=0.8, high=1.2, mask=MASK):
@@ -65,6 +66,7 @@ CASES = [
     ("cispo", SAMPLED, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, lambda now: cispo(now, 0.9, 1.1)),
     ("dro", SAMPLED, {}, dro),
     ("dro", SAMPLED, {"beta": 0.05}, lambda now: dro(now, 0.05)),
+    ("dro", {**SAMPLED, "mask": MASK}, {}, lambda now: dro(now, mask=MASK)),
     ("gspo", {**SAMPLED, "sequence_ratio_mask": MASK}, {}, gspo),
     ("gspo", SAMPLED, {"clip_high_threshold": 1.05}, lambda now: gspo(now, 0.8, 1.05, A)),
 ]
