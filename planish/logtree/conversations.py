@@ -1,0 +1,106 @@
+"""Messages of a conversation as a node: data for programs, and what a page shows of them.
+
+The data is {"type": "conversation", "messages": [{"role", "content", ...}]}. Content is a string wherever the parts of a
+message are text; it stays a list of parts where there is more to it, such as thinking. The messages are copied when they
+are logged, because environments go on appending to their lists. The elements are made only when a page is written.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from planish.logtree.nodes import Node, plain
+
+CONVERSATION = "conversation"
+
+
+def conversation_data(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a program reads: all keys of all messages as plain JSON."""
+    return {"type": CONVERSATION, "messages": [_message(message) for message in messages]}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: plain(value) for key, value in message.items() if value is not None}
+    return {**known, "role": str(known.get("role", "")), "content": _content(known.get("content"))}
+
+
+def _content(content: Any) -> str | list[Any]:
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        return "".join(map(str, texts)) if whole else content
+    return "" if content is None else str(content)
+
+
+def conversation_node(messages: Sequence[Mapping[str, Any]]) -> Node:
+    """The node to log."""
+    return Node("div", {"class": "lt-conversation"}, data=conversation_data(messages))
+
+
+def message_nodes(data: Mapping[str, Any]) -> list[Node]:
+    """The elements of a conversation's data, one a message."""
+    return [_drawn(message) for message in data["messages"]]
+
+
+def _drawn(message: Mapping[str, Any]) -> Node:
+    kind = re.sub(r"[^a-z0-9_-]", "-", message["role"].lower())
+    of = [message[key] for key in ("name", "tool_call_id") if message.get(key)]
+    title = " · ".join(map(str, (message["role"], *of)))
+    content = message["content"]
+    thinking = {"type": "thinking", "thinking": message.get("reasoning_content")}
+    parts = [
+        *([thinking] if thinking["thinking"] else []),
+        *([{"type": "text", "text": content}] if isinstance(content, str) else content),
+        *({"type": "tool_call", **call} for call in _mappings(message, "tool_calls")),
+        *({"type": "unparsed_tool_call", **call} for call in _mappings(message, "unparsed_tool_calls")),
+    ]
+    body = Node("div", {"class": "lt-message-content"}, [_part(part) for part in parts])
+    role = Node("div", {"class": "lt-message-role"}, [title])
+    return Node("div", {"class": f"lt-message lt-message-{kind}"}, [role, body])
+
+
+def _mappings(message: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    return [item for item in message.get(key) or [] if isinstance(item, Mapping)]
+
+
+def _part(part: Any) -> Node:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    draw = _PARTS.get(kind) if isinstance(kind, str) else None
+    if draw is None:  # an image, or a kind that this page does not know: shown as it is
+        return Node("pre", {"class": "lt-other"}, [json.dumps(part, indent=1, ensure_ascii=False)])
+    return draw(part)
+
+
+def _text(part: Mapping[str, Any]) -> Node:
+    return Node("div", {"class": "lt-text", "dir": "auto"}, [str(part.get("text") or "")])
+
+
+def _thinking(part: Mapping[str, Any]) -> Node:
+    body = Node("div", {"class": "lt-text", "dir": "auto"}, [str(part.get("thinking") or "")])
+    return Node("details", {"class": "lt-thinking", "open": ""}, [Node("summary", {}, ["Thinking"]), body])
+
+
+def _call(part: Mapping[str, Any]) -> Node:
+    call = part.get("tool_call", part)
+    function = call.get("function") if isinstance(call, Mapping) else None
+    called = function if isinstance(function, Mapping) else part
+    arguments = called.get("arguments", "")
+    shown = arguments if isinstance(arguments, str) else json.dumps(arguments, indent=1, ensure_ascii=False)
+    name = Node("span", {"class": "lt-tool-name"}, [str(called.get("name", "tool"))])
+    return Node("div", {"class": "lt-tool-call"}, [name, Node("pre", {"dir": "auto"}, [shown])])
+
+
+def _unparsed_call(part: Mapping[str, Any]) -> Node:
+    error = Node("div", {"class": "lt-error"}, [f"not a tool call: {part.get('error', '')}"])
+    return Node(
+        "div", {"class": "lt-tool-call"}, [error, Node("pre", {"dir": "auto"}, [str(part.get("raw_text", ""))])]
+    )
+
+
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Node]] = {
+    "text": _text,
+    "thinking": _thinking,
+    "tool_call": _call,
+    "unparsed_tool_call": _unparsed_call,
+}

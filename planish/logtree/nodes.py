@@ -1,0 +1,94 @@
+"""The tree that a trace is made of.
+
+A node is an HTML element. A child is another node, plain text, or `Markup`, which is HTML that the caller vouches for.
+Plain text is escaped when it is rendered, so nothing that a model wrote is ever read as HTML. `data` is what a node means
+to a program, such as the messages of a conversation; the page is drawn from it. Nodes are plain data: they pickle, and
+the tree of a group that was played in another process comes back whole.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+from planish.errors import UserError
+
+_ATTRIBUTE_NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+
+
+@dataclass
+class Node:
+    """One element."""
+
+    tag: str
+    attrs: dict[str, str] = field(default_factory=dict)
+    children: list["Node | str"] = field(default_factory=list)
+    data: dict[str, Any] | None = None
+    css: str | None = None
+    """Rules that the Markup among the children needs; a page holds equal ones once."""
+
+    def walk(self) -> Iterator["Node"]:
+        """This node and all below it, in the order of the page."""
+        yield self
+        for child in self.children:
+            if isinstance(child, Node):
+                yield from child.walk()
+
+    def to_json(self) -> dict[str, Any]:
+        """{"tag", "attrs", "children", "data" if any}. Where there is data, strings among the children are left out: the
+        data says the same."""
+        keeps_text = self.data is None
+        children = [
+            child.to_json() if isinstance(child, Node) else str.__str__(child)
+            for child in self.children
+            if keeps_text or isinstance(child, Node)
+        ]
+        plain: dict[str, Any] = {"tag": self.tag, "attrs": self.attrs, "children": children}
+        return plain if self.data is None else {**plain, "data": self.data}
+
+
+def section(title: str, level: int, attrs: Mapping[str, str] | None = None) -> tuple[Node, Node]:
+    """A section under a heading of `level` (1 to 6), and its body, to which the contents go."""
+    body = Node("div", {"class": "lt-section-body"})
+    heading = Node(f"h{level}", {"class": f"lt-h{level}"}, [text_of(title)])
+    return Node("section", {"class": "lt-section", **(attrs or {})}, [heading, body]), body
+
+
+def attributes(given: Mapping[str, Any]) -> dict[str, str]:
+    """HTML attributes from keyword arguments: class_ means class, data__x means data-x."""
+    named = {
+        "class" if name == "class_" else name.replace("__", "-", 1) if name.startswith("data__") else name: str(value)
+        for name, value in given.items()
+    }
+    for name in named:
+        if not _ATTRIBUTE_NAME.fullmatch(name):
+            raise UserError(f"{name!r} is no name of an HTML attribute; use letters, digits, '-', '_' and '.'")
+    return named
+
+
+def text_of(value: Any) -> str:
+    """`value` as plain text: also Markup is text here, to be escaped like any other."""
+    return str.__str__(value if isinstance(value, str) else str(value))
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON holds it, copied: numbers of other libraries become Python's, what is not finite null, and objects
+    that are neither mappings nor dataclasses nor have `model_dump` their text."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return text_of(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {text_of(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return plain(value.tolist())
+    if hasattr(value, "model_dump"):  # pydantic
+        return plain(value.model_dump())
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    return str(value)

@@ -1,0 +1,274 @@
+"""Traces, captures, and the scopes within them.
+
+Where the next node goes is the one piece of state, and it is local to the context: each asyncio task starts from the
+place of the task that made it, so trajectories that are played at the same time do not mix. Outside a trace, everything
+here does nothing, and costs one look-up.
+
+A capture is a tree of its own, attached to a trace later, perhaps from another process; it is what a group of rollouts
+is logged into. An exception that leaves a scope is recorded there, once, and goes on; every part of the tree that it left
+says so (data-failed).
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, overload
+
+from jinja2 import Environment, PackageLoader
+
+from planish.errors import UserError
+from planish.logtree.html import css_of, to_html
+from planish.logtree.nodes import Node, attributes, section, text_of
+from planish.runs import write_whole
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RECORDED = "_planish_logtree_recorded"
+
+_PAGES = Environment(loader=PackageLoader("planish.logtree", "."), autoescape=True)
+
+
+@dataclass
+class Trace:
+    """A tree with a title, and its two written forms."""
+
+    title: str
+    path: Path | None = None
+    """Where the page goes at the end, and at `flush_trace`."""
+    started_at: datetime = field(default_factory=lambda: datetime.now().astimezone())
+    root: Node = field(init=False)
+
+    def __post_init__(self) -> None:
+        started = self.started_at.isoformat(sep=" ", timespec="seconds")
+        self.root = Node(
+            "body",
+            {"class": "lt-root"},
+            [Node("h1", {"class": "lt-title"}, [self.title]), Node("div", {"class": "lt-subtitle"}, [started])],
+        )
+
+    def attach(self, node: Node) -> None:
+        """Put a captured tree at the end."""
+        self.root.children.append(node)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "started_at": self.started_at.isoformat(),
+            "path": None if self.path is None else str(self.path),
+            "root": self.root.to_json(),
+        }
+
+    def to_html(self) -> str:
+        """A page that needs no other file."""
+        page = _PAGES.get_template("trace.html")
+        return page.render(title=self.title, css=css_of(self.root), body=to_html(self.root))
+
+    def write(self) -> None:
+        """Write the page to `path`."""
+        if self.path is None:
+            raise UserError("this trace has no path; give one to init_trace")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, self.to_html().encode(errors="backslashreplace"))
+
+
+@dataclass(frozen=True)
+class _Place:
+    container: Node
+    level: int
+    """That of the heading above."""
+    trace: Trace | None
+
+
+_place: ContextVar[_Place | None] = ContextVar("planish_logtree_place", default=None)
+
+
+def append(make: Callable[[int], Node]) -> None:
+    """Add `make(level)` to the tree, `level` being that of a heading here; nothing is made where there is no trace."""
+    place = _place.get()
+    if place is not None:
+        place.container.children.append(make(min(6, place.level + 1)))
+
+
+@contextmanager
+def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Iterator[Trace]:
+    """A trace for all that happens in the block. With a `path`, its page is written there at the end; after an exception
+    too, unless `write_on_error` is False."""
+    trace = Trace(text_of(title), None if path is None else Path(path))
+    done = False
+    try:
+        with _at(_Place(trace.root, 1, trace)):
+            yield trace
+        done = True
+    finally:
+        if trace.path is not None and (done or write_on_error):
+            trace.write()
+
+
+@contextmanager
+def capture(title: str, **attrs: Any) -> Iterator[Node]:
+    """A section that belongs to no trace yet, for all that happens in the block: see `Trace.attach`."""
+    place = _place.get()
+    node, body = section(title, 2, attributes(attrs))
+    with _at(_Place(body, 2, place.trace if place else None)):
+        yield node
+
+
+@contextmanager
+def _at(place: _Place) -> Iterator[None]:
+    """The root of a tree: what leaves it may be recorded again, in the tree around it."""
+    token = _place.set(place)
+    try:
+        yield
+    except BaseException as error:
+        _record(error, place.container)
+        setattr(error, _RECORDED, False)
+        raise
+    finally:
+        _place.reset(token)
+
+
+class Scope(AbstractContextManager[None]):
+    """A part of the tree: the block of a `with`, or every call of a function, plain or async, that it decorates."""
+
+    def __init__(self, make: Callable[[int], tuple[Node, Node, int]]) -> None:
+        """`make` gets the level of the heading above and gives the part, its body, and the level of its own heading."""
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        block = _within(self._make)
+        block.__enter__()
+        self._entered.append(block)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, at)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise UserError(
+                f"{function.__name__} is a generator, which runs after it has returned; use `with` inside it"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def play(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with _within(self._make):
+                    return await function(*args, **kwargs)
+
+            return play  # pyright: ignore[reportReturnType]
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _within(self._make):
+                return function(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def _within(make: Callable[[int], tuple[Node, Node, int]]) -> Iterator[None]:
+    place = _place.get()
+    if place is None:
+        yield
+        return
+    node, body, level = make(place.level)
+    place.container.children.append(node)
+    token = _place.set(replace(place, container=body, level=level))
+    try:
+        yield
+    except GeneratorExit:  # a generator that is no longer wanted: nothing went wrong
+        raise
+    except BaseException as error:
+        node.attrs["data-failed"] = type(error).__name__
+        _record(error, body)
+        raise
+    finally:
+        _place.reset(token)
+
+
+def scope_header(title: str, **attrs: Any) -> Scope:
+    """A section under a heading; scopes within it get smaller headings. class_="x" and data__y="z" become attributes."""
+
+    def make(level: int) -> tuple[Node, Node, int]:
+        node, body = section(title, min(6, level + 1), attributes(attrs))
+        return node, body, min(6, level + 1)
+
+    return Scope(make)
+
+
+@overload
+def scope_header_decorator(title: str) -> Scope: ...
+@overload
+def scope_header_decorator(title: Callable[P, R]) -> Callable[P, R]: ...
+def scope_header_decorator(title: Any) -> Any:
+    """`scope_header` as a decorator; without a title, the function's name is the heading."""
+    return scope_header(title) if isinstance(title, str) else scope_header(title.__name__)(title)
+
+
+def scope_div(**attrs: Any) -> Scope:
+    """A <div> with attributes as in `scope_header`."""
+
+    def make(level: int) -> tuple[Node, Node, int]:
+        node = Node("div", attributes(attrs))
+        return node, node, level
+
+    return Scope(make)
+
+
+def scope_details(summary: str) -> Scope:
+    """A part that is folded until the reader opens it."""
+
+    def make(level: int) -> tuple[Node, Node, int]:
+        body = Node("div", {"class": "lt-details-body"})
+        return Node("details", {"class": "lt-details"}, [Node("summary", {}, [text_of(summary)]), body]), body, level
+
+    return Scope(make)
+
+
+@contextmanager
+def scope_disable() -> Iterator[None]:
+    """Log nothing in the block, except in traces and captures that begin there."""
+    token = _place.set(None)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+@contextmanager
+def optional_enable_logging(enable: bool) -> Iterator[None]:
+    """Log in the block only if `enable`."""
+    if enable:
+        yield
+        return
+    with scope_disable():
+        yield
+
+
+def flush_trace() -> bool:
+    """Write the page of the current trace as it is now; False if there is no trace or it has no path."""
+    place = _place.get()
+    if place is None or place.trace is None or place.trace.path is None:
+        return False
+    place.trace.write()
+    return True
+
+
+def _record(error: BaseException, body: Node) -> None:
+    """Unless it is in the tree already; the mark travels with the exception."""
+    if getattr(error, _RECORDED, False):
+        return
+    setattr(error, _RECORDED, True)
+    trail = "".join(traceback.format_exception(error))
+    summary = Node("summary", {}, [f"{type(error).__name__}: {error}"])
+    body.children.append(Node("details", {"class": "lt-exc", "open": "open"}, [summary, Node("pre", {}, [trail])]))
