@@ -3,6 +3,10 @@
     config.json         the options of the run, written whole
     metrics.jsonl       one object a training step, "step" first, flushed as each is made
     checkpoints.jsonl   one object a checkpoint; the last one with "state_path" is where a run resumes
+    code.diff           the commit of the code and what differed from it
+    timing_spans.jsonl  one object a training step: when each part of it ran
+    trace_events.jsonl  the same as Chrome trace events, if asked for (planish/timing.py)
+    metric_logs.json    how far W&B, Trackio and TensorBoard have been told, where they are (planish/metric_logs.py)
     *.png               curves
 
 Invariants: a file is whole or absent (`write_whole`), an appended row is whole or cut off at the next start. Everything
@@ -20,7 +24,8 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
@@ -30,6 +35,10 @@ from planish.errors import DamagedFileError, StorageError, UserError
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints.jsonl"
 CONFIG = "config.json"
+SPANS = "timing_spans.jsonl"
+CODE_DIFF = "code.diff"
+TRACE = "trace_events.jsonl"
+METRIC_LOGS = "metric_logs.json"
 
 Row = dict[str, Any]
 
@@ -85,6 +94,7 @@ class RunDirectory:
             self._check_config(_plain(config), may_change)
             self._metrics = _Appender(self.path / METRICS)
             self._checkpoints = _Appender(self.path / CHECKPOINTS)
+            self._spans = _Appender(self.path / SPANS)
         except BaseException:
             self._lock.release()
             raise
@@ -98,6 +108,7 @@ class RunDirectory:
     def close(self) -> None:
         self._metrics.close()
         self._checkpoints.close()
+        self._spans.close()
         self._lock.release()
 
     def resume_point(self) -> CheckpointRecord | None:
@@ -105,11 +116,12 @@ class RunDirectory:
         return resume_point(self.path)
 
     def resume_at(self, batch: int) -> None:
-        """Drop the metrics of steps from `batch` on: they will be done again."""
-        rows = self.metrics()
-        kept = [row for row in rows if row["step"] < batch]
-        if len(kept) < len(rows):
-            self._metrics.replace(kept)
+        """Drop the rows of steps from `batch` on: they will be done again."""
+        for file in (self._metrics, self._spans):
+            rows = read_rows(file.path)
+            kept = [row for row in rows if row["step"] < batch]
+            if len(kept) < len(rows):
+                file.replace(kept)
 
     def metrics(self) -> list[Row]:
         return read_rows(self.path / METRICS)
@@ -120,6 +132,10 @@ class RunDirectory:
             if not math.isfinite(value):
                 raise ValueError(f"metric {name!r} of step {step} is {value}: log finite numbers only")
         self._metrics.append({"step": step, **_plain(metrics)})
+
+    def log_spans(self, step: int, spans: Sequence[Mapping[str, float | str]]) -> None:
+        """Append when each part of a step ran."""
+        self._spans.append({"step": step, "spans": list(spans)})
 
     def log_checkpoint(self, record: CheckpointRecord) -> None:
         """Append a checkpoint that is already on disk; all metrics so far are made durable before it."""
@@ -167,7 +183,7 @@ def checkpoint_of(path: str) -> str:
 
 def remove_run(path: str | Path) -> None:
     """Remove the files of a run, and nothing else that may be in its directory."""
-    for name in (METRICS, CHECKPOINTS, CONFIG):
+    for name in (METRICS, CHECKPOINTS, SPANS, TRACE, METRIC_LOGS, CONFIG, CODE_DIFF):
         (Path(path).expanduser() / name).unlink(missing_ok=True)
 
 
@@ -210,32 +226,6 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
         if aside is not None:
             with suppress(FileNotFoundError):
                 os.unlink(aside)
-
-
-def draw_curve(
-    path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("reward/total",), *, title: str, xlabel: str = "step"
-) -> bool:
-    """Write a PNG of the metrics `names` over the steps; rows without a metric are gaps. False if no row has any."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # seconds to load, and only for pictures
-    from matplotlib.figure import Figure
-
-    rows = list(rows)
-    curves = {name: [(row["step"], row[name]) for row in rows if row.get(name) is not None] for name in names}
-    if not any(curves.values()):
-        return False
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, points in curves.items():
-        if points:
-            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
-    axes.set(title=title, xlabel=xlabel)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_whole(path, image.getvalue())
-    return True
 
 
 class _Appender:
@@ -308,14 +298,22 @@ def _read_object(path: Path) -> Row:
 
 
 def _plain(values: Mapping[str, Any]) -> Row:
-    """What JSON can hold: numbers of other libraries become Python's, paths and other objects their text."""
+    """What JSON can hold: numbers of other libraries become Python's, paths their text, functions and other objects their name.
+
+    No name holds an address, so the same options give the same text in every process.
+    """
     return json.loads(json.dumps(dict(values), default=_to_json))
 
 
 def _to_json(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
-    return str(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, partial):
+        return {"function": _to_json(value.func), "arguments": [*value.args], **value.keywords}
+    named = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def sync_directory(path: Path) -> None:

@@ -1,5 +1,6 @@
-"""`planish models` lists, fetches, and says what is wrong without a traceback."""
+"""`planish` lists and fetches models, converts traces, and says what is wrong without a traceback."""
 
+import json
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from planish.cli import main
 from planish.testing import tiny_model
+from planish.timing import Spans, TraceFile
 
 
 @pytest.fixture
@@ -41,3 +43,21 @@ def test_it_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "planish", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "models" in done.stdout
+
+
+def test_trace_writes_a_file_for_a_viewer(tmp_path, capsys):
+    with TraceFile(tmp_path, 0) as trace:
+        spans = Spans(trace)
+        with spans.measure("sampling"):
+            pass
+        trace.write(0, spans)
+    assert main(["trace", str(tmp_path)]) == 0
+    assert str(tmp_path / "trace.json") in capsys.readouterr().out
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"][-1]["name"] == "sampling"
+    assert main(["trace", str(tmp_path), "--out", str(tmp_path / "other.json")]) == 0
+    assert (tmp_path / "other.json").is_file()
+
+
+def test_a_run_that_was_not_traced_is_an_error(tmp_path, capsys):
+    assert main(["trace", str(tmp_path)]) == 1
+    assert "enable_trace=True" in capsys.readouterr().err

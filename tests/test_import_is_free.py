@@ -13,6 +13,10 @@ HEAVY = (
     "huggingface_hub",
     "gguf",
     "peft",
+    "plotly",
+    "wandb",
+    "tensorboard",
+    "httpx",
 )
 
 

@@ -11,18 +11,36 @@ PACKAGE = Path(planish.__file__).parent
 
 # Lowest first; a module may import from its own row and those before it.
 LAYERS = (
-    ("errors", "tensors", "types", "service", "runs", "tokenizer", "testing"),
+    (
+        "errors",
+        "tensors",
+        "types",
+        "service",
+        "runs",
+        "tokenizer",
+        "testing",
+        "schedules",
+        "provenance",
+        "timing",
+        "console",
+    ),
+    ("logtree", "curves", "metrics_table", "metric_services"),
+    ("metric_logs", "plotting"),
+    ("wire",),
     ("model",),
     ("engine",),
-    ("client", "cli"),
+    ("client", "server"),
     ("planish",),
     ("renderers",),
+    ("completers", "checkpointing", "evaluators"),
     ("rl", "supervised", "preference"),
-    ("recipes", "reports", "__main__"),
+    ("tool_use",),
+    ("recipes", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the order of layers: what never may know of the engine.
-FORBIDDEN = {(part, "engine") for part in ("rl", "supervised", "preference", "renderers", "recipes")}
+FORBIDDEN = {(part, "engine") for part in ("rl", "supervised", "preference", "renderers", "recipes", "tool_use")}
+FORBIDDEN |= {("server", "client"), ("client", "server")}
 THE_ONE_EXCEPTION = ("planish.client.local", "planish.engine")
 
 

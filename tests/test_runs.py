@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, draw_curve, read_rows, resume_point, write_whole
+from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, read_rows, resume_point, write_whole
 
 CONFIG = {"batch_size": 4, "max_steps": 10}
 
@@ -148,13 +148,3 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
         with pytest.raises(StorageError, match="free space"):
             run.log(1, {"a": 2.0})
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0]
-
-
-def test_the_curve_is_a_picture_and_leaves_no_global_state(tmp_path):
-    rows = [{"step": step, "reward/total": step / 4} for step in range(5)] + [{"step": 5, "test/correct": 0.5}]
-    before = "matplotlib.pyplot" in sys.modules
-    assert draw_curve(tmp_path / "curve.png", rows, title="GRPO")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert not draw_curve(tmp_path / "none.png", rows, ["no/such"], title="GRPO")
-    assert not (tmp_path / "none.png").exists()
-    assert ("matplotlib.pyplot" in sys.modules) == before

@@ -15,9 +15,12 @@ from typing import Any
 import chz
 
 from planish import AdamParams, SamplingParams, ServiceClient
+from planish.checkpointing import RunCheckpoints
+from planish.completers import derived_seed
+from planish.console import StepDisplay, step_line
 from planish.model.sources import DEFAULT_MODEL
+from planish.plotting import draw_curve
 from planish.recipes import training_run
-from planish.recipes.console import StepDisplay, step_line
 from planish.recipes.grpo import (
     Judgement,
     RolloutGroup,
@@ -29,7 +32,7 @@ from planish.recipes.grpo import (
     training_examples,
 )
 from planish.renderers import Renderer, get_renderer, get_text_content
-from planish.runs import RunDirectory, draw_curve, remove_run
+from planish.runs import RunDirectory, remove_run
 from planish.types import SampledSequence
 
 WARM_UP = 4
@@ -101,7 +104,7 @@ def train(config: Config, service_client: Any) -> Path:
                 break
             watch = Stopwatch.start()
             sums_P = batch_of(pool, config, step)
-            seeds_P = [training_run.draw_seed(config.seed, step, row) for row in range(len(sums_P))]
+            seeds_P = [derived_seed(config.seed, step, row) for row in range(len(sums_P))]
             sampling_client = training_client.save_weights_and_get_sampling_client()
             groups_P = sample(sampling_client, renderer, sums_P, seeds_P, config.group_size, 1.0, display, "sampling")
             watch.lap("sampling")
@@ -124,7 +127,7 @@ def train(config: Config, service_client: Any) -> Path:
             run.log(step, metrics)
             display.step_done(step_line(step, config.steps, metrics, SHOWN))
         after = accuracy(training_client.save_weights_and_get_sampling_client(), renderer, tests, display)
-        training_run.save_final(training_client, run, len(run.metrics()))
+        RunCheckpoints(training_client, run).final(len(run.metrics()))
         draw_curve(run.path / "reward.png", run.metrics(), title="GRPO on sums of two numbers")
         display.say(summary(run, len(tests), before, after))
     return run.path

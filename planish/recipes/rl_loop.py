@@ -19,9 +19,12 @@ from typing import Any
 import chz
 
 from planish import AdamParams, SamplingParams, ServiceClient
+from planish.checkpointing import RunCheckpoints, choose_renderer, start_training
+from planish.completers import derived_seed
+from planish.console import StepDisplay, step_line
 from planish.model.sources import DEFAULT_MODEL
+from planish.plotting import draw_curve
 from planish.recipes import training_run
-from planish.recipes.console import StepDisplay, step_line
 from planish.recipes.grading import Grader, GradingError
 from planish.recipes.grpo import (
     RL_LOSSES,
@@ -37,7 +40,7 @@ from planish.recipes.grpo import (
 )
 from planish.recipes.problems import Problem, load_problems, problem_prompt
 from planish.renderers import Renderer, get_text_content
-from planish.runs import RunDirectory, draw_curve
+from planish.runs import RunDirectory
 from planish.types import SampledSequence
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -96,7 +99,7 @@ def train(config: Config, service_client: Any) -> Path:
         RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run,
         Grader() as grader,
     ):
-        training_client, record = training_run.start_training(
+        start = start_training(
             service_client,
             run,
             model_name=config.model_name,
@@ -104,23 +107,24 @@ def train(config: Config, service_client: Any) -> Path:
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
         )
-        start = record.batch if record else 0
-        if start >= steps:
+        if start.batch >= steps:
             draw(config, run)
-            print(f"{run.path}: all {start} steps are done; give more max_steps to go on")
+            print(f"{run.path}: all {start.batch} steps are done; give more max_steps to go on")
             return run.path
-        run.resume_at(start)
-        renderer = training_run.choose_renderer(
-            config.renderer_name, config.model_name, training_client.get_tokenizer()
-        )
-        with StepDisplay(steps, start) as display:
-            display.say(f"{config.model_name} on {config.dataset}: steps {start} to {steps}, written to {run.path}")
+        run.resume_at(start.batch)
+        training_client = start.training_client
+        checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
+        renderer = choose_renderer(config.renderer_name, config.model_name, training_client.get_tokenizer())
+        with StepDisplay(steps, start.batch) as display:
+            display.say(
+                f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
+            )
             loop = Loop(config, training_client, renderer, grader, display)
-            for step in range(start, steps):
-                if config.save_every and step % config.save_every == 0 and step > start:
-                    training_run.save_state(training_client, run, step, config.ttl_seconds)
+            for step in range(start.batch, steps):
+                if config.save_every and step % config.save_every == 0 and step > start.batch:
+                    checkpoints.state_only(step)
                 # A run that was finished ended in a test, whose row makes place for this step's.
-                is_first = step == 0 or (step == start and record is not None and record.final is True)
+                is_first = step == 0 or (step == start.batch and start.was_finished)
                 is_test_due = is_first or (config.eval_every > 0 and step % config.eval_every == 0)
                 batch = problems[step * config.batch_size : (step + 1) * config.batch_size]
                 metrics = loop.step(step, batch, tests if is_test_due else [])
@@ -131,7 +135,7 @@ def train(config: Config, service_client: Any) -> Path:
                 metrics = loop.test(training_client.save_weights_and_get_sampling_client(), tests)
                 run.log(steps, {"progress/batch": steps, "progress/done_frac": 1.0, **metrics})
                 display.say(step_line(steps, steps, metrics, SHOWN))
-            record = training_run.save_final(training_client, run, steps)
+            record = checkpoints.final(steps)
             draw(config, run)
             display.say(f"weights for sampling: {record.sampler_path}\nreward curve: {run.path / 'reward.png'}")
         return run.path
@@ -157,7 +161,7 @@ class Loop:
         test_metrics = self.test(sampling_client, tests) if tests else {}
         if tests:
             watch.lap("evaluation")
-        seeds_P = [training_run.draw_seed(config.seed, step, row) for row in range(len(problems_P))]
+        seeds_P = [derived_seed(config.seed, step, row) for row in range(len(problems_P))]
         groups_P = self.sample(
             sampling_client, problems_P, seeds_P, "sampling", config.group_size, temperature=config.temperature
         )

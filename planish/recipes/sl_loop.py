@@ -20,14 +20,16 @@ from typing import Any
 import chz
 
 from planish import AdamParams, Datum, ServiceClient
+from planish.checkpointing import RunCheckpoints, choose_renderer, start_training
+from planish.console import StepDisplay, step_line
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
+from planish.plotting import draw_curve
 from planish.recipes import training_run
-from planish.recipes.console import StepDisplay, step_line
 from planish.recipes.grpo import Metrics, Stopwatch
 from planish.recipes.problems import Conversation, load_rows, problem_prompt, read_problem
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
-from planish.runs import RunDirectory, draw_curve
+from planish.runs import RunDirectory
 from planish.types import ForwardBackwardOutput
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -86,7 +88,7 @@ def train(config: Config, service_client: Any) -> Path:
     steps = config.num_epochs * batches
     steps = steps if config.max_steps is None else min(steps, config.max_steps)
     with RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run:
-        training_client, record = training_run.start_training(
+        start = start_training(
             service_client,
             run,
             model_name=config.model_name,
@@ -94,20 +96,21 @@ def train(config: Config, service_client: Any) -> Path:
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
         )
-        start = record.batch if record else 0
-        if start >= steps:
+        if start.batch >= steps:
             draw(config, run)
-            print(f"{run.path}: all {start} steps are done")
+            print(f"{run.path}: all {start.batch} steps are done")
             return run.path
-        run.resume_at(start)
-        renderer = training_run.choose_renderer(
-            config.renderer_name, config.model_name, training_client.get_tokenizer()
-        )
-        with StepDisplay(steps, start) as display:
-            display.say(f"{config.model_name} on {config.dataset}: steps {start} to {steps}, written to {run.path}")
-            for step in range(start, steps):
-                if config.save_every and step % config.save_every == 0 and step > start:
-                    training_run.save_state(training_client, run, step, config.ttl_seconds)
+        run.resume_at(start.batch)
+        training_client = start.training_client
+        checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
+        renderer = choose_renderer(config.renderer_name, config.model_name, training_client.get_tokenizer())
+        with StepDisplay(steps, start.batch) as display:
+            display.say(
+                f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
+            )
+            for step in range(start.batch, steps):
+                if config.save_every and step % config.save_every == 0 and step > start.batch:
+                    checkpoints.state_only(step)
                 test_metrics = test(training_client, tests, renderer, config) if tests and step == 0 else {}
                 epoch, batch = divmod(step, batches)
                 chosen = epoch_order(len(conversations), config.seed, epoch)[batch * config.batch_size :][
@@ -128,7 +131,7 @@ def train(config: Config, service_client: Any) -> Path:
             if tests:
                 run.log(steps, {"progress/batch": steps, **test(training_client, tests, renderer, config)})
                 display.say(step_line(steps, steps, run.metrics()[-1], SHOWN))
-            record = training_run.save_final(training_client, run, steps)
+            record = checkpoints.final(steps)
             draw(config, run)
             display.say(f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}")
         return run.path

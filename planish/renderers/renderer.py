@@ -21,12 +21,23 @@ from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat, Turn
 from planish.renderers.codec import Codec
 from planish.renderers.messages import Checked, Message, ToolSpec, read_messages, tool_json
-from planish.renderers.termination import Parsed
+from planish.renderers.termination import Parsed, eos_ids
+from planish.renderers.tool_calls import as_text
 from planish.renderers.train_on import TrainOnWhat, read_train_on_what, trained_messages
 from planish.types import ModelInput
 
 Messages = Sequence[Message] | Sequence[Mapping[str, Any]]
 PER_TURN = (TrainOnWhat.ALL_ASSISTANT_MESSAGES, TrainOnWhat.ALL_MESSAGES, TrainOnWhat.CUSTOMIZED)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a message as a model left it."""
+
+    missing: list[int]
+    """Tokens of the end mark that it did not write."""
+    announced: str = ""
+    """The header of the next message, where writing it is the way to stop."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,30 @@ class Renderer:
         if prefill:
             ids += self.codec.encode(self.format.prefill(prefill))
         return ModelInput.from_ints(ids)
+
+    def build_continuation(self, messages: Messages, answer: int, sampled: Sequence[int]) -> list[int] | None:
+        """What follows the tokens `sampled` of messages[answer] in the next prompt of the conversation `messages`.
+
+        With the prompt P that they were sampled from, P + sampled + continuation is that prompt with the answer as it was
+        sampled. `build_generation_prompt(messages)` has the answer as the tokenizer would write it, which may be other
+        tokens for the same text. The end mark of an answer that was cut off is added.
+
+        None where there is no such prompt: the format rewrites history (see `has_extension_property`), the answer ends
+        with an end-of-sequence token that is not the format's own or goes on after its end, or it ends with the name of a
+        role (role_colon) that is not the next one.
+        """
+        checked = read_messages(messages, self.format.abilities, self.name)
+        ending = self._ending(checked[answer], list(sampled)) if self.has_extension_property else None
+        if ending is None:
+            return None
+        following = [turn for turn in self.format.turns(checked) if turn.message is not None and turn.message > answer]
+        following.append(Turn(self.format.suffix(checked, "assistant"), (), None, sampled=True))
+        if ending.announced and as_text(following[0].header) != ending.announced:
+            return None
+        units = [self._encode_turn(turn) for turn in following]
+        if ending.announced:
+            units[0] = ([], self.codec.encode(following[0].output))
+        return ending.missing + [id_ for header, output in units for id_ in header + output]
 
     def build_supervised_example(
         self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
@@ -150,6 +185,24 @@ class Renderer:
         for number, tool in enumerate(tools):
             tool_json(tool, f"tools[{number}]")
         return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
+
+    def _ending(self, message: Checked, sampled: list[int]) -> Ending | None:
+        """How a sampled message ends; None if what it ends with cannot be followed by another message."""
+        [stop] = self.get_stop_sequences()
+        ends = eos_ids(self.codec)
+        if isinstance(stop, int):
+            closed = sampled[-1:] == [stop]
+            body = sampled[:-1] if closed else sampled
+            return None if (ends | {stop}).intersection(body) else Ending([] if closed else [stop])
+        text = self.codec.decode(sampled)
+        body = text.removesuffix(stop)
+        if ends.intersection(sampled) or stop in body:
+            return None
+        announced = as_text(self.format.overlap(message))
+        if body != text:
+            return Ending([], announced)
+        end = stop.removesuffix(announced)
+        return Ending([] if text.endswith(end) else self.codec.encode([end]))
 
     def _encode_turn(self, turn: Turn) -> tuple[list[int], list[int]]:
         header = self.codec.encode(turn.header)

@@ -3,7 +3,7 @@ import json
 import pytest
 from fake_service import FakeService
 
-from planish.testing import save_byte_tokenizer
+from planish.testing import save_byte_tokenizer, tiny_model
 from planish.tokenizer import load_tokenizer
 
 
@@ -28,3 +28,9 @@ def sums_dataset(tmp_path_factory):
         ]
         (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """A tiny random model by its path; the renderer of its name is chatml over bytes."""
+    return str(tiny_model(tmp_path_factory.mktemp("model")))

@@ -1,0 +1,155 @@
+"""Where a run begins, and what it leaves behind: a training client made, resumed or started from weights; checkpoints on the way.
+
+Kinds of checkpoints, all recorded in checkpoints.jsonl by the number of batches that were trained before them:
+    periodic   state and weights for sampling, with a time to live
+    rolling    state alone, short-lived; the one before is deleted when the next is safe
+    final      state and weights for sampling, which do not expire
+A run resumes at the last row that has a state, also when `max_steps` ended it early; so the same command with more steps
+goes on where the weights are.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from planish.errors import CheckpointError, UnknownModelError, UserError
+from planish.renderers import Renderer, get_renderer, recommended_renderer_name
+from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of
+
+
+@dataclass(frozen=True)
+class Start:
+    """A training client and the checkpoint it was resumed from, if it was."""
+
+    training_client: Any
+    record: CheckpointRecord | None
+
+    @property
+    def batch(self) -> int:
+        """The batch to go on with."""
+        return self.record.batch if self.record else 0
+
+    @property
+    def was_finished(self) -> bool:
+        """The run had ended; it now goes on with more steps."""
+        return self.record is not None and self.record.final is True
+
+
+def start_training(
+    service_client: Any,
+    run: RunDirectory,
+    *,
+    model_name: str,
+    lora_rank: int,
+    seed: int,
+    load_checkpoint_path: str | None,
+    user_metadata: Mapping[str, str] | None = None,
+) -> Start:
+    """A client resumed from the run's newest state, or from given weights with a fresh optimizer, or new."""
+    record = run.resume_point()
+    if record is not None:
+        assert record.state_path is not None
+        return Start(service_client.create_training_client_from_state_with_optimizer(record.state_path), record)
+    metadata = {"user_metadata": user_metadata} if user_metadata else {}
+    if load_checkpoint_path is None:
+        client = service_client.create_lora_training_client(
+            base_model=model_name, rank=lora_rank, seed=seed, **metadata
+        )
+        return Start(client, None)
+    client = service_client.create_training_client_from_state(checkpoint_of(load_checkpoint_path), **metadata)
+    info = client.get_info()
+    found = (info.model_data.model_name, info.lora_rank)
+    if found != (model_name, lora_rank):
+        raise UserError(
+            f"load_checkpoint_path={load_checkpoint_path} holds an adapter of rank {found[1]} on {found[0]}, but "
+            f"lora_rank={lora_rank} and model_name={model_name} were asked for; give the checkpoint's own"
+        )
+    return Start(client, None)
+
+
+def choose_renderer(renderer_name: str | None, model_name: str, tokenizer: Any) -> Renderer:
+    """The named renderer, or the one for the model's name, or the one that the model's own files ask for."""
+    if renderer_name is not None:
+        return get_renderer(renderer_name, tokenizer)
+    try:
+        name = recommended_renderer_name(model_name)
+    except UnknownModelError:
+        name = recommended_renderer_name(tokenizer.name_or_path)
+    return get_renderer(name, tokenizer)
+
+
+@dataclass
+class RunCheckpoints:
+    """Saves the states of one run. `extra` of a row is the loop's own, such as counters, and comes back at a resume."""
+
+    training_client: Any
+    run: RunDirectory
+    ttl_seconds: int | None = None
+    rolling_ttl_seconds: int | None = None
+    service_client: Any = None
+    """Needed for rolling checkpoints, to delete them."""
+    _rolling: list[str] = field(default_factory=list)
+
+    @classmethod
+    def after(
+        cls,
+        start: Start,
+        run: RunDirectory,
+        ttl_seconds: int | None,
+        rolling_ttl_seconds: int | None = None,
+        service_client: Any = None,
+    ) -> Self:
+        """Of a run that begins, or goes on, at `start`."""
+        checkpoints = cls(start.training_client, run, ttl_seconds, rolling_ttl_seconds, service_client)
+        if start.record is not None and start.record.extra.get("rolling"):
+            checkpoints._rolling.append(str(start.record.state_path))
+        return checkpoints
+
+    def periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+        """A checkpoint from which the run resumes at `batch`, and weights that can be sampled from."""
+        return self._save(f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=True)
+
+    def state_only(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+        """A checkpoint from which the run resumes at `batch`."""
+        return self._save(f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=False)
+
+    def rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+        """A short-lived state; rolling states before it are deleted once it is recorded."""
+        name = f"rolling-{batch:06d}"
+        marked = {"rolling": True, **(extra or {})}
+        record = self._save(name, name, batch, self.rolling_ttl_seconds, marked, with_sampler=False)
+        assert record.state_path is not None
+        for path in self._rolling:
+            with suppress(CheckpointError):  # it may have expired
+                self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+        self._rolling = [record.state_path]
+        return record
+
+    def final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+        """The last state and weights, which do not expire."""
+        return self._save("final", f"final-{batch:06d}", batch, None, extra or {}, with_sampler=True, final=True)
+
+    def _save(
+        self,
+        row_name: str,
+        name: str,
+        batch: int,
+        ttl_seconds: int | None,
+        extra: Mapping[str, Any],
+        *,
+        with_sampler: bool,
+        final: bool | None = None,
+    ) -> CheckpointRecord:
+        state = self.training_client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)
+        weights = self.training_client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds) if with_sampler else None
+        record = CheckpointRecord(
+            row_name,
+            batch,
+            state_path=state.result().path,
+            sampler_path=weights.result().path if weights else None,
+            final=final,
+            extra=extra,
+        )
+        self.run.log_checkpoint(record)
+        return record

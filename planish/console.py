@@ -1,0 +1,172 @@
+"""What a person sees while a run goes on: a bar for the run, a bar for each stage that is under way, a line for each step.
+
+On a terminal the bars redraw in place, below the lines. Elsewhere (a file, a pipe) there are lines only: one for each
+finished step, and while a step takes long, one every `interval` seconds that says what is under way. Several stages may
+be open at once, from any thread or task: in an asynchronous run one step is sampled while another is trained on.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Stage:
+    """A part of the work that is under way, made by `StepDisplay.begin`; closed at the end of its `with` block."""
+
+    def __init__(self, progress: Progress, name: str, total: int | None, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.total = total
+        self.done = 0
+        self.tokens = 0
+        self._clock = clock
+        self._began = clock()
+        self._progress = progress
+        self._task: TaskID = progress.add_task(name, total=total, detail=self._count())
+        self._lock = threading.Lock()
+        self.is_open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def advance(self, parts: int = 1) -> None:
+        """So many more of the stage's parts are done."""
+        self._update(parts=parts)
+
+    def sampled(self, tokens: int) -> None:
+        """So many more tokens were sampled; shown as a rate."""
+        self._update(tokens=tokens)
+
+    def close(self) -> None:
+        with self._lock:
+            if self.is_open:
+                self.is_open = False
+                self._progress.remove_task(self._task)
+
+    def status(self) -> str:
+        """Such as "sampling 83/128, 412 tokens/s, 31 s"."""
+        seconds = self._clock() - self._began
+        named = f"{self.name} {self._count()}".rstrip()
+        return ", ".join([named, *self._rate(), f"{seconds:.0f} s"])
+
+    def _update(self, parts: int = 0, tokens: int = 0) -> None:
+        with self._lock:
+            if self.is_open:
+                self.done += parts
+                self.tokens += tokens
+                detail = " ".join([self._count(), *self._rate()])
+                self._progress.update(self._task, completed=self.done, detail=detail)
+
+    def _count(self) -> str:
+        return "" if self.total is None else f"{self.done}/{self.total}"
+
+    def _rate(self) -> list[str]:
+        seconds = self._clock() - self._began
+        return [f"{self.tokens / seconds:.0f} tokens/s"] if self.tokens and seconds > 0 else []
+
+
+class StepDisplay:
+    def __init__(
+        self,
+        steps: int,
+        done: int = 0,
+        console: Console | None = None,
+        *,
+        interval: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`interval`: seconds without a line after which one says what is under way, where there is no terminal."""
+        self.console = console or Console(highlight=False)
+        self.steps = steps
+        self._done = done
+        self._interval = interval
+        self._clock = clock
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[detail]}", markup=False),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            speed_estimate_period=3600.0,  # a step may take minutes, and what is left is told from several
+        )
+        self._run = self._progress.add_task("steps", total=steps, completed=done, detail=f"{done}/{steps}")
+        self._open: list[Stage] = []
+        self._current: Stage | None = None
+        self._last_line = clock()
+        self._ended = threading.Event()
+        self._reporter: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._progress.start()
+        else:
+            self._reporter = threading.Thread(target=self._report, name="planish-progress", daemon=True)
+            self._reporter.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._reporter is None:
+            self._progress.stop()
+        else:
+            self._reporter.join()
+
+    def begin(self, name: str, total: int | None = None) -> Stage:
+        """Say that a stage is under way, until it is closed; `total` parts of it, if they can be counted."""
+        self._open = [stage for stage in self._open if stage.is_open]
+        stage = Stage(self._progress, name, total, self._clock)
+        self._open.append(stage)
+        return stage
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """Say what the step is doing now, where it does one thing after the other; ends what it was doing."""
+        self._end_current()
+        self._current = self.begin(name, total)
+
+    def advance(self) -> None:
+        """One more part of the stage that `stage` began is done."""
+        assert self._current is not None, "advance() without stage()"
+        self._current.advance()
+
+    def step_done(self, line: str | None = None) -> None:
+        self._end_current()
+        self._done += 1
+        self._last_line = self._clock()
+        self._progress.update(self._run, completed=self._done, detail=f"{self._done}/{self.steps}")
+        if line is not None:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        self._last_line = self._clock()
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def status(self) -> str:
+        """What is under way, as one line; "" if nothing is."""
+        stages = [stage.status() for stage in list(self._open) if stage.is_open]
+        return " | ".join([f"{self._done} of {self.steps} steps done", *stages]) if stages else ""
+
+    def _end_current(self) -> None:
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    def _report(self) -> None:
+        while not self._ended.wait(max(0.01, self._last_line + self._interval - self._clock())):
+            if self._clock() - self._last_line >= self._interval:
+                self._last_line = self._clock()
+                if line := self.status():
+                    self.say(line)
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float], shown: Mapping[str, str]) -> str:
+    """One step as text; `shown` maps metric names to how they are written, such as "reward {:.3f}"."""
+    parts = [form.format(metrics[name]) for name, form in shown.items() if name in metrics]
+    return " | ".join([f"step {step:{len(str(steps))}d}/{steps}", *parts])

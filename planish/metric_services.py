@@ -1,0 +1,124 @@
+"""Services that keep and show metrics: W&B, Trackio, TensorBoard. Each is an extra, loaded when it is asked for.
+
+A service is opened for a run that may have been there before, and says from which step on it is to be told, if it knows.
+"""
+
+import importlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+DEFAULT_PROJECT = "planish"
+FINISH_SECONDS = 120
+"""The longest that the end of a run waits for an upload."""
+
+
+@dataclass(frozen=True)
+class CopiedRun:
+    """What a service has to know of a run."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    project: str | None
+    """None: "planish", or at W&B what WANDB_PROJECT says."""
+    name: str
+    run_id: str
+    """The same in every process of the run, and in no other run."""
+    first_step: int
+    """The first step that it may be told by this process; later ones that an earlier process told are done again."""
+
+
+class Service(ABC):
+    remedy: ClassVar[str]
+    """What to do when it does not start."""
+    next_step: int | None = None
+    """The first step that it was not told; None: it does not know, the caller's own count holds."""
+
+    @abstractmethod
+    def __init__(self, run: CopiedRun) -> None:
+        """Open the run, new or old."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def close(self, failed: bool) -> None: ...
+
+
+class TensorBoard(Service):
+    """Event files in DIRECTORY/tensorboard; `tensorboard --logdir DIRECTORY` shows them. Steps can be taken back."""
+
+    remedy = "See that log_path can be written to."
+
+    def __init__(self, run: CopiedRun) -> None:
+        writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(run.directory / "tensorboard", purge_step=run.first_step)
+        self.next_step = run.first_step
+        if run.first_step == 0:
+            self._writer.add_text("config", "```json\n" + json.dumps(run.config, indent=2) + "\n```", 0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class Wandb(Service):
+    """A run at W&B, or with WANDB_MODE=offline in DIRECTORY/wandb for `wandb sync`.
+
+    Offline, W&B keeps the last steps in memory: a kill that gives no time to finish loses them there.
+    """
+
+    remedy = "Log in with `wandb login` or set WANDB_API_KEY; WANDB_MODE=offline keeps the metrics in log_path/wandb."
+
+    def __init__(self, run: CopiedRun) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=run.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            reinit="create_new",  # another run of this process stays open
+            dir=run.directory,
+            config=dict(run.config),
+            allow_val_change=True,  # options such as max_steps may differ when a run is resumed
+            settings=wandb.Settings(finish_timeout=FINISH_SECONDS),
+        )
+        if not self._run.offline:
+            self.next_step = self._run.step
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step, commit=True)  # now, not when the next step comes
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class Trackio(Service):
+    """A run in Trackio's local database, or at the Space or server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
+
+    remedy = "See `trackio --help`, and TRACKIO_SPACE_ID and TRACKIO_SERVER_URL if they are set."
+
+    def __init__(self, run: CopiedRun) -> None:
+        trackio: Any = importlib.import_module("trackio")
+        # Trackio finds a run by its name, so the name holds the id.
+        name = f"{run.name}-{run.run_id}"
+        self._run = trackio.init(
+            run.project or DEFAULT_PROJECT, name=name, resume="allow", config=dict(run.config), embed=False
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish()
+
+
+SERVICES: dict[str, type[Service]] = {"wandb": Wandb, "trackio": Trackio, "tensorboard": TensorBoard}

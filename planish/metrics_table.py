@@ -1,0 +1,76 @@
+"""The metrics of one step as a table for a terminal: rewards first, then environments, tests, optimizer, and time last.
+
+Compact: as many metrics to a line as the width holds, and of a span that ran several times its total only; metrics.jsonl
+has the rest.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+NAME_WIDTH = 22
+VALUE_WIDTH = 9
+SECTION_WIDTH = 12
+FIRST = ("reward", "env", "test", "optim", "kl")
+LAST = ("progress", "tokens", "time")
+"""Families of metrics at the top and at the end; others are between, by name."""
+_ENVIRONMENT = re.compile(r"((?:[^/]+/)?env/[^/]+)/(.+)")
+_SPAN_DETAIL = re.compile(r"time/.+:(count|mean|max)")
+
+
+@dataclass(frozen=True, order=True)
+class _Section:
+    rank: int
+    title: str
+
+
+def metrics_table(step: int, steps: int, metrics: Mapping[str, float], width: int) -> Table:
+    """The metrics of a step in at most `width` columns; names that are too long end in an ellipsis."""
+    sections: dict[_Section, list[tuple[str, float]]] = {}
+    for key, value in metrics.items():
+        if not _SPAN_DETAIL.fullmatch(key):
+            section, name = _place(key)
+            sections.setdefault(section, []).append((name, value))
+    cells = max(1, (width - SECTION_WIDTH - 1) // (NAME_WIDTH + VALUE_WIDTH + 2))
+    title = f"── step {step}/{steps} ".ljust(min(width, SECTION_WIDTH + cells * (NAME_WIDTH + VALUE_WIDTH + 2)), "─")
+    table = Table(title=title, title_style="bold", box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(style="bold", width=SECTION_WIDTH, no_wrap=True, overflow="ellipsis")
+    for _ in range(cells):
+        table.add_column(style="dim", width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
+        table.add_column(justify="right", width=VALUE_WIDTH, no_wrap=True)
+    for section, found in sorted(sections.items()):
+        for start in range(0, len(found), cells):
+            row = [Text(text) for name, value in found[start : start + cells] for text in (name, number(value))]
+            table.add_row(Text(section.title if start == 0 else ""), *row)
+    return table
+
+
+def number(value: float) -> str:
+    """At most nine characters: whole numbers below a hundred million are whole, others have four digits."""
+    if float(value).is_integer() and abs(value) < 1e8:
+        whole = f"{int(value):,}"
+        return whole if len(whole) <= VALUE_WIDTH else str(int(value))
+    text = f"{value:.4g}"
+    return f"{value:.2e}" if "e" in text else text
+
+
+def _place(key: str) -> tuple[_Section, str]:
+    """Section of a metric and its name there: "env/all/correct" is "correct" in the section env/all."""
+    if key.endswith("reward/total"):
+        return _section("reward", "reward"), key.removesuffix("/reward/total")
+    if environment := _ENVIRONMENT.fullmatch(key):
+        return _section("env" if key.startswith("env/") else "test", environment[1]), environment[2]
+    title, slash, name = key.partition("/")
+    if not slash:
+        title = "kl" if key.startswith("kl_") else ""
+    return _section(title, title), name or key
+
+
+def _section(family: str, title: str) -> _Section:
+    if family in FIRST:
+        return _Section(FIRST.index(family), title)
+    last = LAST.index(family) + 1 if family in LAST else 0
+    return _Section(len(FIRST) + last, title)

@@ -1,0 +1,199 @@
+"""How long the parts of a step take, and when they ran: spans with a name, from any task or thread.
+
+    spans = Spans()                       # one for each step, made as it begins
+    with spans.measure("sampling"): ...
+    spans.metrics()                       # time/sampling, time/total, ...
+    run.log_spans(step, spans.rows())     # timing_spans.jsonl
+
+With a `TraceFile` the same spans also become Chrome trace events (trace_events.jsonl), which `planish trace RUN` turns into
+a file for https://ui.perfetto.dev. Spans of one task nest; tasks that run at the same time are drawn in different lanes.
+"""
+
+import asyncio
+import heapq
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from planish.errors import StorageError, UserError
+from planish.runs import TRACE, Row, read_rows, write_whole
+
+
+@dataclass(slots=True)
+class Span:
+    """Seconds of the clock of its `Spans`."""
+
+    name: str
+    start: float
+    end: float
+    lane: int
+
+
+class Spans:
+    """The spans of one step."""
+
+    def __init__(self, trace: "TraceFile | None" = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lanes = trace.lanes if trace is not None else None
+        self._started = clock()
+        self.done: list[Span] = []
+        """In the order of their ends."""
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Time the block as a span, also when it raises. Blocks may nest, and run in many tasks at once."""
+        assert name != "total", "time/total is the whole step"
+        lane = self._lanes.enter() if self._lanes is not None else 0
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.done.append(Span(name, start, self._clock(), lane))
+            if self._lanes is not None:
+                self._lanes.leave()
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds: time/NAME, or time/NAME:total, :count, :mean, :max of a span that ran several times.
+
+        time/total is the time since this object was made. Spans of tasks that ran at once add up to more than it.
+        """
+        by_name: dict[str, list[float]] = {}
+        for span in self.done:
+            by_name.setdefault(span.name, []).append(span.end - span.start)
+        metrics: dict[str, float] = {}
+        for name, seconds in by_name.items():
+            if len(seconds) == 1:
+                metrics[f"time/{name}"] = seconds[0]
+            else:
+                metrics[f"time/{name}:total"] = sum(seconds)
+                metrics[f"time/{name}:count"] = len(seconds)
+                metrics[f"time/{name}:mean"] = statistics.fmean(seconds)
+                metrics[f"time/{name}:max"] = max(seconds)
+        return {**metrics, "time/total": self._clock() - self._started}
+
+    def rows(self) -> list[dict[str, float | str]]:
+        """For timing_spans.jsonl, by their beginnings; wall_start and wall_end are seconds since the first span began."""
+        spans = sorted(self.done, key=lambda span: span.start)
+        first = spans[0].start if spans else 0.0
+        return [
+            {
+                "name": span.name,
+                "duration": span.end - span.start,
+                "wall_start": span.start - first,
+                "wall_end": span.end - first,
+            }
+            for span in spans
+        ]
+
+
+@dataclass
+class _Held:
+    lane: int
+    depth: int = 0
+
+
+@dataclass
+class _Lanes:
+    """A lane for each task or thread that has a span open; the lowest that is free."""
+
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _free: list[int] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def enter(self) -> int:
+        with self._lock:
+            worker = _worker()
+            if worker not in self._held:
+                self._held[worker] = _Held(heapq.heappop(self._free) if self._free else len(self._held))
+            held = self._held[worker]
+            held.depth += 1
+            return held.lane
+
+    def leave(self) -> None:
+        with self._lock:
+            worker = _worker()
+            held = self._held[worker]
+            held.depth -= 1
+            if held.depth == 0:
+                del self._held[worker]
+                heapq.heappush(self._free, held.lane)
+
+
+def _worker() -> int:
+    """What tells the running task, or thread, from others that are alive."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return id(task) if task is not None else threading.get_ident()
+
+
+class TraceFile:
+    """trace_events.jsonl of a run directory: one Chrome trace event a line; a context manager.
+
+    Times are microseconds since 1970, so that the processes of a resumed run follow each other.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        """Events of steps from `first_step` on, left by an earlier process, are dropped: those steps are done again."""
+        path = directory / TRACE
+        kept = [row for row in read_rows(path) if row["args"]["step"] < first_step]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.lanes = _Lanes()
+        self._offset = time.time() - time.perf_counter()
+        self._file = open(path, "ab")  # noqa: SIM115
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, step: int, spans: Spans) -> None:
+        """Append the spans of a step and flush them."""
+        lines = [json.dumps(self._event(step, span)) + "\n" for span in spans.done]
+        try:
+            self._file.write("".join(lines).encode())
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"cannot append to {self._file.name} ({error}); free space and start again") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _event(self, step: int, span: Span) -> Row:
+        start, end = (round((moment + self._offset) * 1e6) for moment in (span.start, span.end))
+        place = {"ts": start, "dur": end - start, "pid": os.getpid(), "tid": span.lane}
+        return {"name": span.name, "cat": "span", "ph": "X", **place, "args": {"step": step}}
+
+
+def write_trace(run: str | Path, out: str | Path | None = None) -> Path:
+    """Turn the trace_events.jsonl of a run into a file that Perfetto and chrome://tracing load; returns its path.
+
+    `out`: the file; none: trace.json in the run directory. Raises UserError if the run was not traced.
+    """
+    directory = Path(run).expanduser()
+    if not directory.is_dir():
+        raise UserError(f"{run}: there is no such run; give its log_path")
+    events = read_rows(directory / TRACE)
+    if not events:
+        raise UserError(f"{run}: it has no {TRACE}; a run writes it with enable_trace=True")
+    path = Path(out).expanduser() if out is not None else directory / "trace.json"
+    first = min(event["ts"] for event in events)
+    shifted = [{**event, "ts": event["ts"] - first} for event in events]
+    write_whole(path, json.dumps({"traceEvents": [*_names(events), *shifted], "displayTimeUnit": "ms"}))
+    return path
+
+
+def _names(events: list[Row]) -> Iterator[dict[str, Any]]:
+    for pid in sorted({event["pid"] for event in events}):
+        yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": "planish"}}
+    for pid, lane in sorted({(event["pid"], event["tid"]) for event in events}):
+        yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": lane, "args": {"name": f"lane {lane}"}}

@@ -1,0 +1,32 @@
+"""The script in docs/metrics.md runs, here two steps on a tiny random model in the place of the embedded one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from planish.model.sources import DEFAULT_MODEL
+from planish.testing import tiny_model
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_script_of_the_page_runs(tmp_path):
+    [script] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), flags=re.DOTALL)
+    assert "range(10)" in script
+    assert "max_tokens=96" in script
+    (tmp_path / "script.py").write_text(
+        script.replace("range(10)", "range(2)").replace("max_tokens=96", "max_tokens=8")
+    )
+    environment = os.environ | {
+        "PLANISH_MODELS": f"{DEFAULT_MODEL}={tiny_model(tmp_path / 'model')}",
+        "PLANISH_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-W", "error::ResourceWarning", "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    form = r"\d+: reward [\d.]+, \d+ tokens, \d+% cut off, entropy [\d.]+"
+    assert [bool(re.fullmatch(form, line)) for line in done.stdout.splitlines()] == [True] * 2
