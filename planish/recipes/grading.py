@@ -17,14 +17,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self
 
-from planish.errors import PlanishError
+from planish.rl.problem_env import UnjudgedAnswerError
 
 PLAIN_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?")
 BOX = r"\boxed{"
 START_SECONDS = 60.0
 
 
-class GradingError(PlanishError):
+class GradingError(UnjudgedAnswerError):
     """An answer could not be judged."""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planish.rl.data_processing import LOSS_MASKS
 from planish.types import AdamParams, Datum, EncodedTextChunk, ModelInput, SampledSequence, SamplingParams, with_seed
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
@@ -125,8 +126,8 @@ def answer_datum(
         "logprobs": [0.0] * before + logprobs_T,
         "advantages": [0.0] * before + [advantage] * len(tokens_T),
     }
-    if loss_fn == "gspo":
-        inputs["sequence_ratio_mask"] = [0.0] * before + [1.0] * len(tokens_T)
+    if loss_fn in LOSS_MASKS:
+        inputs[LOSS_MASKS[loss_fn]] = [0.0] * before + [1.0] * len(tokens_T)
     return Datum(prompt.append(EncodedTextChunk(tokens=tokens_T[:-1])), inputs)
 
 

@@ -1,0 +1,1 @@
+"""Reinforcement learning on top of the primitives: environments, rollouts, advantages, one training loop, run files."""

@@ -1,0 +1,190 @@
+"""The options of a training run. Names and defaults are those of the public cookbooks; what is added is marked by its doc."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import chz
+
+from planish.errors import UnsupportedError, UserError
+from planish.metric_logs import require_loggers
+from planish.rl.advantages import ADVANTAGES
+from planish.rl.rollout_limits import TerminationRewardPolicy
+from planish.rl.rollout_strategy import RolloutStrategy
+from planish.rl.types import RLDatasetBuilder
+from planish.schedules import SCHEDULES
+
+RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
+
+
+@chz.chz
+class KLReferenceConfig:
+    """The policy that the KL penalty pulls to."""
+
+    base_model: str
+    load_checkpoint_path: str | None = chz.field(default=None, doc="a checkpoint; none = the base model itself")
+
+
+@chz.chz
+class AsyncConfig:
+    """Sampling runs ahead of training."""
+
+    max_steps_off_policy: int = chz.field(
+        doc="most training steps between the weights that played a group and its step"
+    )
+    groups_per_batch: int | None = chz.field(default=None, doc="groups a training step; none = the data set's batches")
+
+
+@chz.chz
+class StreamMinibatchConfig:
+    """Gradients are computed on groups that are done while others of the batch are still being played."""
+
+    num_minibatches: int = chz.field(doc="parts of a substep; each is one forward_backward")
+    groups_per_batch: int | None = chz.field(default=None, doc="groups a training step; none = the data set's batches")
+
+
+@chz.chz
+class Config:
+    learning_rate: float
+    dataset_builder: RLDatasetBuilder
+    model_name: str
+    max_tokens: int = chz.field(doc="longest action")
+    log_path: str
+    recipe_name: str | None = None
+
+    # where it begins
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with: a checkpoint or a run directory"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="recorded with the checkpoints")
+    lora_rank: int = 32
+    seed: int = chz.field(default=0, doc="of initial weights and of every draw")
+    deterministic: bool | None = chz.field(default=None, doc="as in ServiceClient")
+
+    # one step
+    temperature: float = chz.field(default=1.0, doc="of sampling; the loss is computed at the same one")
+    advantage: str = chz.field(default="mean", doc=f"one of {', '.join(ADVANTAGES)}")
+    remove_constant_reward_groups: bool = False
+    loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
+    loss_fn_config: Mapping[str, float] | None = None
+    num_substeps: int = chz.field(default=1, doc="optimizer steps a batch")
+    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = 0
+    kl_penalty_coef: float = 0.0
+    kl_discount_factor: float = 0.0
+    kl_reference_config: KLReferenceConfig | None = None
+    compute_post_kl: bool = False
+
+    # the whole run
+    num_epochs: int = 1
+    max_steps: int | None = None
+    async_config: AsyncConfig | None = None
+    stream_minibatch_config: StreamMinibatchConfig | None = None
+    rollout_error_tolerance: bool | RolloutStrategy | None = None
+    termination: TerminationRewardPolicy | None = None
+    rollout_processes: int = chz.field(default=0, doc="processes that play environments; 0 = this one")
+
+    # tests
+    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    eval_temperature: float | None = chz.field(default=None, doc="none = temperature")
+    evaluator_builders: Sequence[Callable[[], Any]] = ()
+
+    # files
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
+    rolling_save_every: int = chz.field(default=0, doc="steps between short-lived checkpoints; 0 = none")
+    rolling_ttl_seconds: int = 7200
+    num_groups_to_log: int = chz.field(default=4, doc="groups shown whole in the reports")
+    rollout_json_export: bool = True
+    rollout_layout: Literal["flat", "folders"] = chz.field(default="flat", doc="one directory, or one an iteration")
+    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
+    loggers: Sequence[str] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+
+    @property
+    def lag(self) -> int:
+        """Most training steps between the weights that play a group and the step it is trained in."""
+        return self.async_config.max_steps_off_policy if self.async_config else 0
+
+    @property
+    def groups_per_batch(self) -> int | None:
+        """Groups a step where they are not the data set's."""
+        sizes = {part.groups_per_batch for part in (self.async_config, self.stream_minibatch_config) if part} - {None}
+        if len(sizes) > 1:
+            raise UserError(
+                "groups_per_batch differs between async_config and stream_minibatch_config; give one number"
+            )
+        return sizes.pop() if sizes else None
+
+
+MAY_CHANGE = (
+    "base_url",
+    "max_steps",
+    "num_epochs",
+    "save_every",
+    "ttl_seconds",
+    "rolling_save_every",
+    "rolling_ttl_seconds",
+    "num_groups_to_log",
+    "loggers",
+    "wandb_project",
+    "wandb_name",
+    "enable_trace",
+)
+"""Options that may differ when a run is resumed."""
+
+
+def check(config: Config) -> None:
+    """UserError for an option that cannot be right, before anything is loaded."""
+    rules: dict[str, tuple[bool, str]] = {
+        "learning_rate": (config.learning_rate > 0, "a number above 0"),
+        "max_tokens": (config.max_tokens >= 1, "a whole number of at least 1"),
+        "temperature": (config.temperature > 0, "a number above 0: greedy answers of a group are all the same"),
+        "eval_temperature": (config.eval_temperature is None or config.eval_temperature >= 0, "0 or more, or None"),
+        "advantage": (config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
+        "loss_fn": (config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
+        "lr_schedule": (config.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+        "warmup_steps": (config.warmup_steps >= 0, "0 or more"),
+        "num_substeps": (config.num_substeps >= 1, "a whole number of at least 1"),
+        "grad_clip_norm": (config.grad_clip_norm >= 0, "0 or more"),
+        "num_epochs": (config.num_epochs >= 1, "a whole number of at least 1"),
+        "max_steps": (config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
+        "eval_every": (config.eval_every >= 0, "a whole number, 0 for never"),
+        "save_every": (config.save_every >= 0, "a whole number, 0 for only the last"),
+        "rolling_save_every": (config.rolling_save_every >= 0, "a whole number, 0 for none"),
+        "num_groups_to_log": (config.num_groups_to_log >= 0, "0 or more"),
+        "rollout_processes": (config.rollout_processes >= 0, "a whole number, 0 for this process"),
+        "kl_discount_factor": (0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
+        "kl_penalty_coef": (config.kl_penalty_coef >= 0, "0 or more"),
+        "lag": (config.lag >= 0, "max_steps_off_policy of at least 0"),
+        "groups_per_batch": (config.groups_per_batch is None or config.groups_per_batch >= 1, "at least 1"),
+    }
+    for name, (holds, remedy) in rules.items():
+        if not holds:
+            raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
+    stream = config.stream_minibatch_config
+    if stream is not None and stream.num_minibatches < 1:
+        raise UserError(f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1")
+    require_loggers(config.loggers)
+    _check_reference(config)
+
+
+def _check_reference(config: Config) -> None:
+    if config.kl_penalty_coef == 0:
+        if config.kl_reference_config is not None:
+            raise UserError("kl_reference_config is given, but kl_penalty_coef is 0; give a coefficient such as 0.01")
+        return
+    if config.kl_reference_config is None:
+        raise UserError(f"kl_penalty_coef={config.kl_penalty_coef} needs kl_reference_config: the policy to stay near")
+    if config.temperature != 1.0:
+        raise UnsupportedError(
+            f"kl_penalty_coef with temperature={config.temperature}: reference logprobs are those at temperature 1; "
+            "sample at temperature 1, or leave the penalty out"
+        )
+    if config.stream_minibatch_config is not None:
+        raise UnsupportedError(
+            "kl_penalty_coef with stream_minibatch_config: the penalty is centred over the whole batch, which streaming does "
+            "not wait for; leave one of them out"
+        )

@@ -1,0 +1,108 @@
+"""From trajectories to training data.
+
+Legend: P groups, G trajectories of a group, T turns of a trajectory, N tokens of a sequence, D sequences.
+
+A trajectory becomes one sequence as long as each observation begins with everything before it (the sequence-extension
+rule), and a new one begins where it does not. Sampled tokens and their logprobs are taken as they are; nothing is
+tokenised again. Rewards, advantages and masks stay with the sequence they belong to, in one object.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from planish.rl.advantages import ADVANTAGES, is_constant
+from planish.rl.types import Trajectory, TrajectoryGroup, Transition
+from planish.types import Datum, ModelInput
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One sequence before the shift. At observed tokens logprobs, advantages and mask are 0."""
+
+    tokens_N: np.ndarray
+    """int64"""
+    logprobs_N: np.ndarray
+    """float32, as sampled"""
+    advantages_N: np.ndarray
+    """float32"""
+    mask_N: np.ndarray
+    """float32: 1 at sampled tokens that are trained on"""
+
+    def datum(self, loss_fn: str) -> Datum:
+        """What the trainer is sent: position i reads token i and is scored on token i + 1. The mask goes along only where the
+        loss would otherwise count observed tokens."""
+        inputs = {
+            "target_tokens": self.tokens_N[1:],
+            "logprobs": self.logprobs_N[1:],
+            "advantages": self.advantages_N[1:],
+        }
+        if loss_fn in LOSS_MASKS:
+            inputs[LOSS_MASKS[loss_fn]] = self.mask_N[1:]
+        return Datum(ModelInput.from_ints(self.tokens_N[:-1]), inputs)
+
+    def with_advantages(self, advantages_N: np.ndarray) -> Self:
+        return replace(self, advantages_N=advantages_N.astype(np.float32))
+
+
+LOSS_MASKS = {"gspo": "sequence_ratio_mask", "dro": "mask"}
+"""Losses that are not 0 where the advantage is, and the input that says which positions count."""
+
+
+def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[TrainingSequence]:
+    """The sequences of one trajectory; none if nothing was sampled in it."""
+    data: list[TrainingSequence] = []
+    running: list[int] = []
+    parts: list[tuple[int, Transition]] = []  # (observed tokens that are new, the turn)
+    for transition in trajectory.transitions:
+        if not transition.ac.tokens:
+            continue
+        observed = transition.ob.to_ints()
+        if running and observed[: len(running)] != running:
+            data.append(_sequence(running, parts, advantage))
+            running, parts = [], []
+        parts.append((len(observed) - len(running), transition))
+        running = observed + transition.ac.tokens
+    if parts:
+        data.append(_sequence(running, parts, advantage))
+    return data
+
+
+def _sequence(tokens: list[int], parts: Sequence[tuple[int, Transition]], advantage: float) -> TrainingSequence:
+    logprobs_N = np.zeros(len(tokens), np.float32)
+    mask_N = np.zeros(len(tokens), np.float32)
+    start = 0
+    for new, transition in parts:
+        start += new
+        end = start + len(transition.ac.tokens)
+        if transition.train_on_action:
+            logprobs_N[start:end] = transition.ac.logprobs
+            mask_N[start:end] = 1.0
+        start = end
+    assert start == len(tokens)
+    return TrainingSequence(np.asarray(tokens, np.int64), logprobs_N, mask_N * np.float32(advantage), mask_N)
+
+
+def compute_advantages(groups_P: Sequence[TrajectoryGroup], estimator: str = "mean") -> list[list[float]]:
+    """Advantages [P][G] by one of `ADVANTAGES`."""
+    return [ADVANTAGES[estimator](group.get_total_rewards()) for group in groups_P]
+
+
+def assemble_training_data(
+    groups_P: Sequence[TrajectoryGroup], advantages_P: Sequence[Sequence[float]]
+) -> list[TrainingSequence]:
+    """The sequences of all trajectories, in order."""
+    return [
+        sequence
+        for group, advantages_G in zip(groups_P, advantages_P, strict=True)
+        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True)
+        for sequence in trajectory_to_data(trajectory, advantage)
+        if sequence.mask_N.any()
+    ]
+
+
+def remove_constant_reward_groups(groups_P: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """The groups that teach something; perhaps none."""
+    return [group for group in groups_P if not is_constant(group.get_total_rewards())]

@@ -1,0 +1,259 @@
+"""Data sets made of problems, or of other data sets.
+
+Every one of them is a function of the index: the same index gives the same batch in each process, so a run can be resumed
+at any of them. Nothing is remembered but what is cheap to make again.
+"""
+
+import bisect
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+import chz
+import numpy as np
+
+from planish.errors import UserError
+from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
+
+P = TypeVar("P")
+CACHED_BATCHES = 2
+
+
+class ProblemDataset(RLDataset, Generic[P]):
+    """A list of problems, each of which becomes a group by `make_group`.
+
+    Batches go on from one epoch to the next, so only the very last can be smaller than the others. With a seed each epoch has
+    an order of its own; the first one is that of `datasets.Dataset.shuffle(seed)`, in which published runs see their data.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[P],
+        make_group: Callable[[P], EnvGroupBuilder],
+        groups_per_batch: int,
+        *,
+        num_epochs: int = 1,
+        shuffle_seed: int | None = None,
+    ) -> None:
+        _at_least_one(groups_per_batch=groups_per_batch, num_epochs=num_epochs)
+        self.problems = problems
+        self.make_group = make_group
+        self.groups_per_batch = groups_per_batch
+        self.num_epochs = num_epochs
+        self.shuffle_seed = shuffle_seed
+        self._order = lru_cache(maxsize=2)(self._make_order)  # a batch touches two epochs at most, as a rule
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        _check_index(index, len(self))
+        first = index * self.groups_per_batch
+        last = min(first + self.groups_per_batch, self._num_groups)
+        return [self.make_group(self._problem(position)) for position in range(first, last)]
+
+    def __len__(self) -> int:
+        return -(-self._num_groups // self.groups_per_batch)
+
+    @property
+    def _num_groups(self) -> int:
+        return len(self.problems) * self.num_epochs
+
+    def _problem(self, position: int) -> P:
+        epoch, rank = divmod(position, len(self.problems))
+        return self.problems[self._order(epoch)[rank]]
+
+    def _make_order(self, epoch: int) -> Sequence[int]:
+        if self.shuffle_seed is None:
+            return range(len(self.problems))
+        seed = self.shuffle_seed if epoch == 0 else (self.shuffle_seed, epoch)
+        return np.random.default_rng(seed).permutation(len(self.problems)).tolist()
+
+
+class EpochCycledRLDataset(RLDataset):
+    """The batches of a data set again and again; with a seed, in another order each epoch."""
+
+    def __init__(self, inner: RLDataset, num_epochs: int, shuffle_seed: int | None = None) -> None:
+        _at_least_one(num_epochs=num_epochs)
+        self.inner = inner
+        self.num_epochs = num_epochs
+        self.shuffle_seed = shuffle_seed
+        self._order = lru_cache(maxsize=1)(self._make_order)
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        _check_index(index, len(self))
+        epoch, rank = divmod(index, len(self.inner))
+        return self.inner.get_batch(self._order(epoch)[rank])
+
+    def __len__(self) -> int:
+        return self.num_epochs * len(self.inner)
+
+    def _make_order(self, epoch: int) -> Sequence[int]:
+        if self.shuffle_seed is None:
+            return range(len(self.inner))
+        order = list(range(len(self.inner)))
+        random.Random(f"{self.shuffle_seed}:{epoch}").shuffle(order)
+        return order
+
+
+class GroupSequence:
+    """The groups of a data set one by one.
+
+    Where a group is found follows from the size of the first batch alone, so no batch is made that is not asked for. All
+    batches must have that size but the last, which may be smaller; UserError names the first that has not.
+    """
+
+    def __init__(self, dataset: RLDataset) -> None:
+        if len(dataset) == 0:
+            raise UserError(f"{type(dataset).__name__} has no batches; give a data set with at least one")
+        self.dataset = dataset
+        self._batch = lru_cache(maxsize=CACHED_BATCHES)(dataset.get_batch)
+        self._size = len(self._batch(0))
+        if self._size == 0:
+            raise UserError(f"batch 0 of {type(dataset).__name__} has no groups; give at least one in each")
+        last = len(dataset) - 1
+        self._len = last * self._size + len(self._checked(last))
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, position: int) -> EnvGroupBuilder:
+        _check_index(position, len(self))
+        index, offset = divmod(position, self._size)
+        return self._checked(index)[offset]
+
+    def _checked(self, index: int) -> Sequence[EnvGroupBuilder]:
+        batch = self._batch(index)
+        is_last = index == len(self.dataset) - 1
+        if len(batch) != self._size and not (is_last and 0 < len(batch) < self._size):
+            raise UserError(
+                f"batch {index} of {type(self.dataset).__name__} has {len(batch)} groups and batch 0 has {self._size}: groups "
+                "can be dealt out anew only where every batch but the last has as many; leave groups_per_batch at the data "
+                "set's own, or give a data set of equal batches"
+            )
+        return batch
+
+
+class RebatchedRLDataset(RLDataset):
+    """The groups of a data set in its order, in batches of another size; the last may be smaller."""
+
+    def __init__(self, inner: RLDataset, groups_per_batch: int) -> None:
+        _at_least_one(groups_per_batch=groups_per_batch)
+        self.groups_per_batch = groups_per_batch
+        self._groups = GroupSequence(inner)
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        _check_index(index, len(self))
+        first = index * self.groups_per_batch
+        return [self._groups[p] for p in range(first, min(first + self.groups_per_batch, len(self._groups)))]
+
+    def __len__(self) -> int:
+        return -(-len(self._groups) // self.groups_per_batch)
+
+
+class InterleavedRLDataset(RLDataset):
+    """Batches that mix the groups of several data sets, in the proportion of `weights`.
+
+    Places are dealt out by Sainte-Laguë: each goes to the source with the largest weight / (2 x places so far + 1), so that
+    after any number of batches no source is more than about a place from its share. Within a batch the places are shuffled
+    by (seed, index). A source's groups come in its own order, and again from its first when it has run out.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RLDataset],
+        weights: Sequence[float],
+        groups_per_batch: int,
+        total_batches: int,
+        seed: int = 0,
+    ) -> None:
+        _at_least_one(groups_per_batch=groups_per_batch, total_batches=total_batches)
+        check_weights(sources, weights)
+        self.groups_per_batch = groups_per_batch
+        self.total_batches = total_batches
+        self.seed = seed
+        self._sources = [GroupSequence(source) for source in sources]
+        self._places = dealt_places(weights, groups_per_batch * total_batches)
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        _check_index(index, len(self))
+        first = index * self.groups_per_batch
+        places = self._places[first : first + self.groups_per_batch]
+        groups = [self._sources[source][rank % len(self._sources[source])] for source, rank in places]
+        order = random.Random(f"{self.seed}:{index}").sample(range(len(places)), len(places))
+        return [groups[place] for place in order]
+
+    def __len__(self) -> int:
+        return self.total_batches
+
+
+class ConcatenatedRLDataset(RLDataset):
+    """The batches of several data sets, one data set after the other."""
+
+    def __init__(self, parts: Sequence[RLDataset]) -> None:
+        self.parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        _check_index(index, len(self))
+        part = bisect.bisect_right(self._ends, index)
+        return self.parts[part].get_batch(index - self._ends[part] + len(self.parts[part]))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+
+@chz.chz
+class InterleavedRLDatasetBuilder(RLDatasetBuilder):
+    """Several data sets as one: `InterleavedRLDataset` of their training sets.
+
+    The test set is all their test sets, whole, one after the other, whatever the weights; metrics by tag tell them apart.
+    """
+
+    sources: Sequence[RLDatasetBuilder]
+    groups_per_batch: int
+    total_batches: int
+    weights: Sequence[float] | None = chz.field(default=None, doc="shares of the sources; none = all alike")
+    seed: int = 0
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        weights = [1.0] * len(self.sources) if self.weights is None else self.weights
+        check_weights(self.sources, weights)
+        pairs = [await source() for source in self.sources]
+        tests = [test for _, test in pairs if test is not None]
+        train = InterleavedRLDataset(
+            [train for train, _ in pairs], weights, self.groups_per_batch, self.total_batches, self.seed
+        )
+        return train, ConcatenatedRLDataset(tests) if tests else None
+
+
+def dealt_places(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """Who gets each of `count` places: (source, how many it got before)."""
+    given = [0] * len(weights)
+    places = []
+    for _ in range(count):
+        source = max(range(len(weights)), key=lambda s: weights[s] / (2 * given[s] + 1))
+        places.append((source, given[source]))
+        given[source] += 1
+    return places
+
+
+def check_weights(sources: Sequence[object], weights: Sequence[float]) -> None:
+    """UserError unless there is a finite weight above 0 for each source."""
+    if not sources:
+        raise UserError("sources is empty; give at least one data set")
+    if len(weights) != len(sources):
+        raise UserError(f"there are {len(sources)} sources and {len(weights)} weights; give one weight for each source")
+    for weight in weights:
+        if not 0 < weight < float("inf"):
+            raise UserError(f"weights={list(weights)}: give finite numbers above 0, or leave the source out")
+
+
+def _at_least_one(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"{name}={count}: give a whole number of at least 1")
+
+
+def _check_index(index: int, length: int) -> None:
+    if not 0 <= index < length:
+        raise IndexError(f"index {index} is not in 0..{length - 1}")

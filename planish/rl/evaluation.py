@@ -1,0 +1,68 @@
+"""Tests of a policy on environments."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planish.completers import TinkerTokenCompleter, derived_seed
+from planish.console import Stage
+from planish.evaluators import SamplingClientEvaluator
+from planish.rl.metrics import environment_metrics
+from planish.rl.playing import GroupPlayer
+from planish.rl.rollout_strategy import FailFast
+from planish.rl.rollouts import GroupRollout
+from planish.rl.types import EnvGroupBuilder, RLDataset
+
+
+class RLTestSetEvaluator(SamplingClientEvaluator):
+    """Plays every group of a data set once; answers NAME/env/all/... as training answers env/all/..."""
+
+    def __init__(
+        self,
+        dataset: RLDataset,
+        max_tokens: int,
+        name: str = "test",
+        *,
+        temperature: float = 1.0,
+        num_groups_to_log: int = 4,
+        seed: int = 0,
+    ) -> None:
+        """Draws are a function of `seed`, so two policies are given the same luck."""
+        self.name = name
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.num_groups_to_log = num_groups_to_log
+        self.seed = seed
+        self.builders = [builder for index in range(len(dataset)) for builder in dataset.get_batch(index)]
+
+    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+        player = GroupPlayer(FailFast(), termination=None)
+        return self.metrics(await self.play(sampling_client, player))
+
+    async def play(
+        self,
+        sampling_client: Any,
+        player: GroupPlayer,
+        sampler_step: int | None = None,
+        playing: Stage | None = None,
+    ) -> list[GroupRollout]:
+        """The rollouts of all groups that were not dropped, in order."""
+        policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature)
+
+        async def one(group_idx: int, builder: EnvGroupBuilder) -> GroupRollout | None:
+            return await player.play(
+                builder,
+                policy,
+                group_idx=group_idx,
+                seed=derived_seed(self.seed, group_idx),
+                sampler_step=sampler_step,
+                is_logged=group_idx < self.num_groups_to_log,
+                playing=playing,
+            )
+
+        async with asyncio.TaskGroup() as tasks:
+            played = [tasks.create_task(one(index, builder)) for index, builder in enumerate(self.builders)]
+        return [group for task in played if (group := task.result()) is not None]
+
+    def metrics(self, groups: Sequence[GroupRollout]) -> dict[str, float]:
+        return {f"{self.name}/{key}": value for key, value in environment_metrics(groups).items()}

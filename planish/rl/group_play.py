@@ -1,0 +1,200 @@
+"""The trajectories of one group, played at once under the rules of a strategy.
+
+A failed trajectory is played again in the environment at its place in a fresh group: `make_envs` is called again on the same
+builder, never twice at a time, and what else it made is left unplayed. So a builder that keeps what it made must keep all of
+it for `cleanup`, which comes once, at the very end. Environments that play with each other have no meaning one by one: a
+builder with `plays_together = True` has all of its environments cancelled and made anew when one of them fails, and its group
+is never a smaller one.
+
+Draws of the first attempt are those of a run without failures; each further attempt has its own, since the same draws may
+lead to the same failure.
+"""
+
+import asyncio
+import logging
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeVar
+
+from planish import logtree
+from planish.completers import TokenCompleter, derived_seed
+from planish.errors import EngineClosedError, UserError
+from planish.rl.rollout_strategy import RolloutStrategy
+from planish.rl.single_rollout import OnTurn, do_single_rollout
+from planish.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A trajectory and the environment that it was played in."""
+
+    trajectory: Trajectory
+    env: Env
+
+
+@dataclass
+class GroupPlay:
+    """One group being played."""
+
+    builder: EnvGroupBuilder
+    policy: TokenCompleter
+    strategy: RolloutStrategy
+    seed: int | None = None
+    on_turn: OnTurn | None = None
+    failures: list[RolloutError] = field(default_factory=list)
+    """All so far, whether or not they were made good."""
+
+    def __post_init__(self) -> None:
+        self.rules = self.strategy.rules(1)
+        self._size: int | None = None
+        self._successful = 0
+        self._left_out = 0
+        self._retried = 0
+        self._making = asyncio.Lock()
+
+    async def play(self) -> list[Played]:
+        """What was played to its end, in the order of the environments; raises if that is too little."""
+        envs = await self.again(self._make_envs)
+        self.rules = self.strategy.rules(len(envs))
+        if plays_together(self.builder):
+            return await self._play_together(envs)
+        with lone_error():
+            async with asyncio.TaskGroup() as tasks:
+                playing = [tasks.create_task(self._play_one(index, env)) for index, env in enumerate(envs)]
+        return [played for task in playing if (played := task.result()) is not None]
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of `work`, done again while it fails and there are retries."""
+        while True:
+            try:
+                return await work()
+            except Exception as error:
+                if not self._takes_retry(error):
+                    raise
+
+    async def _play_one(self, index: int, env: Env) -> Played | None:
+        """None: it failed, and the group can do without it."""
+        for attempt in count():
+            try:
+                if attempt > 0:
+                    env = (await self._make_envs())[index]
+                played = await self._attempt(index, env, attempt)
+            except Exception as error:
+                if not self._takes_retry(error, is_needed=self._successful < self.rules.min_successful):
+                    return self._leave_out(error)
+            else:
+                self._successful += 1
+                return played
+        raise AssertionError("attempts are counted without end")
+
+    async def _play_together(self, envs: Sequence[Env]) -> list[Played]:
+        for attempt in count():
+            try:
+                if attempt > 0:
+                    envs = await self._make_envs()
+                with lone_error():
+                    async with asyncio.TaskGroup() as tasks:
+                        playing = [tasks.create_task(self._attempt(i, env, attempt)) for i, env in enumerate(envs)]
+            except Exception as error:
+                if not self._takes_retry(error):
+                    raise
+            else:
+                return [task.result() for task in playing]
+        raise AssertionError("attempts are counted without end")
+
+    async def _attempt(self, index: int, env: Env, attempt: int) -> Played:
+        title = f"Trajectory {index}" + (f", attempt {attempt + 1}" if attempt else "")
+        with located(title, self.builder), logtree.scope_header(title):
+            async with time_limit("per_rollout_timeout", self.rules.timeout_seconds):
+                trajectory = await do_single_rollout(self._policy(index, attempt), env, on_turn=self.on_turn)
+        return Played(trajectory, env)
+
+    def _policy(self, index: int, attempt: int) -> TokenCompleter:
+        if self.seed is None:
+            return self.policy
+        place = (index, attempt) if attempt else (index,)
+        return self.policy.seeded(derived_seed(self.seed, *place))
+
+    async def _make_envs(self) -> Sequence[Env]:
+        """The environments of the group; always as many as the first time."""
+        with located("make_envs", self.builder):
+            async with self._making:
+                envs = await self.builder.make_envs()
+        name = f"make_envs of {type(self.builder).__qualname__}"
+        if not envs:
+            raise UserError(f"{name} gave no environments; give at least one")
+        if self._size is not None and len(envs) != self._size:
+            raise UserError(f"{name} gave {len(envs)} environments, and {self._size} before; give as many each time")
+        self._size = len(envs)
+        return envs
+
+    def _takes_retry(self, error: Exception, *, is_needed: bool = True) -> bool:
+        """Note a failure; whether it is to be made good, which uses up a retry."""
+        self.failures.append(RolloutError(type(error).__name__, str(error)))
+        if not is_needed or not is_chance(error) or self._retried == self.rules.retries:
+            return False
+        self._retried += 1
+        logger.info("retry %d of %d after %r", self._retried, self.rules.retries, error)
+        return True
+
+    def _leave_out(self, error: Exception) -> None:
+        """Raise the error of a trajectory if the group cannot do without it."""
+        self._left_out += 1
+        assert self._size is not None
+        if isinstance(error, EngineClosedError) or self._size - self._left_out < self.rules.min_successful:
+            raise error
+
+
+def is_chance(error: Exception) -> bool:
+    """Whether another attempt may go well: see planish/rl/rollout_strategy.py."""
+    return not isinstance(error, (UserError, EngineClosedError))
+
+
+def plays_together(builder: EnvGroupBuilder) -> bool:
+    """Whether the environments of the group play with each other."""
+    return bool(getattr(builder, "plays_together", False))
+
+
+def named(builder: EnvGroupBuilder) -> str:
+    """A builder for an error message: its class, and the beginning of what it holds. Not for each group: it may take time."""
+    return textwrap.shorten(repr(builder), 200, placeholder=" ...")
+
+
+@contextmanager
+def located(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
+    """Errors that leave the block say where in which group it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {place} of {named(builder)}")
+        raise
+
+
+@contextmanager
+def lone_error() -> Iterator[None]:
+    """Of the errors of a task group the first is raised, as it is; the others followed from it, or would have been next."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error = group.exceptions[0]
+        raise error from error.__cause__
+
+
+@asynccontextmanager
+async def time_limit(name: str, seconds: float | None) -> AsyncIterator[None]:
+    """TimeoutError, with the option's name, if the block takes longer."""
+    clock = asyncio.timeout(seconds)
+    try:
+        async with clock:
+            yield
+    except TimeoutError:
+        if not clock.expired():
+            raise
+        raise TimeoutError(f"it took longer than {name}={seconds} s") from None

@@ -1,0 +1,297 @@
+"""Environments that read and write messages, and the adapter that lets a policy over tokens play them.
+
+A `MessageEnv` knows the conversation; `EnvFromMessageEnv` knows tokens. The adapter parses what was sampled, checks it in a
+fixed order, gives the message to the environment, and makes the next prompt by appending (planish/rl/conversation.py). One
+adapter and one environment play one episode.
+
+A turn ends the episode when, in this order,
+
+1. the answer was cut off by its token limit: max_tokens, reward `context_overflow_reward`;
+2. the answer has no proper end: parse_error, reward `failed_parse_reward`;
+3. the environment says so: its reward and its stop reason, completed if it gives none;
+4. the next prompt leaves no room for an answer: context_overflow, reward `context_overflow_reward`;
+5. one of the `rollout_limits` is reached: the turn's reward, and what `MessageEnv.stopped_by_limit` adds.
+
+With a `ParseErrorPolicy`, answers whose tool calls are all unreadable come between 2 and 3. Metrics of a turn: those of the
+environment, parse_error (0 or 1), max_tokens_reached and context_overflow (1 where it happened).
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+from planish import logtree
+from planish.completers import StopCondition
+from planish.errors import UserError
+from planish.renderers import Message, Renderer
+from planish.rl.conversation import Conversation
+from planish.rl.message_turn import Outcome, Turn, log_turn
+from planish.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
+from planish.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    InitialObservationOverflow,
+    Logs,
+    Metrics,
+    Observation,
+    StepResult,
+    StopReason,
+)
+from planish.types import ModelInput
+
+
+@dataclass
+class MessageStepResult:
+    """What a MessageEnv answers to a message."""
+
+    reward: float
+    episode_done: bool
+    next_messages: list[Message]
+    """The whole conversation, from its first message on, with the policy's answer and what follows it."""
+    metrics: Metrics = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
+    next_stop_condition: StopCondition | None = None
+    """None: the renderer's. An answer that stops by another condition counts as properly ended."""
+    stop_reason: StopReason | None = None
+    """Why the episode is done; None = completed."""
+
+
+class MessageEnv(ABC):
+    """One episode of messages."""
+
+    @abstractmethod
+    async def initial_observation(self) -> list[Message]:
+        """The conversation to begin with."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> MessageStepResult:
+        """Take the policy's message."""
+
+    async def observe_truncated_response(self, message: Message) -> list[Message] | None:
+        """Take a message that was cut off, without acting on it, so that the policy may go on; the whole conversation.
+
+        None: this environment cannot go on after such a message. Asked with `terminate_on_length=False` only.
+        """
+        return None
+
+    async def add_messages(self, messages: list[Message]) -> list[Message] | None:
+        """Take messages that the adapter puts in: an unreadable answer and the reply to it; the whole conversation.
+
+        None: the environment need not know of them, and the adapter keeps them.
+        """
+        return None
+
+    async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
+        """A limit ended the episode: what is added to the last turn's reward, and to its metrics."""
+        return 0.0, {}
+
+    def limit_tool_calls(self, max_tool_calls: int) -> None:
+        """Run at most so many tool calls in the episode, then end it with the stop reason max_tool_calls."""
+        raise UserError(
+            f"{type(self).__name__} does not count tool calls; leave max_tool_calls out of its rollout_limits"
+        )
+
+
+class EnvFromMessageEnv(Env):
+    """A MessageEnv for a policy over tokens."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        message_env: MessageEnv,
+        failed_parse_reward: float = -1.0,
+        terminate_on_parse_error: bool = True,
+        max_trajectory_tokens: int | None = None,
+        max_generation_tokens: int | None = None,
+        context_overflow_reward: float = -0.1,
+        terminate_on_length: bool = True,
+        parse_error_policy: ParseErrorPolicy | None = None,
+        rollout_limits: RolloutLimits | None = None,
+    ) -> None:
+        """`max_trajectory_tokens` is what the model can read at most, `max_generation_tokens` the room to be left for an
+        answer. With `terminate_on_parse_error=False` an answer without a proper end is dropped and its prompt asked again,
+        with `terminate_on_length=False` one that was cut off stays and the next answer follows; both need a limit.
+        `parse_error_policy` takes the place of the two options on parse errors.
+        """
+        self.renderer = renderer
+        self.message_env = message_env
+        self.failed_parse_reward = failed_parse_reward
+        self.terminate_on_parse_error = terminate_on_parse_error
+        self.max_trajectory_tokens = max_trajectory_tokens
+        self.max_generation_tokens = max_generation_tokens
+        self.context_overflow_reward = context_overflow_reward
+        self.terminate_on_length = terminate_on_length
+        self.parse_error_policy = parse_error_policy
+        self.rollout_limits = rollout_limits or RolloutLimits()
+        self._check_limits()
+        self._turns = 0
+        self._sampled_tokens = 0
+        self._unreadable_in_a_row = 0
+        self._own_stop: StopCondition | None = None
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+        self._began = time.monotonic()
+        messages = await self.message_env.initial_observation()
+        self._conversation = Conversation(self.renderer, messages)
+        with logtree.scope_header("Prompt"):
+            logtree.conversation(messages)
+        length = len(self._conversation.tokens)
+        if self._overflows() or self._limit_reached() is not None:
+            most = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
+            return InitialObservationOverflow(
+                reward=self.context_overflow_reward,
+                metrics={"context_overflow": 1.0},
+                logs={
+                    "initial_observation_overflow": f"the prompt has {length} tokens, and max_trajectory_tokens={most} with "
+                    f"max_generation_tokens={self.max_generation_tokens} leaves no room for an answer"
+                },
+            )
+        return ModelInput.from_ints(self._conversation.tokens), self.renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        self._turns += 1
+        self._sampled_tokens += len(action)
+        parsed, termination = self.renderer.parse_response(action)
+        turn = Turn(self._conversation.numbered(parsed), list(action))
+        prompt = self._conversation.tokens
+        if extra is not None and extra.get("stop_reason") == "length":
+            outcome = await self._cut_off(turn)
+        elif not termination.is_clean and self._own_stop is None:
+            outcome = self._malformed()
+        elif self.parse_error_policy is not None and turn.is_unreadable:
+            outcome = await self._unreadable(turn, self.parse_error_policy)
+        else:
+            self._unreadable_in_a_row = 0
+            outcome = await self._play(turn)
+        outcome = await self._within_limits(outcome)
+        self._own_stop = outcome.next_stop_condition
+        log_turn(self._turns, turn, outcome)
+        return StepResult(
+            reward=outcome.reward,
+            episode_done=outcome.stop is not None,
+            next_observation=ModelInput.from_ints(
+                self._conversation.tokens if outcome.stop is None else [*prompt, *action]
+            ),
+            next_stop_condition=outcome.next_stop_condition or self.renderer.get_stop_sequences(),
+            metrics={**outcome.metrics, "parse_error": float(outcome.is_parse_error)},
+            logs=outcome.logs,
+            stop_reason=outcome.stop,
+            train_on_action=outcome.train_on_action,
+        )
+
+    async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
+        """The rollout ended the episode, by time, while the policy wrote: the environment's last reward and metrics."""
+        return await self.message_env.stopped_by_limit(reason)
+
+    async def _cut_off(self, turn: Turn) -> Outcome:
+        messages = None if self.terminate_on_length else await self.message_env.observe_truncated_response(turn.message)
+        if messages is None:
+            return Outcome(self.context_overflow_reward, StopReason.MAX_TOKENS, {"max_tokens_reached": 1.0})
+        self._conversation.update(turn.message, turn.action, messages)
+        logs: Logs = {"truncated_turn": "the answer was cut off; it stays, and the episode goes on"}
+        return Outcome(0.0, logs=logs, next_stop_condition=self._own_stop)
+
+    def _malformed(self) -> Outcome:
+        logs: Logs = {"parse_error": "the answer has no proper end"}
+        policy = self.parse_error_policy
+        if policy is not None:
+            return Outcome(
+                policy.terminal_reward,
+                StopReason.PARSE_ERROR,
+                logs=logs,
+                is_parse_error=True,
+                train_on_action=not policy.mask_error_turns,
+            )
+        stop = StopReason.PARSE_ERROR if self.terminate_on_parse_error else None
+        return Outcome(self.failed_parse_reward, stop, logs=logs, is_parse_error=True)
+
+    async def _unreadable(self, turn: Turn, policy: ParseErrorPolicy) -> Outcome:
+        self._unreadable_in_a_row += 1
+        details = "\n".join(call["error"] for call in turn.message.get("unparsed_tool_calls", []))
+        outcome = Outcome(
+            0.0 - policy.penalty_per_error,
+            logs={"parse_error": details},
+            is_parse_error=True,
+            train_on_action=not policy.mask_error_turns,
+            next_stop_condition=self._own_stop,
+        )
+        if self._unreadable_in_a_row > policy.max_consecutive:
+            return replace(outcome, reward=policy.terminal_reward, stop=StopReason.PARSE_ERROR)
+        reply: Message = {"role": "user", "content": policy.retry_message(details)}
+        messages = await self.message_env.add_messages([turn.message, reply])
+        if messages is None:
+            self._conversation.insert(turn.message, turn.action, reply)
+        else:
+            self._conversation.update(turn.message, turn.action, messages)
+        return replace(outcome, replies=[reply])
+
+    async def _play(self, turn: Turn) -> Outcome:
+        clock = asyncio.timeout(self._seconds_left())
+        try:
+            async with clock:
+                step = await self.message_env.step(deepcopy(turn.message))
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            logs: Logs = {"rollout_timeout": "the environment was still at work on the answer"}
+            return await self._stopped(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
+        replies = self._conversation.replies(turn.message, step.next_messages)
+        outcome = Outcome(
+            step.reward,
+            metrics=step.metrics,
+            logs=step.logs,
+            next_stop_condition=step.next_stop_condition,
+            replies=step.next_messages if replies is None else replies,
+        )
+        if step.episode_done:
+            return replace(outcome, stop=step.stop_reason or StopReason.COMPLETED)
+        self._conversation.update(turn.message, turn.action, step.next_messages)
+        return outcome
+
+    async def _within_limits(self, outcome: Outcome) -> Outcome:
+        """The outcome of a turn after which the episode may have no room left."""
+        if outcome.stop is not None:
+            return outcome
+        if self._overflows():
+            metrics = {**outcome.metrics, "context_overflow": 1.0}
+            return replace(
+                outcome, reward=self.context_overflow_reward, stop=StopReason.CONTEXT_OVERFLOW, metrics=metrics
+            )
+        reason = self._limit_reached()
+        return outcome if reason is None else await self._stopped(outcome, reason)
+
+    async def _stopped(self, outcome: Outcome, reason: StopReason) -> Outcome:
+        """The outcome of a turn that a limit makes the last one."""
+        reward, metrics = await self.message_env.stopped_by_limit(reason)
+        return replace(outcome, reward=outcome.reward + reward, stop=reason, metrics={**outcome.metrics, **metrics})
+
+    def _limit_reached(self) -> StopReason | None:
+        return self.rollout_limits.reached(
+            turns=self._turns,
+            trajectory_tokens=len(self._conversation.tokens),
+            sampled_tokens=self._sampled_tokens,
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _overflows(self) -> bool:
+        if self.max_trajectory_tokens is None:
+            return False
+        return len(self._conversation.tokens) + (self.max_generation_tokens or 0) > self.max_trajectory_tokens
+
+    def _seconds_left(self) -> float | None:
+        seconds = self.rollout_limits.rollout_timeout_seconds
+        return None if seconds is None else seconds - (time.monotonic() - self._began)
+
+    def _check_limits(self) -> None:
+        if self.rollout_limits.max_tool_calls is not None:
+            self.message_env.limit_tool_calls(self.rollout_limits.max_tool_calls)
+        asks_again = not self.terminate_on_parse_error and self.parse_error_policy is None
+        if (asks_again or not self.terminate_on_length) and not self.rollout_limits.bounds_turns:
+            option = "terminate_on_parse_error" if asks_again else "terminate_on_length"
+            raise UserError(
+                f"{option}=False may go on for ever; give rollout_limits with max_turns, max_sampled_tokens or "
+                "rollout_timeout_seconds"
+            )

@@ -1,0 +1,99 @@
+"""What is reported of a batch of rollouts. Definitions: planish/rl/metric_definitions.py.
+
+Legend: P groups, G trajectories of a group. Nothing here is read to decide anything.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from planish.rl.advantages import is_constant
+from planish.rl.data_processing import TrainingSequence
+from planish.rl.rollouts import GroupRollout
+from planish.rl.types import Metrics, Trajectory
+
+
+def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
+    """env/all/..., and env/<tag>/... for each tag if some tag covers a part of the groups only."""
+    tagged: dict[str, list[GroupRollout]] = defaultdict(list)
+    for group in groups_P:
+        for tag in dict.fromkeys(group.tags):
+            tagged[tag].append(group)
+    by_tag = tagged if any(len(groups) < len(groups_P) for groups in tagged.values()) else {}
+    parts = {**by_tag, "all": groups_P}
+    return {f"env/{tag}/{name}": value for tag, groups in parts.items() for name, value in _of(groups).items()}
+
+
+def _of(groups_P: Sequence[GroupRollout]) -> Metrics:
+    trajectories = [trajectory for group in groups_P for trajectory in group.group.trajectories_G]
+    rewards_P_G = [group.group.get_total_rewards() for group in groups_P]
+    turns = [transition for trajectory in trajectories for transition in trajectory.transitions]
+    actions = sum(len(turn.ac.tokens) for turn in turns)
+    observations = sum(turn.ob.length for turn in turns)
+    constant_P = [rewards_G for rewards_G in rewards_P_G if is_constant(rewards_G)]
+    good = sum(rewards_G[0] >= 0.5 for rewards_G in constant_P)
+    own = _means([*(turn.metrics for turn in turns), *(m for group in groups_P for m in group.group.metrics_G)])
+    return {
+        "reward/total": mean([reward for rewards_G in rewards_P_G for reward in rewards_G]),
+        **own,
+        "ac_tokens_per_turn": actions / max(1, len(turns)),
+        "ob_tokens_per_turn": observations / max(1, len(turns)),
+        "turns_per_episode": len(turns) / max(1, len(trajectories)),
+        "total_episodes": len(trajectories),
+        "total_turns": len(turns),
+        "total_ac_tokens": actions,
+        "total_ob_tokens": observations,
+        "total_cached_ob_tokens": sum(turn.ac.prompt_cache_hit_tokens for turn in turns),
+        "by_group/frac_mixed": 1 - len(constant_P) / max(1, len(groups_P)),
+        "by_group/frac_degenerate": len(constant_P) / max(1, len(groups_P)),
+        "by_group/frac_all_good": good / max(1, len(groups_P)),
+        "by_group/frac_all_bad": (len(constant_P) - good) / max(1, len(groups_P)),
+    }
+
+
+def _means(dictionaries: Iterable[Metrics]) -> Metrics:
+    """The mean of each name over the dictionaries that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for metrics in dictionaries:
+        for name, value in metrics.items():
+            values[name].append(value)
+    return {name: mean(values[name]) for name in sorted(values)}
+
+
+def sampling_entropy(data_D: Sequence[TrainingSequence]) -> Metrics:
+    """optim/entropy: the mean of -logprob over the sampled tokens that are trained on, in nats; {} without any."""
+    tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
+    if tokens == 0:
+        return {}
+    return {"optim/entropy": -sum(float((sequence.logprobs_N * sequence.mask_N).sum()) for sequence in data_D) / tokens}
+
+
+def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
+    """sampling_client/step_... and async/staleness_...: how old the weights were that played the groups of a step."""
+    steps = [group.sampler_step for group in groups_P if group.sampler_step is not None]
+    if not steps:
+        return {}
+    lags = [step - sampler_step for sampler_step in steps]
+    return {**_spread("sampling_client/step", steps), **_spread("async/staleness", lags)}
+
+
+def _spread(name: str, values: Sequence[float]) -> Metrics:
+    return {f"{name}_max": max(values), f"{name}_min": min(values), f"{name}_mean": mean(values)}
+
+
+def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
+    """Tokens that were sampled and prompts that were read, the latter from the cache or not."""
+    turns = [turn for trajectory in _trajectories(groups_P) for turn in trajectory.transitions]
+    cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
+    return {
+        "sampled": sum(len(turn.ac.tokens) for turn in turns),
+        "prefill_cached": cached,
+        "prefill_uncached": sum(turn.ob.length for turn in turns) - cached,
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _trajectories(groups_P: Sequence[GroupRollout]) -> list[Trajectory]:
+    return [trajectory for group in groups_P for trajectory in group.group.trajectories_G]

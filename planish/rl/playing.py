@@ -1,0 +1,50 @@
+"""Plays groups: the same way for training and for tests, in this process or in a pool of others."""
+
+from dataclasses import dataclass
+
+from planish import logtree
+from planish.completers import TokenCompleter
+from planish.console import Stage
+from planish.rl.rollout_limits import TerminationRewardPolicy
+from planish.rl.rollout_pool import RolloutPool
+from planish.rl.rollout_strategy import RolloutStrategy
+from planish.rl.rollouts import GroupRollout, do_group_rollout
+from planish.rl.types import EnvGroupBuilder
+
+
+@dataclass(frozen=True)
+class GroupPlayer:
+    """How the groups of a run are played."""
+
+    strategy: RolloutStrategy
+    termination: TerminationRewardPolicy | None
+    pool: RolloutPool | None = None
+
+    async def play(
+        self,
+        builder: EnvGroupBuilder,
+        policy: TokenCompleter,
+        *,
+        group_idx: int,
+        seed: int,
+        sampler_step: int | None,
+        is_logged: bool,
+        playing: Stage | None = None,
+    ) -> GroupRollout | None:
+        """Play one group to its end; None if the strategy dropped it. `is_logged`: keep what the environments log."""
+        do_rollout = self.pool.do_group_rollout if self.pool is not None else do_group_rollout
+        listening = logtree.capture(f"Group {group_idx}") if is_logged else logtree.scope_disable()
+        with listening as tree:
+            group = await do_rollout(
+                builder,
+                policy,
+                self.strategy,
+                self.termination,
+                seed=seed,
+                on_turn=lambda turn: playing.sampled(len(turn.tokens)) if playing else None,
+            )
+        if playing is not None:
+            playing.advance()
+        if group is None:
+            return None
+        return GroupRollout(group_idx, builder.logging_tags(), group, sampler_step, tree if is_logged else None)

@@ -1,0 +1,139 @@
+"""The rollout files of a run: for each iteration a page for people, and two files for programs.
+
+    flat       train_iteration_000010.html, train_iteration_000010_logtree.json,
+               train_iteration_000010_rollout_summaries.jsonl, eval_NAME_iteration_000010.html, ...
+    folders    iteration_000010/train.html, iteration_000010/train_logtree.json, iteration_000010/eval_NAME.html, ...
+
+The summaries have a row for every trajectory; the page and the tree show the first groups in full. Each file is whole or
+absent, and an iteration that is done again replaces its files.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from planish.errors import StorageError, UserError
+from planish.logtree.nodes import Node
+from planish.rl.rollout_page import rollout_page
+from planish.rl.rollout_summaries import summary_rows
+from planish.rl.rollout_tokens import TokenTexts
+from planish.rl.rollout_tree import iteration_trace
+from planish.rl.rollouts import GroupRollout
+from planish.runs import write_whole
+
+PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"
+_OF_SPLIT = r"(?:train|eval_[A-Za-z0-9_.-]+)"
+_KIND = r"(?:\.html|_logtree\.json|_rollout_summaries\.jsonl)"
+_FLAT_NAME = re.compile(rf"{_OF_SPLIT}_iteration_(\d{{6,}}){_KIND}")
+_FOLDER_NAME = re.compile(r"iteration_(\d{6,})")
+_NAME_IN_FOLDER = re.compile(_OF_SPLIT + _KIND)
+
+
+def split_label(split: str) -> str:
+    """How files name a split: "train", or "eval_NAME" for "eval/NAME" with "_" for all but letters, digits and "_.-"."""
+    kind, _, name = split.partition("/")
+    if split == "train":
+        return split
+    if kind != "eval" or not name:
+        raise UserError(f'split={split!r}: give "train" or "eval/NAME"')
+    return "eval_" + re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+
+
+@dataclass(frozen=True)
+class RolloutFiles:
+    """The rollout files in one directory."""
+
+    directory: Path
+    layout: Literal["flat", "folders"]
+    num_groups_to_log: int
+    json_export: bool
+    """False: only the pages."""
+    tokenizer: Any = field(repr=False)
+    _texts: TokenTexts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("flat", "folders"):
+            raise UserError(f'rollout_layout={self.layout!r}: give "flat" or "folders"')
+        if self.num_groups_to_log < 0:
+            raise UserError(f"num_groups_to_log={self.num_groups_to_log}: give 0 or more")
+        object.__setattr__(self, "directory", Path(self.directory))
+        object.__setattr__(self, "_texts", TokenTexts(self.tokenizer))
+
+    def write(
+        self,
+        split: str,
+        iteration: int,
+        groups: Sequence[GroupRollout],
+        advantages_P_G: Sequence[Sequence[float]] | None = None,
+        *,
+        title: str | None = None,
+        sections: Sequence[Node] = (),
+    ) -> Path:
+        """Write the files of one iteration; returns the page's path.
+
+        `split` is "train" or "eval/NAME". `advantages_P_G` goes with `groups`; None where nothing is trained. `sections`
+        are captured trees to show behind the groups.
+        """
+        page_path = self.path(split, iteration, PAGE)
+        title = title or f"{split} · iteration {iteration}"
+        logged = groups[: self.num_groups_to_log]
+        trace = iteration_trace(title, page_path, logged, self._texts, sections)
+        exported = [self.path(split, iteration, kind) for kind in (TREE, SUMMARIES) if self.json_export]
+        page = rollout_page(
+            title,
+            iteration,
+            groups,
+            len(logged),
+            advantages_P_G,
+            self._texts,
+            sections=sections,
+            files=[path.name for path in exported],
+        )
+        self._make_room(page_path)
+        if self.json_export:
+            rows = (json.dumps(row) + "\n" for row in summary_rows(split, iteration, groups))
+            write_whole(self.path(split, iteration, SUMMARIES), "".join(rows))
+            write_whole(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
+        write_whole(page_path, page.encode(errors="backslashreplace"))
+        return page_path
+
+    def path(self, split: str, iteration: int, kind: str = PAGE) -> Path:
+        """Where a file of an iteration is; `kind` is PAGE, TREE or SUMMARIES."""
+        name = split_label(split)
+        if self.layout == "folders":
+            return self.directory / f"iteration_{iteration:06d}" / f"{name}{kind}"
+        return self.directory / f"{name}_iteration_{iteration:06d}{kind}"
+
+    def remove_from(self, iteration: int) -> None:
+        """Remove the files of `iteration` and all later ones, which are going to be done again."""
+        for path in list(self._files_from(iteration)):
+            path.unlink(missing_ok=True)
+        if self.layout == "folders":
+            for folder in list(self._folders_from(iteration)):
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+
+    def _files_from(self, iteration: int) -> Iterator[Path]:
+        if self.layout == "folders":
+            for folder in self._folders_from(iteration):
+                yield from (path for path in folder.iterdir() if _NAME_IN_FOLDER.fullmatch(path.name))
+            return
+        for path in self.directory.glob("*_iteration_*"):
+            found = _FLAT_NAME.fullmatch(path.name)
+            if found is not None and int(found[1]) >= iteration:
+                yield path
+
+    def _folders_from(self, iteration: int) -> Iterator[Path]:
+        for path in self.directory.glob("iteration_*"):
+            found = _FOLDER_NAME.fullmatch(path.name)
+            if found is not None and int(found[1]) >= iteration and path.is_dir():
+                yield path
+
+    def _make_room(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot make {path.parent} ({error}); free space or rights there") from error

@@ -1,0 +1,84 @@
+"""The rollout page: one iteration's groups, trajectories and tokens, for a person to read.
+
+The page needs no other file and no network, and runs no script but its own: a content security policy says so, because
+what it shows was written by a model. Text stands in the page as text, so that a browser can search it; the script adds
+colours, and reads the numbers of each token from three short attributes instead of one element a token.
+"""
+
+import hashlib
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+from datetime import datetime
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from planish.logtree.html import css_of, to_html
+from planish.logtree.nodes import Node
+from planish.rl.rollout_overview import overview, short
+from planish.rl.rollout_tokens import TokenTexts
+from planish.rl.rollout_tree import number
+from planish.rl.rollout_views import GroupView, TrajectoryView, group_view
+from planish.rl.rollouts import GroupRollout
+
+_PAGES = Environment(
+    loader=ChoiceLoader([PackageLoader("planish.rl", "."), PackageLoader("planish.logtree", ".")]),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def _signed(value: float) -> str:
+    return short(value) if value <= 0 else f"+{short(value)}"
+
+
+def _begins_open(group: GroupView) -> set[int]:
+    """The trajectories that a reader sees first: the best and the worst."""
+    by_reward = sorted(group.trajectories, key=lambda trajectory: trajectory.reward)
+    return {by_reward[-1].number, by_reward[0].number}
+
+
+def _in_order(trajectory: TrajectoryView) -> str:
+    """The reward as a script reads it; what is no number stands below all others."""
+    return repr(float(trajectory.reward)) if math.isfinite(trajectory.reward) else "-1e308"
+
+
+_PAGES.filters.update(short=short, number=number, signed=_signed, opened=_begins_open, sortable=_in_order)
+_SCRIPT = _PAGES.loader.get_source(_PAGES, "rollout_page.js")[0] if _PAGES.loader else ""
+_SCRIPT_HASH = b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+
+
+def rollout_page(
+    title: str,
+    iteration: int,
+    groups: Sequence[GroupRollout],
+    logged: int,
+    advantages_P_G: Sequence[Sequence[float]] | None,
+    texts: TokenTexts,
+    *,
+    sections: Sequence[Node] = (),
+    files: Sequence[str] = (),
+) -> str:
+    """The page as text: the head is about all `groups`, the rest shows the first `logged` of them.
+
+    `advantages_P_G` goes with `groups`; `files` are names of the files beside the page.
+    """
+    rows_P = [None] * len(groups) if advantages_P_G is None else advantages_P_G
+    paired = list(zip(groups, rows_P, strict=True))
+    views = [group_view(rollout, advantages_G, texts) for rollout, advantages_G in paired[:logged]]
+    trees = [rollout.tree for rollout in groups[:logged] if rollout.tree is not None]
+    return _PAGES.get_template("rollout_page.html").render(
+        title=title,
+        written=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        overview=overview(iteration, groups),
+        groups=views,
+        others=len(groups) - len(views),
+        sections=[to_html(node) for node in sections],
+        files=files,
+        css=css_of(*trees, *sections),
+        script=Markup(_SCRIPT),
+        script_hash=_SCRIPT_HASH,
+    )

@@ -1,0 +1,162 @@
+"""Groups of episodes: all environments of a group are played at once, graded together, and given back.
+
+Legend: G trajectories of a group.
+
+Whatever happens, also when the group is cancelled, `EnvGroupBuilder.cleanup` is called once, after everything else, and
+runs to its end. An error keeps its type; a note says in which trajectory of which group it happened.
+
+With a seed, a group's draws are a function of (seed, index of the trajectory, attempt): trajectory g is played by
+`policy.seeded(derived_seed(seed, g))`, whatever the others do.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from planish import logtree
+from planish.completers import TokenCompleter
+from planish.errors import NonFiniteError, UserError
+from planish.rl.group_play import GroupPlay, Played, is_chance, located, named, time_limit
+from planish.rl.rollout_limits import TerminationRewardPolicy
+from planish.rl.rollout_strategy import FailFast, FailureRules, RolloutStrategy
+from planish.rl.single_rollout import OnTurn, do_single_rollout
+from planish.rl.types import EnvGroupBuilder, Metrics, TrajectoryGroup
+
+__all__ = ["GroupRollout", "OnTurn", "do_group_rollout", "do_single_rollout"]
+
+logger = logging.getLogger(__name__)
+
+Grade = tuple[float, Metrics]
+
+
+@dataclass(frozen=True)
+class GroupRollout:
+    """One group after it was played, with all that is said of it later."""
+
+    group_idx: int
+    """Within its batch."""
+    tags: list[str]
+    group: TrajectoryGroup
+    """At least one trajectory."""
+    sampler_step: int | None
+    """Training steps behind the weights that played it."""
+    tree: logtree.Node | None
+    """What its environments logged; None when this group is not logged."""
+
+
+async def do_group_rollout(
+    builder: EnvGroupBuilder,
+    policy: TokenCompleter,
+    strategy: RolloutStrategy | None = None,
+    termination: TerminationRewardPolicy | None = None,
+    *,
+    seed: int | None = None,
+    on_turn: OnTurn | None = None,
+) -> TrajectoryGroup | None:
+    """Play and grade one group; None if the strategy dropped it. The strategy is FailFast() if none is given.
+
+    With `termination.zero_reward_on_limit`, the reward of the group holds what bounds the total of a trajectory by 0.
+    """
+    play = GroupPlay(builder, policy, strategy or FailFast(), seed, on_turn)
+    try:
+        async with cleaned_up(builder, play.rules):
+            played_G = await play.play()
+            grades_G = await play.again(lambda: graded(builder, played_G, termination or TerminationRewardPolicy()))
+    except Exception as error:
+        if not play.rules.drops_group or not is_chance(error):
+            raise
+        logger.warning("a group was dropped: %r in %s", error, named(builder))
+        return None
+    return TrajectoryGroup(
+        [played.trajectory for played in played_G],
+        [reward for reward, _ in grades_G],
+        [metrics for _, metrics in grades_G],
+        play.failures,
+    )
+
+
+async def graded(builder: EnvGroupBuilder, played_G: list[Played], termination: TerminationRewardPolicy) -> list[Grade]:
+    """What the group adds to the reward of each trajectory, within the bounds of `termination`."""
+    skipped_G = [termination.skips_grading(played.trajectory.stop_reason) for played in played_G]
+    graded_G = [played for played, is_skipped in zip(played_G, skipped_G, strict=True) if not is_skipped]
+    answers: list[Grade] = []
+    if graded_G:
+        with located("compute_group_rewards", builder):
+            async with time_limit("grader_timeout_seconds", termination.grader_timeout_seconds):
+                given = await builder.compute_group_rewards(
+                    [played.trajectory for played in graded_G], [played.env for played in graded_G]
+                )
+        answers = checked_grades(given, builder, len(graded_G))
+    remaining = iter(answers)
+    grades_G: list[Grade] = [(0.0, {}) if is_skipped else next(remaining) for is_skipped in skipped_G]
+    return [bounded(grade, played, termination) for grade, played in zip(grades_G, played_G, strict=True)]
+
+
+def bounded(grade: Grade, played: Played, termination: TerminationRewardPolicy) -> Grade:
+    """The grade by which the total reward of the trajectory is what `termination` makes of it."""
+    reward, metrics = grade
+    trajectory = played.trajectory
+    total = trajectory.step_rewards + reward
+    allowed = termination.bounded(total, trajectory.stop_reason)
+    return (reward if allowed == total else allowed - trajectory.step_rewards), metrics
+
+
+def checked_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
+    """What a builder's `compute_group_rewards` gave; UserError if it is no reward for each trajectory."""
+    name = f"compute_group_rewards of {type(builder).__qualname__}"
+    wanted = "give one (reward, metrics) for each trajectory"
+    if not isinstance(given, list | tuple):
+        raise UserError(f"{name} gave a {type(given).__name__}; {wanted}, as a list")
+    if len(given) != size:
+        raise UserError(f"{name} gave {len(given)} rewards for {size} trajectories; {wanted}")
+    grades: list[Grade] = []
+    for index, grade in enumerate(given):
+        if not isinstance(grade, list | tuple) or len(grade) != 2 or not isinstance(grade[1], Mapping):
+            raise UserError(f"{name} gave {grade!r} for trajectory {index}; {wanted}")
+        try:
+            reward = float(grade[0])
+        except (TypeError, ValueError):
+            raise UserError(f"{name} gave the reward {grade[0]!r} for trajectory {index}; give a number") from None
+        if not math.isfinite(reward):
+            raise NonFiniteError(f"{name} gave the reward {reward} for trajectory {index}; give a finite number")
+        grades.append((reward, dict(grade[1])))
+    return grades
+
+
+@asynccontextmanager
+async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
+    """Call `cleanup` after the block, once. An error of it does not hide one of the block, and does not undo a group where
+    failures are tolerated."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            await to_its_end(builder.cleanup())
+        except Exception as another:
+            logger.warning("cleanup of %s failed: %r, after %r", named(builder), another, error)
+        raise
+    try:
+        with located("cleanup", builder):
+            await to_its_end(builder.cleanup())
+    except Exception as error:
+        if not rules.tolerates_failures:
+            raise
+        logger.warning("cleanup of %s failed: %r", named(builder), error)
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for `work`. A cancellation is kept until it is done."""
+    task = asyncio.create_task(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation from (None if task.cancelled() else task.exception())
+    task.result()

@@ -1,0 +1,170 @@
+"""One episode: the policy and an environment take turns until the environment is done.
+
+What the rollout adds to the environment's word: the reason why the episode ended, as `Trajectory.stop_reason` and as
+metrics stop/REASON of the last turn (1 for the one that holds, 0 for the others, so that their means are shares of the
+episodes), and the part of an environment's `rollout_limits` that only the caller of the policy can keep:
+
+* each answer gets the tokens that `RolloutLimits.turn_tokens` leaves it;
+* `sampling_turn_timeout_seconds`: a policy that takes longer for an answer has failed, by TimeoutError;
+* `rollout_timeout_seconds` ends the episode also while the policy writes. The answer under way is lost, the turns before it
+  are kept, and an environment with a method `stopped_by_limit(reason)` gives the reward and metrics of the end.
+
+An end without an action, which is that one or a first prompt that is too long, is a turn without tokens: its reward counts,
+and nothing is trained on it.
+
+The rollout opens no scope and starts no task of its own, so what an environment logs stands where it is called.
+"""
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from planish.errors import NonFiniteError, UserError
+from planish.rl.rollout_limits import RolloutLimits
+from planish.rl.types import (
+    Env,
+    InitialObservationOverflow,
+    Logs,
+    Metrics,
+    Observation,
+    StepResult,
+    StopReason,
+    Trajectory,
+    Transition,
+)
+from planish.types import ModelInput
+
+OnTurn = Callable[[TokensWithLogprobs], None]
+"""Told of each answer of the policy as soon as it is there; it must return at once."""
+
+
+async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn | None = None) -> Trajectory:
+    """Play `env` to its end. Errors of the environment and the policy are raised as they are."""
+    turns = PolicyTurns(policy, getattr(env, "rollout_limits", None))
+    first = await env.initial_observation()
+    if isinstance(first, InitialObservationOverflow):
+        end = end_without_action(
+            ModelInput.empty(), first.reward, StopReason.CONTEXT_OVERFLOW, first.metrics, first.logs
+        )
+        return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
+    observation, stop = first
+    takes_extra = accepts_extra(env)
+    transitions: list[Transition] = []
+    while True:
+        action = await turns.answer(observation, stop)
+        if action is None:
+            transitions.append(await timed_out(env, observation))
+            return Trajectory(transitions, observation, StopReason.ROLLOUT_TIMEOUT)
+        if on_turn is not None:
+            on_turn(action)
+        if takes_extra:
+            result = await env.step(action.tokens, extra={"stop_reason": action.stop_reason})
+        else:
+            result = await env.step(action.tokens)
+        check_result(result, env, len(transitions) + 1)
+        transitions.append(played(observation, action, result))
+        if result.episode_done:
+            return Trajectory(transitions, result.next_observation, result.stop_reason or StopReason.COMPLETED)
+        observation, stop = result.next_observation, result.next_stop_condition
+
+
+@dataclass
+class PolicyTurns:
+    """The policy's part of an episode, within its limits."""
+
+    policy: TokenCompleter
+    limits: RolloutLimits | None
+
+    def __post_init__(self) -> None:
+        self._sampled_tokens = 0
+        self._began = time.monotonic()
+
+    async def answer(self, observation: Observation, stop: StopCondition) -> TokensWithLogprobs | None:
+        """The policy's next action; None if the time of the episode is over."""
+        if self.limits is None:
+            return await self.policy(observation, stop)
+        most = self.limits.turn_tokens(observation.length, self._sampled_tokens)
+        bound = {} if most is None else {"max_tokens": most}
+        episode = asyncio.timeout(self._seconds_left())
+        turn = asyncio.timeout(self.limits.sampling_turn_timeout_seconds)
+        try:
+            async with episode, turn:
+                action = await self.policy(observation, stop, **bound)
+        except TimeoutError:
+            if episode.expired():
+                return None
+            if turn.expired():
+                seconds = self.limits.sampling_turn_timeout_seconds
+                raise TimeoutError(f"the policy gave no answer in sampling_turn_timeout_seconds={seconds}") from None
+            raise
+        self._sampled_tokens += len(action.tokens)
+        return action
+
+    def _seconds_left(self) -> float | None:
+        assert self.limits is not None
+        seconds = self.limits.rollout_timeout_seconds
+        return None if seconds is None else seconds - (time.monotonic() - self._began)
+
+
+def accepts_extra(env: Env) -> bool:
+    """Whether `env.step` can be told more than the tokens. Environments of older programs cannot."""
+    parameters = inspect.signature(env.step).parameters
+    return "extra" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def check_result(result: Any, env: Env, turn: int) -> None:
+    """UserError if `env.step` gave something that cannot be a turn."""
+    name = f"{type(env).__name__}.step"
+    if not isinstance(result, StepResult):
+        kind = f"{type(result).__module__}.{type(result).__qualname__}"
+        raise UserError(f"{name} gave a {kind} in turn {turn}; give a planish.rl.types.StepResult")
+    if not math.isfinite(result.reward):
+        raise NonFiniteError(f"{name} gave reward={result.reward} in turn {turn}; give a finite number")
+    if result.stop_reason is not None and result.stop_reason not in set(StopReason):
+        raise UserError(f"{name} gave stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}")
+
+
+def played(observation: Observation, action: TokensWithLogprobs, result: StepResult) -> Transition:
+    """A turn, with the reason of the end in its metrics if it is the last."""
+    reason = (result.stop_reason or StopReason.COMPLETED) if result.episode_done else None
+    return Transition(
+        ob=observation,
+        ac=action,
+        reward=float(result.reward),
+        episode_done=result.episode_done,
+        metrics=result.metrics if reason is None else {**result.metrics, **stop_metrics(reason)},
+        logs=result.logs,
+        train_on_action=result.train_on_action,
+    )
+
+
+def end_without_action(
+    observation: Observation, reward: float, reason: StopReason, metrics: Metrics, logs: Logs
+) -> Transition:
+    return Transition(
+        ob=observation,
+        ac=TokensWithLogprobs([], []),
+        reward=float(reward),
+        episode_done=True,
+        metrics={**metrics, **stop_metrics(reason)},
+        logs=logs,
+        train_on_action=False,
+    )
+
+
+async def timed_out(env: Env, observation: Observation) -> Transition:
+    """The end of an episode whose time was over while the policy wrote."""
+    reason = StopReason.ROLLOUT_TIMEOUT
+    grade = getattr(env, "stopped_by_limit", None)
+    reward, metrics = (0.0, {}) if grade is None else await grade(reason)
+    logs: Logs = {"rollout_timeout": "the policy was still writing; its answer is lost"}
+    return end_without_action(observation, reward, reason, metrics, logs)
+
+
+def stop_metrics(reason: StopReason) -> Metrics:
+    return {f"stop/{name}": float(name == reason) for name in StopReason}

@@ -1,0 +1,136 @@
+"""A training run: from its options to its directory. The loop itself is planish/rl/loop.py."""
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish import ServiceClient
+from planish.checkpointing import RunCheckpoints, start_training
+from planish.errors import UserError
+from planish.evaluators import Evaluator
+from planish.metric_logs import open_metric_logs
+from planish.provenance import code_diff
+from planish.rl.config import MAY_CHANGE, Config, check
+from planish.rl.datasets import EpochCycledRLDataset, RebatchedRLDataset
+from planish.rl.evaluation import RLTestSetEvaluator
+from planish.rl.loop import Loop
+from planish.rl.progress import TrainingProgress
+from planish.rl.types import RLDataset
+from planish.runs import CODE_DIFF, RunDirectory, checkpoint_of, write_whole
+from planish.timing import TraceFile
+
+
+async def main(config: Config, service_client: Any = None) -> Path:
+    """Train, in this process, on a server (`base_url`) or with a given service client; returns the run directory.
+
+    After Ctrl-C the run is saved where it can be resumed, and KeyboardInterrupt is raised.
+    """
+    check(config)
+    if service_client is not None:
+        return await _run(config, service_client)
+    with ServiceClient(base_url=config.base_url, deterministic=config.deterministic) as own_client:
+        return await _run(config, own_client)
+
+
+async def _run(config: Config, service_client: Any) -> Path:
+    train_set, test_set = await config.dataset_builder()
+    batches = planned(train_set, config)
+    steps = len(batches) if config.max_steps is None else min(len(batches), config.max_steps)
+    if steps == 0:
+        raise UserError("dataset_builder gives no batches; give a data set with at least one")
+    with RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run:
+        start = await asyncio.to_thread(
+            start_training,
+            service_client,
+            run,
+            model_name=config.model_name,
+            lora_rank=config.lora_rank,
+            seed=config.seed,
+            load_checkpoint_path=config.load_checkpoint_path,
+            user_metadata=metadata_of(config),
+        )
+        if start.batch > steps or (start.batch == steps and start.was_finished):
+            print(f"{run.path}: all {start.batch} steps are done; give more max_steps to go on")
+            return run.path
+        run.resume_at(start.batch)
+        write_whole(run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()]))
+        with (
+            TrainingProgress(steps, start.batch) as progress,
+            open_metric_logs(
+                config.loggers,
+                run,
+                steps=steps,
+                console=progress.console,
+                project=config.wandb_project,
+                name=config.wandb_name,
+            ) as log,
+            TraceFile(run.path, start.batch) if config.enable_trace else nullcontext() as trace,
+        ):
+            loop = Loop(
+                config,
+                batches,
+                steps,
+                start,
+                run,
+                checkpoints=RunCheckpoints.after(
+                    start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client
+                ),
+                evaluators=built_evaluators(config, test_set),
+                reference=await reference_client(config, service_client),
+                context_window=await context_of(config, service_client),
+                progress=progress,
+                log=log,
+                trace=trace,
+            )
+            with loop.interruption.on_control_c():
+                is_finished = await loop.run_to_end()
+        if not is_finished:
+            raise KeyboardInterrupt
+        return run.path
+
+
+def planned(train_set: RLDataset, config: Config) -> RLDataset:
+    """The batches of all epochs, with as many groups as the options ask for."""
+    dataset = train_set if config.groups_per_batch is None else RebatchedRLDataset(train_set, config.groups_per_batch)
+    return dataset if config.num_epochs == 1 else EpochCycledRLDataset(dataset, config.num_epochs, config.seed)
+
+
+def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
+    evaluators = [builder() for builder in config.evaluator_builders]
+    if test_set is None:
+        return evaluators
+    temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
+    test = RLTestSetEvaluator(
+        test_set,
+        config.max_tokens,
+        temperature=temperature,
+        num_groups_to_log=config.num_groups_to_log,
+        seed=config.seed,
+    )
+    return [test, *evaluators]
+
+
+async def reference_client(config: Config, service_client: Any) -> Any:
+    """A sampling client of the policy that the KL penalty pulls to; None without a penalty."""
+    reference = config.kl_reference_config
+    if reference is None:
+        return None
+    if reference.load_checkpoint_path is None:
+        return await service_client.create_sampling_client_async(base_model=reference.base_model)
+    return await service_client.create_sampling_client_async(model_path=checkpoint_of(reference.load_checkpoint_path))
+
+
+async def context_of(config: Config, service_client: Any) -> int | None:
+    """The model's context in tokens; None if the service does not say."""
+    capabilities = await service_client.get_server_capabilities_async()
+    lengths = {model.model_name: model.max_context_length for model in capabilities.supported_models}
+    return lengths.get(config.model_name)
+
+
+def metadata_of(config: Config) -> dict[str, str]:
+    """What every checkpoint of the run says of where it comes from."""
+    named = {"recipe_name": config.recipe_name, "renderer_name": config.renderer_name}
+    return {name: value for name, value in named.items() if value is not None}

@@ -1,0 +1,218 @@
+"""An episode with tools: the model calls them until it answers without a call, and is graded at the end.
+
+Each turn, the calls of the message are run and their results follow as messages of role "tool". The episode ends when a
+message calls nothing (completed), a tool says stop (tool_stopped), more calls are wanted than there are left
+(max_tool_calls; those within the limit are run), or after `max_turns` answers. Then `reward_fn` sees the conversation, and
+its reward is the last turn's. An episode that one of the rollout limits ends is graded all the same; one that ends by a
+parse error, a cut off answer or a full context is not, and has the fixed rewards of EnvFromMessageEnv.
+
+Metrics of a turn: tool_calls (calls that the model wrote), tool_errors (those that were answered with an error),
+tool_calls/NAME for each tool, and what the tools and the reward function give.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import chz
+
+from planish.errors import UserError
+from planish.renderers import Message, Renderer, get_text_content
+from planish.renderers.renderer import Messages
+from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.rollout_limits import (
+    ParseErrorPolicy,
+    RolloutConfig,
+    TerminationRewardPolicy,
+    ToolExecution,
+)
+from planish.rl.types import Logs, Metrics, StopReason
+from planish.tool_use.blocking import call
+from planish.tool_use.toolbox import CallResult, Toolbox
+from planish.tool_use.tools import Tool, tool_spec
+
+RewardResult: TypeAlias = tuple[float, Metrics]
+RewardFn: TypeAlias = Callable[[list[Message]], float | RewardResult | Awaitable[float] | Awaitable[RewardResult]]
+"""The messages of the whole episode to a reward, or to a reward and metrics. A plain function runs in a thread."""
+
+MAX_TURNS = 5
+
+
+class AgentToolMessageEnv(MessageEnv):
+    """One episode with tools."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        initial_messages: Messages,
+        reward_fn: RewardFn,
+        max_turns: int = MAX_TURNS,
+        *,
+        tool_execution: ToolExecution = "parallel",
+        tool_timeout_seconds: float | None = 60.0,
+        max_result_chars: int = 16384,
+        termination: TerminationRewardPolicy | None = None,
+    ) -> None:
+        """`initial_messages` offer the tools already (see `offer_tools`). With a `termination` policy, the reward function
+        sees only what came after them, unless the policy passes all messages."""
+        if max_turns < 1:
+            raise UserError(f"max_turns={max_turns!r}: give a whole number of at least 1")
+        self.toolbox = Toolbox(list(tools), tool_execution, tool_timeout_seconds, max_result_chars)
+        self.reward_fn = reward_fn
+        self.max_turns = max_turns
+        self.max_tool_calls: int | None = None
+        self.termination = termination
+        self.history = cast(list[Message], list(initial_messages))
+        self._first = len(self.history)
+        """Where in the history the episode begins."""
+        self._turns = 0
+        self._calls_run = 0
+
+    async def initial_observation(self) -> list[Message]:
+        return self.history
+
+    async def step(self, message: Message) -> MessageStepResult:
+        self._turns += 1
+        self.history.append(message)
+        calls = message.get("tool_calls") or []
+        unparsed = message.get("unparsed_tool_calls") or []
+        room = len(calls) if self.max_tool_calls is None else self.max_tool_calls - self._calls_run
+        results = await self.toolbox.run(calls[:room])
+        self._calls_run += len(results)
+        results += [self.toolbox.answer_unparsed(one) for one in unparsed]
+        self.history += [result.message for result in results]
+        stop = self._stop_reason(bool(calls or unparsed), any(result.stop for result in results), len(calls) > room)
+        metrics = self._metrics(len(calls) + len(unparsed), results)
+        reward = 0.0
+        if stop is not None:
+            reward, graded = await self._grade()
+            metrics |= graded
+        return MessageStepResult(
+            reward, stop is not None, self.history, metrics, _logs(message, results), stop_reason=stop
+        )
+
+    async def observe_truncated_response(self, message: Message) -> list[Message]:
+        self.history.append(message)
+        return self.history
+
+    async def add_messages(self, messages: list[Message]) -> list[Message]:
+        self.history += messages
+        return self.history
+
+    async def stopped_by_limit(self, reason: StopReason) -> RewardResult:
+        if self.termination is not None and self.termination.skips_grading(reason):
+            return 0.0, {}
+        return await self._grade()
+
+    def limit_tool_calls(self, max_tool_calls: int) -> None:
+        self.max_tool_calls = max_tool_calls
+
+    def _stop_reason(self, has_calls: bool, is_stopped: bool, wants_more: bool) -> StopReason | None:
+        if not has_calls:
+            return StopReason.COMPLETED
+        if is_stopped:
+            return StopReason.TOOL_STOPPED
+        if wants_more:
+            return StopReason.MAX_TOOL_CALLS
+        return StopReason.MAX_TURNS if self._turns >= self.max_turns else None
+
+    async def _grade(self) -> RewardResult:
+        policy = self.termination
+        seen = self.history
+        if policy is not None and not policy.pass_all_messages_to_grader:
+            seen = self.history[self._first :]
+        async with asyncio.timeout(policy.grader_timeout_seconds if policy else None):
+            result = await call(partial(self.reward_fn, list(seen)))
+        reward, metrics = result if isinstance(result, tuple) else (result, {})
+        return float(reward), dict(metrics)
+
+    def _metrics(self, written: int, results: Sequence[CallResult]) -> Metrics:
+        metrics: Metrics = {"tool_calls": written, "tool_errors": sum(result.is_error for result in results)}
+        for tool in self.toolbox.tools:
+            metrics[f"tool_calls/{tool.name}"] = sum(result.tool == tool.name for result in results)
+        for result in results:
+            for name, value in result.metrics.items():
+                metrics[name] = metrics.get(name, 0) + value
+        return metrics
+
+
+def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -> list[Message]:
+    """`messages` with the tools in front, in the form of the renderer; a system message keeps its text.
+
+    Messages that offer tools already stay as they are; UserError if these are other tools.
+    """
+    given = cast(list[Message], list(messages))
+    system = given[0] if given and given[0]["role"] == "system" else None
+    offered: list[Any] = list(system.get("tools", [])) if system else []
+    names = [tool.name for tool in tools]
+    if offered and sorted(spec.get("function", spec)["name"] for spec in offered) != sorted(names):
+        raise UserError(f"initial_messages offer other tools than {names}, which are to be run; give the same to both")
+    if offered or not tools:
+        return given
+    text = get_text_content(system) if system else ""
+    prefix = renderer.create_conversation_prefix_with_tools([tool_spec(tool) for tool in tools], text)
+    return cast(list[Message], [*prefix, *given[1 if system else 0 :]])
+
+
+def build_agent_tool_env(
+    renderer: Renderer,
+    tools: Sequence[Tool],
+    initial_messages: Messages,
+    reward_fn: RewardFn,
+    *,
+    rollout_config: RolloutConfig | None = None,
+    max_turns: int | None = None,
+    max_tool_calls: int | None = None,
+    tool_execution: ToolExecution | None = None,
+    tool_timeout_seconds: float | None = 60.0,
+    max_result_chars: int = 16384,
+    failed_parse_reward: float = -0.1,
+    terminate_on_parse_error: bool = True,
+    max_trajectory_tokens: int | None = None,
+    max_generation_tokens: int | None = None,
+    context_overflow_reward: float = -0.1,
+    terminate_on_length: bool | None = None,
+    parse_error_policy: ParseErrorPolicy | None = None,
+) -> EnvFromMessageEnv:
+    """An episode with tools for a policy over tokens; an argument that is given goes before what `rollout_config` says.
+
+    `max_turns` is 5 by default. `terminate_on_length` is False by default if the config bounds tokens, since then a cut off
+    answer alone is no end.
+    """
+    config = rollout_config or RolloutConfig()
+    turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS
+    calls = max_tool_calls if max_tool_calls is not None else config.limits.max_tool_calls
+    limits = chz.replace(config.limits, max_turns=turns, max_tool_calls=calls)
+    env = AgentToolMessageEnv(
+        tools,
+        offer_tools(renderer, tools, initial_messages),
+        reward_fn,
+        turns,
+        tool_execution=tool_execution or config.tool_execution,
+        tool_timeout_seconds=tool_timeout_seconds,
+        max_result_chars=max_result_chars,
+        termination=config.termination,
+    )
+    return EnvFromMessageEnv(
+        renderer,
+        env,
+        failed_parse_reward=failed_parse_reward,
+        terminate_on_parse_error=terminate_on_parse_error,
+        max_trajectory_tokens=max_trajectory_tokens,
+        max_generation_tokens=max_generation_tokens,
+        context_overflow_reward=context_overflow_reward,
+        terminate_on_length=not limits.bounds_tokens if terminate_on_length is None else terminate_on_length,
+        parse_error_policy=parse_error_policy or config.parse_errors,
+        rollout_limits=limits,
+    )
+
+
+def _logs(message: Message, results: Sequence[CallResult]) -> Logs:
+    """Calls and results as text, for the rollout files."""
+    logs: Logs = {}
+    for number, one in enumerate(message.get("tool_calls") or []):
+        logs[f"tool_call_{number}"] = f"{one['function']['name']}({one['function']['arguments']})"
+    for number, result in enumerate(results):
+        logs[f"tool_result_{number}"] = get_text_content(result.message)
+    return logs

@@ -1,0 +1,188 @@
+"""The parameters of a function: as a JSON schema for a model to read, and as a check of what it then writes.
+
+Both come from the annotations, by pydantic. Conversion is generous where the meaning is clear ("3" for an int, 3 for a str),
+since a model's slip in a type is not what a task is about; what cannot be converted, is missing or is unknown comes back as
+an error text that names it. Descriptions come from Annotated[..., "text"], or from the docstring's list of parameters.
+"""
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, get_origin
+
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+
+from planish.errors import UserError
+
+# "Args:" as Google writes it, ":param x:" as Sphinx does.
+SECTION = re.compile(r"^\s*(args|arguments|parameters|returns?|raises|yields|examples?|notes?)\s*:\s*$", re.IGNORECASE)
+TOLD_SECTIONS = ("example", "examples", "note", "notes")
+"""They help a model; what a function returns and raises it will see."""
+GOOGLE_PARAMETER = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+SPHINX_PARAMETER = re.compile(r"^\s*:param\s+(?:[\w\[\], .|]+\s+)?(\w+)\s*:\s*(.*)$")
+SPHINX_FIELD = re.compile(r"^\s*:\w+[^:]*:")
+SHOWN_VALUE = 100
+
+
+@dataclass(frozen=True)
+class Docstring:
+    description: str
+    parameters: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one function."""
+
+    schema: dict[str, Any]
+    adapter: TypeAdapter[dict[str, Any]]
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the function wants them. UserError, written for the model, if they do not fit."""
+        try:
+            return dict(self.adapter.validate_python(dict(arguments)))
+        except ValidationError as error:
+            faults = "; ".join(_fault(detail) for detail in error.errors(include_url=False, include_context=False))
+            wanted = ", ".join(self.schema["properties"]) or "none"
+            raise UserError(f"wrong arguments: {faults}. The parameters are: {wanted}") from None
+
+
+class _PlainSchema(GenerateJsonSchema):
+    """Without the titles, which repeat names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def read_parameters(function: Callable[..., Any], documented: Mapping[str, str]) -> Parameters:
+    """The parameters of `function` but for a first `self`. UserError if one of them has no type that a model can write."""
+    name = getattr(function, "__name__", repr(function))
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise UserError(
+            f"tool {name}: an annotation cannot be resolved ({error}); import its type in the module"
+        ) from error
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if number == 0 and parameter.name == "self":
+            continue
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise UserError(f"tool {name}: parameter {parameter} has no name to call it by; write ordinary parameters")
+        if parameter.name not in hints:
+            raise UserError(
+                f"tool {name}: parameter {parameter.name} has no type; annotate it, such as {parameter.name}: str"
+            )
+        fields[parameter.name] = _field(parameter, hints[parameter.name], documented.get(parameter.name))
+    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
+    try:
+        adapter = TypeAdapter(_typed_dict(name, fields, config))
+        schema = adapter.json_schema(schema_generator=_PlainSchema)
+    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        first_line = str(error).splitlines()[0]
+        raise UserError(
+            f"tool {name}: a parameter's type cannot be written as JSON ({first_line}); use str, int, float, bool, list, dict, "
+            "Literal, Enum, Optional, a dataclass or a pydantic model"
+        ) from error
+    return Parameters(_inlined(schema, name), adapter)
+
+
+def read_docstring(text: str | None) -> Docstring:
+    """The description, and the texts of parameters in Google's or Sphinx's form."""
+    description: list[str] = []
+    parameters: dict[str, str] = {}
+    section, current = "", ""
+    for line in inspect.cleandoc(text or "").splitlines():
+        heading, sphinx = SECTION.match(line), SPHINX_PARAMETER.match(line)
+        google = GOOGLE_PARAMETER.match(line) if section in ("args", "arguments", "parameters") else None
+        found = sphinx or google
+        if heading and heading.group(1).lower() in TOLD_SECTIONS:
+            section, current = "", ""
+            description.append(line)
+        elif heading:
+            section, current = heading.group(1).lower(), ""
+        elif found:
+            current = found.group(1)
+            parameters[current] = found.group(2).strip()
+            section = section or "parameters"
+        elif SPHINX_FIELD.match(line):
+            section, current = "returns", ""
+        elif current and line.strip():
+            parameters[current] += f" {line.strip()}"
+        elif not section:
+            description.append(line)
+    return Docstring("\n".join(description).strip(), parameters)
+
+
+def _field(parameter: inspect.Parameter, hint: Any, documented: str | None) -> Any:
+    """A key of the TypedDict: the type with its description and default."""
+    metadata = list(hint.__metadata__) if get_origin(hint) is Annotated else []
+    kind = hint.__origin__ if metadata else hint
+    described = any(isinstance(item, FieldInfo) and item.description for item in metadata)
+    texts = [item for item in metadata if isinstance(item, str)] + ([documented] if documented else [])
+    about: dict[str, Any] = {"description": texts[0]} if texts and not described else {}
+    is_optional = parameter.default is not parameter.empty
+    if is_optional:
+        about["json_schema_extra"] = _shown_default(parameter.default)
+    rest = [item for item in metadata if not isinstance(item, str)]
+    annotated = Annotated[(kind, *rest, Field(**about))]  # pyright: ignore[reportInvalidTypeForm]
+    return NotRequired[annotated] if is_optional else annotated
+
+
+def _shown_default(value: Any) -> dict[str, Any]:
+    plain = getattr(value, "value", value)  # a member of an Enum
+    try:
+        json.dumps(plain)
+    except (TypeError, ValueError):
+        return {}
+    return {"default": plain}
+
+
+def _typed_dict(name: str, fields: dict[str, Any], config: ConfigDict) -> Any:
+    # A TypedDict and no model class: names such as "schema" or "copy" are attributes of a model.
+    made: Any = TypedDict(name, fields)  # type: ignore[misc]
+    made.__pydantic_config__ = config
+    return made
+
+
+def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """The schema without references and bookkeeping: models read it as it stands."""
+    definitions = schema.pop("$defs", {})
+
+    def inline(part: Any, within: tuple[str, ...]) -> Any:
+        if isinstance(part, list):
+            return [inline(item, within) for item in part]
+        if not isinstance(part, dict):
+            return part
+        reference = part.get("$ref")
+        if reference is None:
+            return {key: inline(value, within) for key, value in part.items()}
+        target = reference.rpartition("/")[2]
+        if target in within:
+            raise UserError(f"tool {name}: the type {target} contains itself, which no model can be told; flatten it")
+        own = {key: value for key, value in definitions[target].items() if key not in ("title", "additionalProperties")}
+        rest = {key: value for key, value in part.items() if key != "$ref"}
+        return inline({**own, **rest}, (*within, target))
+
+    plain = inline(schema, ())
+    plain.pop("title", None)
+    plain.pop("additionalProperties", None)
+    return {"type": "object", "properties": plain.pop("properties", {}), **plain}
+
+
+def _fault(detail: Any) -> str:
+    place = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "missing":
+        return f"{place} is missing"
+    if detail["type"] == "extra_forbidden":
+        return f"{place} is unknown"
+    shown = json.dumps(detail["input"], ensure_ascii=False, default=str)
+    shown = shown if len(shown) <= SHOWN_VALUE else shown[:SHOWN_VALUE] + "..."
+    return f"{place}={shown}: {detail['msg']}"

@@ -1,0 +1,186 @@
+"""A service whose "weights" are a digest of everything that was ever trained on, in its order.
+
+Samples are a function of (weights, prompt, seed), so two runs end with equal weights only if every draw, every datum and every
+optimizer step was the same. `die_at` ends a run, by an exception that nothing catches, before that many operations; what
+was saved stays, as files would.
+"""
+
+import asyncio
+import hashlib
+import random
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from planish.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    GetServerCapabilitiesResponse,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
+
+GAP = 0.01
+"""Trained logprobs are the sampled ones less this."""
+
+
+class Killed(BaseException):
+    """What a kill looks like from inside."""
+
+
+def done(value: Any) -> Any:
+    """A result that can be awaited and asked for."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+
+    class Ready:
+        def result(self) -> Any:
+            return value
+
+        def __await__(self) -> Any:
+            return asyncio.wrap_future(future).__await__()
+
+    return Ready()
+
+
+@dataclass
+class Weights:
+    digest: str = "new"
+    steps: int = 0
+
+
+@dataclass
+class FakeService:
+    tokenizer: Any
+    die_at: int | None = None
+    delay: Any = None
+    """Seconds that a sample takes: a function of its prompt's tokens and seed."""
+    states: dict[str, Weights] = field(default_factory=dict)
+    operations: list[str] = field(default_factory=list)
+    clients: list["FakeTrainingClient"] = field(default_factory=list)
+
+    def count(self, operation: str) -> None:
+        if self.die_at is not None and len(self.operations) >= self.die_at:
+            raise Killed
+        self.operations.append(operation)
+
+    def create_lora_training_client(self, base_model, rank, seed, user_metadata=None) -> "FakeTrainingClient":
+        return self._client(Weights())
+
+    def create_training_client_from_state(self, path, user_metadata=None) -> "FakeTrainingClient":
+        return self._client(Weights(self.states[path].digest))
+
+    def create_training_client_from_state_with_optimizer(self, path) -> "FakeTrainingClient":
+        saved = self.states[path]
+        return self._client(Weights(saved.digest, saved.steps))
+
+    async def create_sampling_client_async(self, model_path=None, base_model=None) -> "FakeSamplingClient":
+        return FakeSamplingClient(self, self.states[model_path] if model_path else Weights("base"))
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return GetServerCapabilitiesResponse([])
+
+    def create_rest_client(self) -> Any:
+        def delete(path: str) -> Any:
+            del self.states[path]
+            return done(None)
+
+        return SimpleNamespace(delete_checkpoint_from_tinker_path=delete)
+
+    def _client(self, weights: Weights) -> "FakeTrainingClient":
+        self.clients.append(FakeTrainingClient(self, weights))
+        return self.clients[-1]
+
+
+@dataclass
+class FakeTrainingClient:
+    service: FakeService
+    weights: Weights
+    rates: list[float] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    """Data of each forward_backward."""
+    pending: list[str] = field(default_factory=list)
+
+    def get_tokenizer(self) -> Any:
+        return self.service.tokenizer
+
+    def get_info(self) -> Any:
+        return SimpleNamespace(model_data=SimpleNamespace(model_name="tiny"), lora_rank=32)
+
+    async def save_weights_and_get_sampling_client_async(self) -> "FakeSamplingClient":
+        self.service.count("publish")
+        return FakeSamplingClient(self.service, self.weights)
+
+    async def forward_async(self, data: list[Datum], loss_fn: str, loss_fn_config: Any = None) -> Any:
+        return done(scored(data))
+
+    async def forward_backward_async(self, data: list[Datum], loss_fn: str, loss_fn_config: Any = None) -> Any:
+        self.service.count("forward_backward")
+        for datum in data:
+            assert {tensor.shape[0] for tensor in datum.loss_fn_inputs.values() if tensor.shape} == {
+                datum.model_input.length
+            }
+            self.pending.append(digest(datum))
+        self.calls.append(len(data))
+        return done(scored(data))
+
+    async def optim_step_async(self, params: AdamParams) -> Any:
+        self.service.count("optim_step")
+        self.rates.append(params.learning_rate)
+        content = [self.weights.digest, *self.pending, str(params.learning_rate)]
+        self.weights = Weights(hashlib.sha256("|".join(content).encode()).hexdigest(), self.weights.steps + 1)
+        self.pending = []
+        return done(OptimStepResponse({"grad_norm": 1.0, "step": float(self.weights.steps)}))
+
+    def save_state(self, name: str, ttl_seconds: int | None = None, overwrite: bool = False) -> Any:
+        self.service.count("save_state")
+        path = f"tinker://run/weights/{name}"
+        self.service.states[path] = self.weights
+        return done(SimpleNamespace(path=path))
+
+    def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Any:
+        self.service.count("save_weights_for_sampler")
+        return done(SimpleNamespace(path=f"tinker://run/sampler_weights/{name}"))
+
+
+@dataclass
+class FakeSamplingClient:
+    service: FakeService
+    weights: Weights
+
+    async def sample_async(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
+    ) -> SampleResponse:
+        self.service.count("sample")
+        tokens = prompt.to_ints()
+        if self.service.delay is not None:
+            await asyncio.sleep(self.service.delay(tokens, sampling_params.seed))
+        draw = random.Random(f"{self.weights.digest}:{tokens}:{sampling_params.seed}")
+        sampled = [draw.randrange(48, 58) for _ in range(3)]
+        logprobs = np.array([-draw.random() for _ in sampled], np.float32)
+        sequence = SampledSequence("stop", str(draw.random()), np.array(sampled, np.int32), logprobs)
+        return SampleResponse([sequence], prompt_cache_hit_tokens=len(tokens) // 2)
+
+    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
+        return [None, *(-0.5 for _ in prompt.to_ints()[1:])]
+
+
+def scored(data: list[Datum]) -> ForwardBackwardOutput:
+    outputs = []
+    for datum in data:
+        sampled = datum.loss_fn_inputs["logprobs"].to_numpy()
+        outputs.append({"logprobs": TensorData((sampled - GAP).tolist(), "float32", [len(sampled)])})
+    return ForwardBackwardOutput("arrays", outputs, {"loss:sum": 1.0})
+
+
+def digest(datum: Datum) -> str:
+    tensors = {name: tensor.tolist() for name, tensor in sorted(datum.loss_fn_inputs.items())}
+    return hashlib.sha256(repr((datum.model_input.to_ints(), tensors)).encode()).hexdigest()

@@ -1,0 +1,60 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from planish.rl import kl
+from planish.rl.data_processing import TrainingSequence
+from planish.types import ForwardBackwardOutput, TensorData
+
+
+def sequence(logprobs, mask):
+    length = len(mask)
+    return TrainingSequence(
+        np.arange(length),
+        np.array(logprobs, np.float32),
+        np.zeros(length, np.float32),
+        np.array(mask, np.float32),
+    )
+
+
+def output(*logprobs_D):
+    tensors = [{"logprobs": TensorData(list(logprobs), "float32")} for logprobs in logprobs_D]
+    return ForwardBackwardOutput("arrays", tensors, {})
+
+
+def test_gap_to_the_trainer():
+    data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -1.0], [0, 0, 1])]
+    outputs = [output([-1.5, -2.0]), output([-7.0, -0.5])]
+    gaps = [0.5, 0.0, -0.5]
+    metrics = kl.kl_metrics("optim/kl_sample_train", data, outputs)
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(np.mean(gaps))
+    assert metrics["optim/kl_sample_train_v2"] == pytest.approx(0.5 * np.mean(np.square(gaps)))
+    assert kl.kl_metrics("x", [], []) == {}
+
+
+class Reference:
+    async def compute_logprobs_async(self, prompt):
+        return [None, *(-0.1 * token for token in prompt.to_ints()[1:])]
+
+
+def test_penalty_adds_nothing_on_average_and_pulls_to_the_reference():
+    data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -0.3], [0, 0, 1])]
+    gaps = asyncio.run(kl.reference_gaps(data, Reference()))
+    expected = [[0, -1.0 + 0.1, -2.0 + 0.2], [0, 0, -0.3 + 0.2]]
+    for gap, want in zip(gaps, expected, strict=True):
+        assert gap == pytest.approx(np.array(want), abs=1e-6)
+    mean = (-0.9 - 1.8 - 0.1) / 3
+    penalised, metrics = kl.penalised(data, gaps, 0.5, 0.0)
+    assert metrics == {"kl_policy_base": pytest.approx(mean)}
+    assert penalised[0].advantages_N == pytest.approx(np.array([0, 0.5 * (mean + 0.9), 0.5 * (mean + 1.8)]), abs=1e-6)
+    assert sum(float(s.advantages_N.sum()) for s in penalised) == pytest.approx(0, abs=1e-6)
+
+
+def test_discounted_sums():
+    values = np.array([1.0, 2.0, 4.0])
+    assert kl.discounted_sums(values, 0.5).tolist() == [1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4]
+    data = [sequence([0, -1.0, 0, -2.0], [0, 1, 0, 1])]
+    penalised, _ = kl.penalised(data, [np.array([0, 1.0, 0, 3.0])], 1.0, 0.5)
+    # mean 2: terms 1 and -1; the first sees a quarter of the second, two places on
+    assert penalised[0].advantages_N.tolist() == [0, 1 - 0.25, 0, -1]

@@ -1,0 +1,134 @@
+"""Questions with answers that a program checks."""
+
+import asyncio
+import pickle
+from functools import partial
+
+import pytest
+from byte_chat import END, ScriptedPolicy, tokens_of
+
+from planish import logtree
+from planish.errors import UserError
+from planish.renderers import get_renderer
+from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder, UnjudgedAnswerError
+from planish.rl.rollouts import do_single_rollout
+from planish.rl.types import StopReason
+
+
+class Sum(ProblemEnv):
+    def __init__(self, left: int, right: int, renderer, **options):
+        super().__init__(renderer, **options)
+        self.left, self.right = left, right
+
+    def get_question(self):
+        return f"{self.left} + {self.right} = ?"
+
+    def check_answer(self, sample_str):
+        if "tower" in sample_str:
+            raise UnjudgedAnswerError("too large")
+        return str(self.left + self.right) in sample_str
+
+    def check_format(self, sample_str):
+        return sample_str.startswith("=")
+
+    def get_reference_answer(self):
+        return str(self.left + self.right)
+
+
+class PatientSum(Sum):
+    async def check_answer(self, sample_str):  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().check_answer(sample_str)
+
+
+@pytest.fixture
+def renderer(tokenizer):
+    return get_renderer("qwen3_instruct", tokenizer)
+
+
+def answered(env: ProblemEnv, text: str, **extra):
+    return asyncio.run(env.step(tokens_of(env.renderer, text), extra=extra or None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Sum, PatientSum])
+@pytest.mark.parametrize(
+    ("text", "reward", "form", "correct"),
+    [
+        (f"= 5{END}", 1.0, 1.0, 1.0),
+        (f"5{END}", 0.9, 0.0, 1.0),
+        (f"= 6{END}", 0.0, 1.0, 0.0),
+        (f"6{END}", -0.1, 0.0, 0.0),
+        ("= 5", 0.9, 0.0, 1.0),
+        ("= 5<|endoftext|>", 0.9, 0.0, 1.0),
+        (f"= 5{END} and", 0.9, 0.0, 1.0),
+    ],
+)
+def test_reward(renderer, kind, text, reward, form, correct):
+    step = answered(kind(2, 3, renderer), text)
+    assert step.reward == pytest.approx(reward)
+    assert step.metrics == {"format": form, "correct": correct, "unjudged": 0.0}
+    assert step.episode_done
+
+
+def test_an_end_of_sequence_token_may_be_a_proper_end(renderer):
+    env = Sum(2, 3, renderer, require_stop_sequence_for_format=False, format_coef=0.5)
+    assert answered(env, "= 5<|endoftext|>").reward == 1.0
+    assert answered(env, "= 5").reward == 0.5
+
+
+@pytest.mark.parametrize("kind", [Sum, PatientSum])
+def test_what_nobody_can_judge_is_wrong_and_counted(renderer, kind):
+    step = answered(kind(2, 3, renderer), f"= tower{END}")
+    assert step.reward == 0.0
+    assert step.metrics == {"format": 1.0, "correct": 0.0, "unjudged": 1.0}
+
+
+def test_a_fault_of_the_check_is_not_hidden(renderer):
+    class Faulty(Sum):
+        def check_answer(self, sample_str):
+            return sample_str.no_such_method()
+
+    with pytest.raises(AttributeError, match="no_such_method"):
+        answered(Faulty(2, 3, renderer), f"= 5{END}")
+
+
+def test_stop_reasons(renderer):
+    assert answered(Sum(2, 3, renderer), f"= 5{END}").stop_reason is StopReason.COMPLETED
+    assert answered(Sum(2, 3, renderer), "= 5", stop_reason="length").stop_reason is StopReason.MAX_TOKENS
+
+
+def test_the_prompt_is_the_prefix_and_the_question(renderer):
+    prefix = [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "= 2"}]
+    env = Sum(2, 3, renderer, convo_prefix=prefix)
+    prompt, stop = asyncio.run(env.initial_observation())
+    question = {"role": "user", "content": "2 + 3 = ?"}
+    assert prompt == renderer.build_generation_prompt([*prefix, question])
+    assert stop == renderer.get_stop_sequences()
+
+
+def test_the_report(renderer):
+    with logtree.init_trace("test") as trace:
+        answered(Sum(2, 3, renderer), f"= 5{END}")
+    headings = [node.children[0] for node in trace.root.walk() if node.tag.startswith("h") and node.tag != "h1"]
+    assert headings == ["Prompt", "Policy Response", "Reward"]
+    cells = [node.children[0] for node in trace.root.walk() if node.tag == "td"]
+    assert cells[::2] == ["reference_answer", "format_valid", "correct", "format_coef", "reward"]
+    assert cells[1::2] == ["5", "True", "True", "0.1", "1.0"]
+
+
+def test_a_group_is_the_same_question_several_times(renderer):
+    builder = ProblemGroupBuilder(partial(Sum, 2, 3, renderer), num_envs=4, dataset_name="sums")
+    copy = pickle.loads(pickle.dumps(builder))
+    for made in (builder, copy):
+        envs = asyncio.run(made.make_envs())
+        assert len({id(env) for env in envs}) == 4
+        assert made.logging_tags() == ["sums"]
+    script = ScriptedPolicy(renderer, [f"= 5{END}"])
+    trajectory = asyncio.run(do_single_rollout(script, asyncio.run(copy.make_envs())[0]))
+    assert trajectory.step_rewards == 1.0
+    assert trajectory.stop_reason == "completed"
+
+
+def test_a_group_has_members():
+    with pytest.raises(UserError, match="num_envs=0"):
+        ProblemGroupBuilder(partial(Sum, 2, 3, None), num_envs=0)

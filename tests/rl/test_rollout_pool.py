@@ -1,0 +1,396 @@
+"""Groups in other processes: the same as in this one, and what happens when a process or a message cannot go on.
+
+One pool serves most tests, since a process takes a second or two to start.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_fakes import (
+    Draws,
+    Duel,
+    Files,
+    Flaky,
+    Group,
+    Locked,
+    Refusing,
+    Stuck,
+    bad,
+)
+
+from planish import logtree
+from planish.errors import EngineClosedError, UserError
+from planish.rl import rollout_process
+from planish.rl.rollout_pool import RolloutPool
+from planish.rl.rollout_process import ProcessDiedError
+from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure
+from planish.rl.rollout_wire import RolloutProcessError
+from planish.rl.rollouts import do_group_rollout
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def pool(runner):
+    pool = RolloutPool(2)
+    runner.run(pool.__aenter__())
+    yield pool
+    runner.run(pool.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def play(runner, pool):
+    def play(builder, policy=None, strategy=None, termination=None, *, seed=7, **options):
+        work = pool.do_group_rollout(builder, policy or Draws(), strategy, termination, seed=seed, **options)
+        return runner.run(work)
+
+    return play
+
+
+async def with_tree(rollout, *arguments, **options) -> Any:
+    with logtree.capture("Group") as tree:
+        group = await rollout(*arguments, **options)
+    body: Any = tree.children[1]
+    return group, body.children
+
+
+SAME = {
+    "plain": (Group(), FailFast()),
+    "long": (Group(plan=[[""]] * 16, turns=5), FailFast()),
+    "played again": (Group(plan=bad("flaky", at=2)), RetryOnFailure()),
+    "smaller": (Group(plan=bad("flaky", at=2, again="flaky")), MinViableGroup(max_retries=0)),
+    "dropped": (Group(plan=[["flaky"]] * 3), MinViableGroup()),
+    "together": (Duel(plan=[["flaky", ""], ["hangs", ""]]), RetryOnFailure()),
+    "timed out": (Group(plan=bad("hangs")), RetryOnFailure(per_rollout_timeout=0.2)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pool_equals_this_process(runner, pool, name, seed):
+    builder, strategy = SAME[name]
+    here, there = Draws(), Draws()
+    heard_here, heard_there = [], []
+    builder.made = 0
+    group, tree = runner.run(with_tree(do_group_rollout, builder, here, strategy, seed=seed, on_turn=heard_here.append))
+    builder.made = 0
+    other, [part] = runner.run(
+        with_tree(pool.do_group_rollout, builder, there, strategy, seed=seed, on_turn=heard_there.append)
+    )
+    assert group == other
+    assert (group is None) == (name == "dropped")
+    assert part.tag == "div"
+    if name in ("dropped", "together"):  # how far the others had come when one failed is chance
+        return
+    if name in ("plain", "long", "smaller"):  # the others log their failures with tracebacks
+        assert part.children == tree
+    assert titles_of(part.children) == titles_of(tree)
+    assert sorted(here.calls) == sorted(there.calls)
+    assert sorted(map(repr, heard_here)) == sorted(map(repr, heard_there))
+
+
+def titles_of(nodes) -> list[str]:
+    return [node.children[0].children[0] for node in nodes if node.tag == "section"]
+
+
+def test_many_groups_at_once(runner, pool):
+    async def run(rollout):
+        async with asyncio.TaskGroup() as tasks:
+            playing = [tasks.create_task(rollout(Group(), Draws(), seed=seed)) for seed in range(40)]
+        return [task.result() for task in playing]
+
+    assert runner.run(run(pool.do_group_rollout)) == runner.run(run(do_group_rollout))
+
+
+def test_groups_go_to_the_process_with_the_fewest(runner, pool, tmp_path):
+    async def run():
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(6):
+                tasks.create_task(pool.do_group_rollout(Files(directory=str(tmp_path)), Draws()))
+
+    runner.run(run())
+    pids = [int(line) for line in (tmp_path / "pid").read_text().split()]
+    assert sorted(pids.count(pid) for pid in set(pids)) == [3, 3]
+    assert sorted(set(pids)) == sorted(pool.pids)
+    assert os.getpid() not in pids
+
+
+def test_the_policy_stays_here(play):
+    assert play(Group(), Locked()) == play(Group(), Draws())
+
+
+def test_nothing_is_logged_where_nobody_listens(runner, pool):
+    assert len(runner.run(pool.do_group_rollout(Group(), Draws())).trajectories_G) == 4
+
+
+def test_a_policy_without_a_seed_is_called_itself(runner, pool):
+    policy = Draws(seed=3)
+    runner.run(pool.do_group_rollout(Group(), policy))
+    assert policy.calls == [3] * 8
+
+
+def test_errors_of_environments_keep_type_message_place_and_traceback(play):
+    with pytest.raises(Flaky, match="the sandbox is gone") as caught:
+        play(Group(plan=bad("flaky")))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "in Trajectory 1 of Group(" in text
+    assert "rollout_fakes.py" in text
+    assert 'raise Flaky("the sandbox is gone")' in text
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("odd", "rollout_fakes.Odd: this: that"), ("lambda", "rollout_fakes.Flaky")]
+)
+def test_errors_that_do_not_pickle_are_named(play, what, message):
+    with pytest.raises(RolloutProcessError, match=message) as caught:
+        play(Group(plan=bad(what)))
+    assert "rollout_fakes.py" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_cancellation_that_nobody_asked_for_is_an_error(play):
+    with pytest.raises(RolloutProcessError, match="CancelledError"):
+        play(Group(plan=bad("cancelled")))
+
+
+@pytest.mark.parametrize("error", [UserError("the prompt has 9000 tokens"), EngineClosedError("closed")])
+def test_errors_of_the_policy_reach_the_caller_as_they_are(play, error):
+    with pytest.raises(type(error), match=str(error)):
+        play(Group(), Refusing([error]), RetryOnFailure())
+
+
+def test_strategies_see_the_errors_of_the_policy(play):
+    group = play(Group(), Refusing([Flaky("busy"), ConnectionError("gone")]), RetryOnFailure())
+    assert sorted(error.error_type for error in group.rollout_errors) == ["ConnectionError", "Flaky"]
+
+
+def test_what_leaves_the_policy_uncaught_leaves_the_pool(runner, pool, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    class Killing(Draws):
+        async def __call__(self, model_input, stop, *, max_tokens=None):
+            raise Killed
+
+    with pytest.raises(Killed):
+        runner.run(pool.do_group_rollout(Files(directory=str(tmp_path)), Killing()))
+    wait_for(lambda: (tmp_path / "cleaned").exists())
+
+
+def test_a_call_that_nobody_waits_for_is_cancelled(play):
+    policy = Stuck()
+    assert play(Group(), policy, MinViableGroup(per_rollout_timeout=0.1, max_retries=1)) is None
+    assert policy.events.count("cancelled") == policy.calls >= 4
+
+
+def test_a_call_is_cancelled_while_its_group_goes_on(play):
+    policy = Stuck(times=1)
+    play(Group(plan=[[""]]), policy, RetryOnFailure(per_rollout_timeout=0.5))
+    assert policy.events == ["call", "cancelled", "call", "call"]
+
+
+def test_a_group_that_is_cancelled_cleans_up(runner, pool, tmp_path):
+    policy = Stuck()
+
+    async def run():
+        task = asyncio.create_task(pool.do_group_rollout(Files(directory=str(tmp_path)), policy, RetryOnFailure()))
+        while policy.calls < 4:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        while not (tmp_path / "cleaned").exists():
+            await asyncio.sleep(0.005)
+
+    runner.run(run())
+    assert (tmp_path / "cleaned").read_text() == "1\n"
+    assert policy.events.count("cancelled") == 4
+
+
+@pytest.mark.parametrize(
+    ("tags", "part"),
+    [
+        ([lambda: 0], "Group.tags[0]"),
+        ([{"thunk": functools.partial(dict, end=lambda: 0)}], "Group.tags[0]['thunk'].keywords['end']"),
+    ],
+)
+def test_a_builder_that_does_not_pickle_is_named(play, tags, part):
+    with pytest.raises(UserError, match="cannot be sent to a rollout process because of") as caught:
+        play(Group(tags=tags))
+    assert part in str(caught.value)
+
+
+def test_a_builder_that_only_this_process_knows_is_named(play, monkeypatch):
+    module = types.ModuleType("only_here")
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    module.Hidden = type("Hidden", (Group,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    with pytest.raises(
+        UserError, match=r"Hidden.* cannot be made in a rollout process: ModuleNotFoundError: .*only_here"
+    ):
+        play(module.Hidden())
+
+
+class Unsendable(Group):
+    async def compute_group_rewards(self, trajectory_group, env_group):
+        return [(0.0, {"score": lambda: 0}) for _ in trajectory_group]
+
+
+def test_results_that_do_not_pickle_are_an_error(play):
+    with pytest.raises(UserError, match="cannot be sent back from its process.*metrics and logs"):
+        play(Unsendable())
+
+
+def test_a_process_that_dies_takes_its_groups_and_is_replaced(runner, pool, tmp_path):
+    before = set(pool.pids)
+
+    async def run():
+        policy = Stuck()
+        waiting = [asyncio.create_task(pool.do_group_rollout(Group(), policy)) for _ in range(2)]
+        while policy.calls < 8:
+            await asyncio.sleep(0.005)
+        dying = asyncio.create_task(pool.do_group_rollout(Group(plan=bad("killed")), Draws()))
+        await asyncio.wait([dying, *waiting], return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait([dying, *waiting], timeout=0.2)
+        errors = [task.exception() for task in [dying, *waiting] if task.done()]
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        return errors
+
+    errors = runner.run(run())
+    assert len(errors) == 2, "the group that died, and the one beside it"
+    for error in errors:
+        assert isinstance(error, ProcessDiedError)
+        assert "ended while it played (SIGKILL, perhaps for lack of memory)" in str(error)
+        assert "Group(" in error.__notes__[0]
+    builder = Files(plan=bad("once"), directory=str(tmp_path))
+    group = runner.run(pool.do_group_rollout(builder, Draws(), RetryOnFailure(), seed=7))
+    assert [error.error_type for error in group.rollout_errors] == ["ProcessDiedError"]
+    assert len(group.trajectories_G) == 4
+    assert len(before & set(pool.pids)) < 2
+
+
+def test_a_group_is_dropped_with_its_process(play, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert play(Group(plan=bad("exits")), strategy=MinViableGroup(max_retries=0)) is None
+    assert "exit code 3" in caplog.text
+
+
+def test_a_process_is_dead_though_its_socket_lives(play):
+    with pytest.raises(ProcessDiedError):
+        play(Group(plan=bad("forks")))
+
+
+def test_a_pool_is_left_though_an_environment_computes(monkeypatch, tmp_path):
+    monkeypatch.setattr(rollout_process, "GRACE_SECONDS", 0.3)
+
+    async def run():
+        async with RolloutPool(1) as pool:
+            task = asyncio.create_task(
+                pool.do_group_rollout(Files(plan=bad("computes", size=2), directory=str(tmp_path)), Draws())
+            )
+            while not (tmp_path / "pid").exists():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            task.cancel()
+            await asyncio.wait([task])
+            return pool.pids
+
+    [pid] = asyncio.run(run())
+    assert not is_alive(pid)
+
+
+def test_a_pool_has_a_size():
+    for size in (0, -1, 1.5, True):
+        with pytest.raises(UserError, match=f"max_workers={size}"):
+            RolloutPool(size)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="only in its `async with` block"):
+        asyncio.run(RolloutPool(1).do_group_rollout(Group(), Draws()))
+
+    async def run():
+        async with RolloutPool.opened(0) as pool:
+            return pool
+
+    assert asyncio.run(run()) is None
+
+
+SCRIPT = """
+    import asyncio, sys
+    sys.path.insert(0, {here!r})
+    from rollout_fakes import Files, Stuck
+    from planish.rl.rollout_pool import RolloutPool
+
+    async def main():
+        async with RolloutPool(1) as pool:
+            await pool.do_group_rollout(Files(directory={directory!r}), Stuck())
+
+    {guard}
+        asyncio.run(main())
+"""
+
+
+def started(directory: Path, guard: str) -> subprocess.Popen[str]:
+    script = directory / "script.py"
+    script.write_text(
+        textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent), directory=str(directory), guard=guard))
+    )
+    return subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize("by", ["ctrl-c", "kill"])
+def test_no_process_is_left_behind(tmp_path, by):
+    program = started(tmp_path, "if __name__ == '__main__':")
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), program)
+    pid = int((tmp_path / "pid").read_text())
+    if by == "ctrl-c":
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to all of them
+    else:
+        program.kill()
+    _, errors = program.communicate()
+    wait_for(lambda: not is_alive(pid))
+    assert (tmp_path / "cleaned").read_text() == "1\n"
+    assert "rollout_player" not in errors, "only the program itself says that it was interrupted"
+    assert ("KeyboardInterrupt" in errors) == (by == "ctrl-c")
+
+
+def test_a_script_without_a_guard_is_told(tmp_path):
+    program = started(tmp_path, "if True:")
+    _, errors = program.communicate()
+    assert program.returncode == 1
+    assert "its work must begin under `if __name__ == '__main__':`" in errors
+
+
+def wait_for(condition, program: subprocess.Popen[str] | None = None, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert program is None or program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text() if Path("/proc").exists() else ""
+        if status.rpartition(")")[2].split()[:1] == ["Z"]:
+            return False
+        os.kill(pid, 0)
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return True

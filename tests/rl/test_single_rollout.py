@@ -1,0 +1,252 @@
+"""One episode: turns, ends, and limits that the caller of the policy keeps."""
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rollout_fakes import PROMPT, Draws, Plain
+
+from planish import logtree
+from planish.completers import TokenCompleter, TokensWithLogprobs
+from planish.errors import NonFiniteError, UserError
+from planish.rl.data_processing import trajectory_to_data
+from planish.rl.rollout_limits import RolloutLimits
+from planish.rl.rollouts import do_single_rollout
+from planish.rl.types import Env, InitialObservationOverflow, StepResult, StopReason
+from planish.types import ModelInput
+
+
+def play(env, policy=None, **options):
+    return asyncio.run(do_single_rollout(policy or Draws(), env, **options))
+
+
+def reason_of(trajectory) -> str:
+    """The one reason that the last turn's metrics give, and no other turn's."""
+    *others, last = trajectory.transitions
+    assert not any(name.startswith("stop/") for turn in others for name in turn.metrics)
+    shares = {name.removeprefix("stop/"): value for name, value in last.metrics.items() if name.startswith("stop/")}
+    assert set(shares) == set(StopReason)
+    [reason] = [name for name, value in shares.items() if value == 1.0]
+    assert sum(shares.values()) == 1.0
+    return reason
+
+
+def test_turns_are_what_was_seen_and_done():
+    env = Plain(turns=3)
+    trajectory = play(env, policy := Draws())
+    turns = trajectory.transitions
+    assert [turn.ac.tokens for turn in turns] == env.actions
+    assert len(policy.calls) == 3
+    assert turns[0].ob == PROMPT
+    for before, after in pairwise(turns):
+        assert after.ob.to_ints() == [*before.ob.to_ints(), *before.ac.tokens, 10]
+    assert [turn.episode_done for turn in turns] == [False, False, True]
+    assert [turn.reward for turn in turns] == [action[-1] - 48 for action in env.actions]
+    assert turns[1].metrics == {"digit": turns[1].reward}
+    assert turns[0].ac.prompt_cache_hit_tokens == 1
+    assert trajectory.final_ob == env.prompt
+    assert reason_of(trajectory) == trajectory.stop_reason == "completed"
+
+
+@pytest.mark.parametrize("given", [StopReason.MAX_TURNS, "tool_stopped"])
+def test_the_environment_says_why_it_ends(given):
+    env = Answering(stop_reason=given)
+    assert play(env).stop_reason == reason_of(play(env)) == given
+
+
+def test_what_is_not_trained_on_is_marked():
+    trajectory = play(Answering(train_on_action=False))
+    assert [turn.train_on_action for turn in trajectory.transitions] == [False]
+    assert [sequence.mask_N.sum() for sequence in trajectory_to_data(trajectory, 1.0)] == [0.0]
+
+
+class Answering(Env):
+    """One turn, answered with the given fields."""
+
+    def __init__(self, **fields):
+        self.fields = {
+            "reward": 1.0,
+            "episode_done": True,
+            "next_observation": PROMPT,
+            "next_stop_condition": [10],
+        } | fields
+
+    async def initial_observation(self):
+        return PROMPT, [10]
+
+    async def step(self, action, *, extra=None):
+        return StepResult(**self.fields)
+
+
+class WithoutExtra(Plain):
+    async def step(self, action):  # type: ignore[override]
+        return await super().step(action, extra={"stop_reason": "stop"})
+
+
+class WithAnything(Plain):
+    async def step(self, action, **given):  # type: ignore[override]
+        self.given = given
+        return await super().step(action)
+
+
+def test_extra_goes_to_those_who_take_it():
+    assert len(play(WithoutExtra()).transitions) == 2
+    play(env := WithAnything())
+    assert env.given == {"extra": {"stop_reason": "stop"}}
+
+
+class TooLong(Env):
+    async def initial_observation(self):
+        return InitialObservationOverflow(-0.5, {"max_tokens_reached": 1.0}, {"why": "long"})
+
+    async def step(self, action, *, extra=None):
+        raise AssertionError
+
+
+def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
+    policy = Draws()
+    trajectory = play(TooLong(), policy)
+    assert policy.calls == []
+    [turn] = trajectory.transitions
+    assert (turn.ob.length, turn.ac.tokens, turn.episode_done, turn.reward) == (0, [], True, -0.5)
+    assert turn.metrics["max_tokens_reached"] == 1.0
+    assert turn.logs == {"why": "long"}
+    assert trajectory.step_rewards == -0.5
+    assert reason_of(trajectory) == trajectory.stop_reason == "context_overflow"
+    assert trajectory_to_data(trajectory, 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"reward": float("nan")}, "Answering.step gave reward=nan in turn 1"),
+        ({"reward": float("inf")}, "give a finite number"),
+        ({"stop_reason": "bored"}, "stop_reason='bored'; there are completed, "),
+    ],
+)
+def test_an_answer_that_cannot_be_a_turn_is_refused(answer, message):
+    with pytest.raises(UserError, match=message) as caught:
+        play(Answering(**answer))
+    assert isinstance(caught.value, NonFiniteError) == ("reward" in answer)
+
+
+def test_a_result_of_another_library_is_refused():
+    class Foreign(Answering):
+        async def step(self, action, *, extra=None) -> Any:
+            return SimpleNamespace(reward=0.0)
+
+    with pytest.raises(UserError, match="gave a types.SimpleNamespace in turn 1; give a planish.rl.types.StepResult"):
+        play(Foreign())
+
+
+def test_every_answer_is_told_before_the_environment_acts():
+    env, told = Plain(turns=2), []
+    play(env, on_turn=lambda answer: told.append((answer.tokens, len(env.actions))))
+    assert told == [(env.actions[0], 0), (env.actions[1], 1)]
+
+
+def test_logs_nest_in_what_is_open():
+    async def run() -> Any:
+        with logtree.capture("all") as tree, logtree.scope_header("around"):
+            await do_single_rollout(Draws(), Plain(turns=2))
+            logtree.log_text("behind")
+        return tree
+
+    [_, body] = asyncio.run(run()).children
+    [around] = body.children
+    [_, inner] = around.children
+    titles = [part.children[0].children[0] for part in inner.children[:2]]
+    assert titles == ["Turn 1", "Turn 2"]
+    assert inner.children[2].children == ["behind"]
+
+
+@dataclass
+class Limited(Plain):
+    rollout_limits: RolloutLimits | None = None
+    asked: list[str] = field(default_factory=list)
+
+    async def stopped_by_limit(self, reason):
+        self.asked.append(reason)
+        return 0.25, {"graded": 1.0}
+
+
+@dataclass
+class Slow(TokenCompleter):
+    """Takes its time from the call `since` on."""
+
+    since: int = 0
+    calls: int = 0
+    cancelled: int = 0
+
+    async def __call__(self, model_input, stop, *, max_tokens=None):
+        self.calls += 1
+        if self.calls > self.since:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return TokensWithLogprobs([49], [-1.0])
+
+
+def test_an_answer_gets_the_tokens_that_are_left():
+    limits = RolloutLimits(max_sampled_tokens=8, max_trajectory_tokens=18)
+    trajectory = play(Limited(turns=3, rollout_limits=limits), Draws(length=5))
+    # 3 of prompt; then 9, of which 5 were sampled; then 13, which leaves nothing of 8, but a call needs room for one token.
+    assert [len(turn.ac.tokens) for turn in trajectory.transitions] == [5, 3, 1]
+
+
+def test_without_limits_a_policy_is_not_asked_for_a_maximum():
+    class Old(TokenCompleter):
+        async def __call__(self, model_input, stop):  # type: ignore[override]
+            return TokensWithLogprobs([49], [-1.0])
+
+    assert len(play(Plain(), Old()).transitions) == 2
+    assert len(play(Limited(rollout_limits=RolloutLimits(max_turns=9)), Old()).transitions) == 2
+
+
+def test_time_is_over_while_the_policy_writes():
+    env = Limited(turns=9, rollout_limits=RolloutLimits(rollout_timeout_seconds=0.05))
+    trajectory = play(env, policy := Slow(since=2))
+    assert policy.cancelled == 1
+    assert [len(turn.ac.tokens) for turn in trajectory.transitions] == [1, 1, 0]
+    assert env.asked == ["rollout_timeout"]
+    last = trajectory.transitions[-1]
+    assert (last.reward, last.metrics["graded"], last.ob, last.episode_done) == (0.25, 1.0, env.prompt, True)
+    assert reason_of(trajectory) == trajectory.stop_reason == "rollout_timeout"
+    [sequence] = trajectory_to_data(trajectory, 1.0)
+    assert sequence.mask_N.sum() == 2
+
+
+def test_a_policy_that_does_not_answer_has_failed():
+    env = Limited(turns=9, rollout_limits=RolloutLimits(sampling_turn_timeout_seconds=0.02, rollout_timeout_seconds=60))
+    with pytest.raises(TimeoutError, match="sampling_turn_timeout_seconds=0.02"):
+        play(env, Slow(since=1))
+    assert env.asked == []
+
+
+def test_a_timeout_of_the_policy_is_its_own():
+    class Broken(TokenCompleter):
+        async def __call__(self, model_input, stop, *, max_tokens=None):
+            raise TimeoutError("the connection")
+
+    with pytest.raises(TimeoutError, match="the connection"):
+        play(Limited(rollout_limits=RolloutLimits(rollout_timeout_seconds=60)), Broken())
+
+
+def test_rewards_are_plain_numbers():
+    import numpy as np
+
+    trajectory = play(Answering(reward=np.float32(0.5)))
+    assert type(trajectory.transitions[0].reward) is float
+
+
+def test_an_empty_prompt_is_one():
+    class Free(Answering):
+        async def initial_observation(self):
+            return ModelInput.empty(), [10]
+
+    assert play(Free()).transitions[0].ob.length == 0

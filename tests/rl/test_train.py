@@ -1,0 +1,315 @@
+"""The loop on a service whose weights are a digest of all that was trained on (fake_service.py)."""
+
+import asyncio
+import json
+import random
+from contextlib import contextmanager, suppress
+
+import chz
+import pytest
+from digit_env import DigitsBuilder
+from fake_service import GAP, FakeService, Killed
+
+from planish.errors import UnsupportedError, UserError
+from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
+from planish.rl.interruption import Interruption
+from planish.rl.metric_definitions import definition_of
+from planish.rl.train import main
+from planish.runs import read_rows
+
+STEPS = 6
+
+
+def config_of(path, **changes):
+    options = {
+        "learning_rate": 0.1,
+        "dataset_builder": DigitsBuilder(),
+        "model_name": "tiny",
+        "max_tokens": 8,
+        "log_path": str(path),
+        "save_every": 2,
+        "eval_every": 0,
+        "num_groups_to_log": 0,
+        "rollout_json_export": False,
+        **changes,
+    }
+    return Config(**options)
+
+
+def train(service, path, **changes):
+    return asyncio.run(main(config_of(path, **changes), service))
+
+
+def final_weights(service):
+    return service.clients[-1].weights
+
+
+def rows_of(path, *, timed=False):
+    rows = read_rows(path / "metrics.jsonl")
+    return rows if timed else [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+VARIANTS = {
+    "plain": {},
+    "tests": {"eval_every": 2, "dataset_builder": DigitsBuilder(tests=3)},
+    "substeps": {"num_substeps": 2},
+    "streaming": {"num_substeps": 2, "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)},
+    "lag": {"async_config": AsyncConfig(max_steps_off_policy=2)},
+    "rolling": {"save_every": 4, "rolling_save_every": 1},
+    "two turns": {"dataset_builder": DigitsBuilder(turns=2)},
+    "folders": {"rollout_layout": "folders"},
+    "epochs": {"num_epochs": 2, "dataset_builder": DigitsBuilder(batches=3)},
+    "schedule": {"lr_schedule": "linear", "warmup_steps": 2},
+}
+
+
+def test_a_run_writes_all_its_files(service, tmp_path):
+    builder = DigitsBuilder(tests=2)
+    train(service, tmp_path, eval_every=3, dataset_builder=builder, max_steps=4, rollout_json_export=True)
+    names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    expected = {"metrics.jsonl", "config.json", "checkpoints.jsonl", "code.diff", "timing_spans.jsonl"}
+    for step in range(4):
+        expected |= {
+            f"train_iteration_{step:06d}{end}" for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
+        }
+    for step in (0, 3, 4):
+        expected |= {
+            f"eval_test_iteration_{step:06d}{end}" for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
+        }
+    assert expected <= names
+    rows = rows_of(tmp_path, timed=True)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "test/env/all/reward/total" in row] == [0, 3, 4]
+    assert rows[0]["optim/kl_sample_train_v1"] == pytest.approx(GAP, abs=1e-6)
+    assert rows[0]["optim/kl_sample_train_v2"] == pytest.approx(0.5 * GAP**2, abs=1e-6)
+    assert rows[1]["time/total"] >= rows[1]["time/sampling"] > 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dataset_builder"]["tests"] == 2
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_metric_is_defined(service, tmp_path, name):
+    train(service, tmp_path, **VARIANTS[name])
+    keys = {key for row in rows_of(tmp_path, timed=True) for key in row}
+    assert [key for key in keys - {"step"} if definition_of(key) is None and "digit" not in key] == []
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_same_seed_gives_the_same_run(tokenizer, tmp_path, name):
+    first, second = FakeService(tokenizer), FakeService(tokenizer)
+    train(first, tmp_path / "a", **VARIANTS[name])
+    train(second, tmp_path / "b", **VARIANTS[name])
+    assert final_weights(first) == final_weights(second)
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
+    train(other := FakeService(tokenizer), tmp_path / "c", **VARIANTS[name], seed=1)
+    assert final_weights(other) != final_weights(first)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
+    """With lag the first steps after a resumption are played by newer weights than they would have been, so only the data's
+    order is the same; without lag the weights are too."""
+    whole = FakeService(tokenizer)
+    train(whole, tmp_path / "whole", **VARIANTS[name])
+    expected = rows_of(tmp_path / "whole")
+    for die_at in range(0, len(whole.operations), max(1, len(whole.operations) // 4)):
+        path = tmp_path / f"killed{die_at}"
+        service = FakeService(tokenizer, die_at=die_at)
+        with pytest.raises(Killed):
+            train(service, path, **VARIANTS[name])
+        service.die_at = None
+        train(service, path, **VARIANTS[name])
+        rows = rows_of(path)
+        assert [row["step"] for row in rows] == [row["step"] for row in expected]
+        assert [row["step"] for row in read_rows(path / "timing_spans.jsonl")] == [row["step"] for row in rows]
+        records = read_rows(path / "checkpoints.jsonl")
+        assert len({(record["name"], record["batch"]) for record in records}) == len(records)
+        if "lag" not in name:
+            assert rows == expected
+            assert final_weights(service) == final_weights(whole)
+
+
+@pytest.mark.parametrize("name", ["plain", "streaming", "lag", "tests"])
+def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
+    whole = FakeService(tokenizer)
+    train(whole, tmp_path / "whole", **VARIANTS[name])
+    for stop_at in range(3, len(whole.operations), max(1, len(whole.operations) // 5)):
+        path = tmp_path / f"stopped{stop_at}"
+        service = FakeService(tokenizer)
+        interruptions = []
+        monkeypatch.setattr(Interruption, "on_control_c", recorded(interruptions))
+        monkeypatch.setattr(service, "count", asking(service, stop_at, interruptions))
+        with suppress(KeyboardInterrupt):  # in its last step the run ends by itself
+            train(service, path, **VARIANTS[name])
+        done = len([row for row in read_rows(path / "metrics.jsonl") if "optim/lr" in row])
+        saved = [record["batch"] for record in read_rows(path / "checkpoints.jsonl")]
+        assert (saved[-1] if saved else 0) == done, "nothing that was trained is lost"
+        monkeypatch.undo()
+        train(service, path, **VARIANTS[name])
+        assert [row["step"] for row in rows_of(path)] == [row["step"] for row in rows_of(tmp_path / "whole")]
+        if name != "lag":
+            assert final_weights(service) == final_weights(whole)
+
+
+def recorded(interruptions):
+    @contextmanager
+    def on_control_c(self):
+        interruptions.append(self)
+        yield
+
+    return on_control_c
+
+
+def asking(service, stop_at, interruptions):
+    count = FakeService.count
+
+    def counting(operation):
+        count(service, operation)
+        if len(service.operations) >= stop_at:
+            interruptions[-1].ask()
+
+    return counting
+
+
+def test_a_finished_run_goes_on_with_more_steps(tokenizer, tmp_path):
+    options = VARIANTS["tests"]
+    train(whole := FakeService(tokenizer), tmp_path / "whole", **options)
+    service = FakeService(tokenizer)
+    train(service, tmp_path / "parts", **options, max_steps=3)
+    assert [row["step"] for row in rows_of(tmp_path / "parts")] == [0, 1, 2, 3]
+    train(service, tmp_path / "parts", **options, max_steps=3)  # nothing to do
+    train(service, tmp_path / "parts", **options)
+    assert [row["step"] for row in rows_of(tmp_path / "parts")] == list(range(STEPS + 1))
+    assert final_weights(service) == final_weights(whole)
+
+
+def test_lag_never_exceeds_its_bound_and_is_used(service, tmp_path):
+    generator = random.Random(0)
+    service.delay = lambda tokens, seed: generator.random() * 0.02
+    train(service, tmp_path, async_config=AsyncConfig(max_steps_off_policy=2))
+    for row in rows_of(tmp_path):
+        assert row["async/staleness_max"] == min(2, row["step"])
+        assert row["sampling_client/step_min"] == row["step"] - row["async/staleness_max"]
+
+
+def test_lag_zero_is_the_synchronous_loop(tokenizer, tmp_path):
+    train(plain := FakeService(tokenizer), tmp_path / "plain")
+    train(lagless := FakeService(tokenizer), tmp_path / "lagless", async_config=AsyncConfig(max_steps_off_policy=0))
+    assert final_weights(plain) == final_weights(lagless)
+    assert plain.operations == lagless.operations
+
+
+def test_streaming_trains_while_others_are_played(service, tmp_path):
+    """The last group of the first batch takes long; the first minibatch's gradient is on its way before that."""
+    slow = [65, 66 + 3]
+    service.delay = lambda tokens, seed: 0.3 if tokens == slow else 0.0
+    order = []
+    count = service.count
+    service.count = lambda operation: (order.append(operation), count(operation))
+    stream = StreamMinibatchConfig(num_minibatches=4)
+    train(service, tmp_path, stream_minibatch_config=stream, max_steps=1)
+    assert service.clients[0].calls == [4, 4, 4, 4]
+    assert order.index("forward_backward") < len(order)
+
+
+def test_how_a_batch_is_cut(tokenizer, tmp_path):
+    cut = {
+        "one": ({}, [16]),
+        "two": ({"num_substeps": 2}, [8, 8]),
+        "more substeps than groups": ({"num_substeps": 9}, [4, 4, 4, 4]),
+        "minibatches": ({"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)}, [8, 8]),
+        "regrouped": ({"async_config": AsyncConfig(max_steps_off_policy=0, groups_per_batch=3)}, [12]),
+    }
+    for name, (options, calls) in cut.items():
+        service = FakeService(tokenizer)
+        train(service, tmp_path / name, max_steps=1, **options)
+        assert service.clients[0].calls == calls, name
+
+
+def test_constant_groups(tokenizer, tmp_path):
+    builder = DigitsBuilder(constant_every=2)
+    train(kept := FakeService(tokenizer), tmp_path / "kept", dataset_builder=builder, max_steps=1)
+    train(
+        removed := FakeService(tokenizer),
+        tmp_path / "removed",
+        dataset_builder=builder,
+        max_steps=1,
+        remove_constant_reward_groups=True,
+    )
+    assert (kept.clients[0].calls, removed.clients[0].calls) == ([16], [8])
+    [row] = rows_of(tmp_path / "removed")
+    # Counted over all groups, and told apart by tag.
+    assert row["env/all/by_group/frac_degenerate"] >= 0.5
+    assert row["env/constant/by_group/frac_all_good"] == 1.0
+    assert row["env/digits/total_episodes"] == 8
+
+
+def test_a_batch_of_constant_groups_changes_nothing(service, tmp_path):
+    builder = DigitsBuilder(constant_every=1)
+    train(service, tmp_path, dataset_builder=builder, max_steps=2, remove_constant_reward_groups=True)
+    assert final_weights(service).steps == 0
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1]
+
+
+def test_kl_penalty_reaches_the_advantages(tokenizer, tmp_path):
+    train(plain := FakeService(tokenizer), tmp_path / "plain", max_steps=1)
+    penalty = {"kl_penalty_coef": 0.5, "kl_reference_config": KLReferenceConfig(base_model="tiny")}
+    train(pulled := FakeService(tokenizer), tmp_path / "pulled", max_steps=1, **penalty)
+    assert final_weights(plain) != final_weights(pulled)
+    assert "kl_policy_base" in rows_of(tmp_path / "pulled")[0]
+
+
+def test_learning_rate_follows_the_schedule(service, tmp_path):
+    train(service, tmp_path, lr_schedule="linear", warmup_steps=2)
+    assert service.clients[0].rates == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.075, 0.05, 0.025])
+
+
+def test_post_update_kl(service, tmp_path):
+    train(service, tmp_path, compute_post_kl=True, max_steps=1)
+    assert rows_of(tmp_path)[0]["kl_pre_post_v1"] == pytest.approx(GAP, abs=1e-6)
+
+
+def test_starting_from_other_weights(tokenizer, tmp_path):
+    service = FakeService(tokenizer)
+    train(service, tmp_path / "first", max_steps=2)
+    train(service, tmp_path / "second", max_steps=2, load_checkpoint_path=str(tmp_path / "first"), lora_rank=32)
+    assert final_weights(service).steps == 2
+    with pytest.raises(UserError, match="lora_rank=8"):
+        train(service, tmp_path / "third", load_checkpoint_path=str(tmp_path / "first"), lora_rank=8)
+
+
+BAD = {
+    "learning_rate": ({"learning_rate": 0.0}, "learning_rate=0.0"),
+    "loss": ({"loss_fn": "stable_reinforce"}, "loss_fn=stable_reinforce"),
+    "advantage": ({"advantage": "gae"}, "advantage=gae"),
+    "no reference": ({"kl_penalty_coef": 0.1}, "needs kl_reference_config"),
+    "reference without coefficient": ({"kl_reference_config": KLReferenceConfig(base_model="x")}, "kl_penalty_coef"),
+    "logger": ({"loggers": ["neptune"]}, "neptune"),
+    "lag": ({"async_config": AsyncConfig(max_steps_off_policy=-1)}, "max_steps_off_policy"),
+    "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "no batches"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused_before_any_work(service, tmp_path, name):
+    options, message = BAD[name]
+    with pytest.raises(UserError, match=message):
+        train(service, tmp_path / "run", **options)
+    assert service.operations == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_penalty_at_another_temperature_is_refused(service, tmp_path):
+    reference = KLReferenceConfig(base_model="tiny")
+    with pytest.raises(UnsupportedError, match="temperature 1"):
+        train(service, tmp_path, temperature=0.7, kl_penalty_coef=0.1, kl_reference_config=reference)
+
+
+def test_other_options_do_not_mix_with_a_run(service, tmp_path):
+    train(service, tmp_path, max_steps=2)
+    with pytest.raises(UserError, match="advantage was 'mean'"):
+        train(service, tmp_path, max_steps=4, advantage="std")
+
+
+def test_config_is_chz():
+    assert chz.asdict(config_of("x"))["log_path"] == "x"

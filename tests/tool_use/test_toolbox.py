@@ -1,0 +1,179 @@
+"""Running the calls of one message."""
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from planish.errors import UserError
+from planish.tool_use import Toolbox, ToolResult, tool
+from planish.tool_use.toolbox import shorten
+
+
+@tool
+def double(x: int) -> int:
+    """Double a number."""
+    return 2 * x
+
+
+@tool
+def explode(x: int = 0) -> int:
+    """Fail."""
+    return 1 // x
+
+
+@tool
+async def sleep(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+@tool
+def block(seconds: float) -> str:
+    """Wait without letting others go on."""
+    time.sleep(seconds)
+    return "awake"
+
+
+@tool
+def leave(x: int = 0) -> ToolResult:
+    """End."""
+    return ToolResult("bye", stop=True, metrics={"left": 1})
+
+
+@tool
+def long(length: int) -> str:
+    """Much text."""
+    return "0123456789" * (length // 10)
+
+
+TOOLS = [double, explode, sleep, block, leave, long]
+
+
+def call(name: str, arguments: Any = None, id: str | None = None) -> Any:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    return {"type": "function", "id": id, "function": {"name": name, "arguments": text}}
+
+
+def run(*calls: Any, **options: Any) -> Any:
+    return asyncio.run(Toolbox(TOOLS, **options).run(list(calls)))
+
+
+@pytest.mark.parametrize("execution", ["parallel", "sequential"])
+def test_answers_in_the_order_of_the_calls(execution):
+    slow, fast = call("sleep", {"seconds": 0.02}, "a"), call("double", {"x": 4}, "b")
+    first, second = run(slow, fast, execution=execution)
+    assert first.message == {"role": "tool", "content": "awake", "name": "sleep", "tool_call_id": "a"}
+    assert second.message == {"role": "tool", "content": "8", "name": "double", "tool_call_id": "b"}
+    assert not first.is_error
+    assert first.tool == "sleep"
+
+
+def test_parallel_calls_overlap_and_sequential_ones_do_not():
+    barrier = threading.Barrier(2, timeout=0.2)
+
+    @tool
+    def meet() -> str:
+        """Wait for the other."""
+        barrier.wait()
+        return "met"
+
+    def contents(execution):
+        box = Toolbox([meet], execution=execution)
+        return [result.message["content"] for result in asyncio.run(box.run([call("meet")] * 2))]
+
+    assert contents("parallel") == ["met", "met"]
+    assert contents("sequential") == ["Error: meet: BrokenBarrierError: "] * 2
+
+
+@pytest.mark.parametrize(
+    ("called", "content"),
+    [
+        (call("triple"), "Error: there is no tool 'triple'. The tools are: double, explode, sleep, block, leave, long"),
+        (call("double", {"y": 1}), "Error: double: wrong arguments: x is missing; y is unknown. The parameters are: x"),
+        (
+            call("double", "{"),
+            "Error: double: the arguments are not JSON (Expecting property name enclosed in double quotes",
+        ),
+        (call("double", "[1]"), "Error: double: the arguments are not a JSON object, such as {}"),
+        (call("explode"), "Error: explode: ZeroDivisionError: integer division or modulo by zero"),
+    ],
+)
+def test_errors_are_told_to_the_model(called, content):
+    [result] = run(called)
+    assert result.is_error
+    assert result.message["content"].startswith(content)
+    assert result.message["role"] == "tool"
+
+
+@pytest.mark.parametrize("name", ["sleep", "block"])
+def test_a_tool_that_takes_too_long(name):
+    began = time.monotonic()
+    [result] = run(call(name, {"seconds": 1.0}), timeout_seconds=0.02)
+    assert time.monotonic() - began < 0.9
+    assert result.is_error
+    assert result.message["content"] == f"Error: {name} gave no result within 0.02 seconds"
+
+
+def test_a_tools_own_timeout_is_its_error():
+    @tool
+    async def ask() -> str:
+        """Ask."""
+        raise TimeoutError("no reply")
+
+    [result] = asyncio.run(Toolbox([ask]).run([call("ask")]))
+    assert result.message["content"] == "Error: ask: TimeoutError: no reply"
+
+
+def test_cancelling_is_no_error_of_a_tool():
+    async def cancelled():
+        task = asyncio.create_task(Toolbox(TOOLS).run([call("sleep", {"seconds": 60})]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+def test_long_results_are_cut_and_say_so():
+    [result] = run(call("long", {"length": 5000}), max_result_chars=100)
+    content = result.message["content"]
+    assert content.startswith("0123456789" * 5 + "\n[... 4900 of 5000 characters left out ...]\n")
+    assert content.endswith("\n" + "0123456789" * 5)
+    assert run(call("long", {"length": 100}), max_result_chars=100)[0].message["content"] == "0123456789" * 10
+
+
+@pytest.mark.parametrize("length", [9, 10, 11, 12])
+def test_what_is_kept_is_what_fits(length):
+    text = "abcdefghijkl"[:length]
+    shown = shorten(text, 10)
+    kept = "".join(line for line in shown.split("\n") if not line.startswith("[..."))
+    assert len(kept) == min(length, 10)
+    assert (shown == text) == (length <= 10)
+
+
+def test_a_stop_ends_a_sequence():
+    calls = [call("double", {"x": 1}), call("leave"), call("double", {"x": 2})]
+    assert [result.stop for result in run(*calls, execution="sequential")] == [False, True]
+    assert [result.stop for result in run(*calls)] == [False, True, False]
+    assert run(calls[1])[0].metrics == {"left": 1}
+
+
+def test_an_unreadable_call_is_answered():
+    result = Toolbox(TOOLS).answer_unparsed({"raw_text": "<tool_call>{", "error": "the call is not closed"})
+    assert result.is_error
+    assert "Error: the tool call could not be read: the call is not closed." in result.message["content"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"execution": "both"}, {"timeout_seconds": 0}, {"max_result_chars": 5}, {"tools": [double, double]}],
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(UserError, match=r"tool_execution|tool_timeout_seconds|max_result_chars|two of the name double"):
+        Toolbox(**{"tools": TOOLS, **options})
