@@ -4,15 +4,19 @@ An environment is played by a TokenCompleter. A MessageCompleter is for parts of
 judge) and do not care for tokens. Neither is trained by being called: what was sampled, with its logprobs, comes back.
 """
 
+from __future__ import annotations
+
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planish.errors import UserError
-from planish.renderers import Message, Renderer
 from planish.types import ModelInput, SamplingParams, StopReason
+
+if TYPE_CHECKING:
+    from planish.renderers import Message, Renderer
 
 StopCondition = list[str] | list[int]
 
@@ -44,7 +48,7 @@ class TokenCompleter(ABC):
     ) -> TokensWithLogprobs:
         """Go on from `model_input` until a stop, or at most `max_tokens` (None: the policy's own limit)."""
 
-    def seeded(self, seed: int) -> "TokenCompleter":
+    def seeded(self, seed: int) -> TokenCompleter:
         """This policy with draws that are a function of `seed` and the number of the call; itself if it draws nothing."""
         return self
 
@@ -75,7 +79,7 @@ class TinkerTokenCompleter(TokenCompleter):
         self.seed = seed
         self._calls = 0
 
-    def seeded(self, seed: int) -> "TinkerTokenCompleter":
+    def seeded(self, seed: int) -> TinkerTokenCompleter:
         return TinkerTokenCompleter(
             self.sampling_client, self.max_tokens, self.temperature, self.context_window, seed=seed
         )

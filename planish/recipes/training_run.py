@@ -24,7 +24,8 @@ def run_command(main: Callable[[C], object], config_type: type[C], presets: Pres
     try:
         main(read_options(config_type, presets, argv))
     except PlanishError as error:
-        print(f"error: {error}", file=sys.stderr)
+        places = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"error: {error}{places}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -35,14 +35,18 @@ class GroupPlayer:
         do_rollout = self.pool.do_group_rollout if self.pool is not None else do_group_rollout
         listening = logtree.capture(f"Group {group_idx}") if is_logged else logtree.scope_disable()
         with listening as tree:
-            group = await do_rollout(
-                builder,
-                policy,
-                self.strategy,
-                self.termination,
-                seed=seed,
-                on_turn=lambda turn: playing.sampled(len(turn.tokens)) if playing else None,
-            )
+            try:
+                group = await do_rollout(
+                    builder,
+                    policy,
+                    self.strategy,
+                    self.termination,
+                    seed=seed,
+                    on_turn=lambda turn: playing.sampled(len(turn.tokens)) if playing else None,
+                )
+            except Exception as error:
+                error.add_note(f"in group {group_idx}")
+                raise
         if playing is not None:
             playing.advance()
         if group is None:

@@ -18,6 +18,7 @@ from planish.rl.datasets import EpochCycledRLDataset, RebatchedRLDataset
 from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.loop import Loop
 from planish.rl.progress import TrainingProgress
+from planish.rl.rollout_files import split_label
 from planish.rl.types import RLDataset
 from planish.runs import CODE_DIFF, RunDirectory, checkpoint_of, write_whole
 from planish.timing import TraceFile
@@ -41,6 +42,7 @@ async def _run(config: Config, service_client: Any) -> Path:
     steps = len(batches) if config.max_steps is None else min(len(batches), config.max_steps)
     if steps == 0:
         raise UserError("dataset_builder gives no batches; give a data set with at least one")
+    evaluators = built_evaluators(config, test_set)
     with RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run:
         start = await asyncio.to_thread(
             start_training,
@@ -78,7 +80,7 @@ async def _run(config: Config, service_client: Any) -> Path:
                 checkpoints=RunCheckpoints.after(
                     start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client
                 ),
-                evaluators=built_evaluators(config, test_set),
+                evaluators=evaluators,
                 reference=await reference_client(config, service_client),
                 context_window=await context_of(config, service_client),
                 progress=progress,
@@ -99,18 +101,25 @@ def planned(train_set: RLDataset, config: Config) -> RLDataset:
 
 
 def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
+    """The test of the data set, if it has one, and those of the options."""
     evaluators = [builder() for builder in config.evaluator_builders]
-    if test_set is None:
-        return evaluators
+    if test_set is not None:
+        evaluators = [test_evaluator(config, test_set), *evaluators]
+    labels = [split_label(f"eval/{e.name}") for e in evaluators if isinstance(e, RLTestSetEvaluator)]
+    if len(set(labels)) < len(labels):
+        raise UserError(f"evaluator_builders: several tests write files as {labels}; give each a name of its own")
+    return evaluators
+
+
+def test_evaluator(config: Config, test_set: RLDataset) -> RLTestSetEvaluator:
     temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
-    test = RLTestSetEvaluator(
+    return RLTestSetEvaluator(
         test_set,
         config.max_tokens,
         temperature=temperature,
         num_groups_to_log=config.num_groups_to_log,
         seed=config.seed,
     )
-    return [test, *evaluators]
 
 
 async def reference_client(config: Config, service_client: Any) -> Any:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, TypedDict
+from typing import ClassVar, TypeAlias, TypedDict
 
 import chz
 
@@ -118,7 +118,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RolloutError:
-    """An attempt at a trajectory that failed; it was played again or left out of its group."""
+    """An attempt at a trajectory that failed, whether or not another took its place."""
 
     error_type: str
     error_message: str
@@ -145,8 +145,12 @@ class TrajectoryGroup:
 class EnvGroupBuilder(ABC):
     """Makes the environments of one group. Plain data: it must pickle."""
 
+    plays_together: ClassVar[bool] = False
+    """Its environments play with each other: when one fails, all are played again."""
+
     @abstractmethod
-    async def make_envs(self) -> Sequence[Env]: ...
+    async def make_envs(self) -> Sequence[Env]:
+        """Called again when a failed rollout is played again; `cleanup` comes once, after all."""
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]

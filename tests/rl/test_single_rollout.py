@@ -209,7 +209,7 @@ def test_without_limits_a_policy_is_not_asked_for_a_maximum():
 
 
 def test_time_is_over_while_the_policy_writes():
-    env = Limited(turns=9, rollout_limits=RolloutLimits(rollout_timeout_seconds=0.05))
+    env = Limited(turns=9, rollout_limits=RolloutLimits(rollout_timeout_seconds=0.3))
     trajectory = play(env, policy := Slow(since=2))
     assert policy.cancelled == 1
     assert [len(turn.ac.tokens) for turn in trajectory.transitions] == [1, 1, 0]

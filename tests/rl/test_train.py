@@ -5,13 +5,14 @@ import json
 import random
 from contextlib import contextmanager, suppress
 
-import chz
 import pytest
-from digit_env import DigitsBuilder
+from digit_env import Digits, DigitsBuilder
 from fake_service import GAP, FakeService, Killed
 
 from planish.errors import UnsupportedError, UserError
+from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
+from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.interruption import Interruption
 from planish.rl.metric_definitions import definition_of
 from planish.rl.train import main
@@ -311,5 +312,28 @@ def test_other_options_do_not_mix_with_a_run(service, tmp_path):
         train(service, tmp_path, max_steps=4, advantage="std")
 
 
-def test_config_is_chz():
-    assert chz.asdict(config_of("x"))["log_path"] == "x"
+def test_tests_of_one_name_are_refused(service, tmp_path):
+    options = {"dataset_builder": DigitsBuilder(tests=1), "eval_every": 1}
+    builders = [lambda: RLTestSetEvaluator(Digits(1, 1), 8, name="test")]
+    with pytest.raises(UserError, match="name of its own"):
+        train(service, tmp_path / "run", evaluator_builders=builders, **options)
+
+
+def test_further_evaluators(service, tmp_path):
+    class Steps(TrainingClientEvaluator):
+        async def __call__(self, training_client):
+            return {"steps": training_client.weights.steps}
+
+    class Sampler(SamplingClientEvaluator):
+        async def __call__(self, sampling_client):
+            return {"sampler": sampling_client.weights.steps}
+
+    train(service, tmp_path, evaluator_builders=[Steps, Sampler], eval_every=2, max_steps=3)
+    found = [(row["steps"], row["sampler"]) for row in rows_of(tmp_path) if "steps" in row]
+    assert found == [(0, 0), (2, 2), (3, 3)]
+
+
+def test_traces(service, tmp_path):
+    train(service, tmp_path, enable_trace=True, max_steps=2)
+    events = read_rows(tmp_path / "trace_events.jsonl")
+    assert {"sampling", "train"} <= {event["name"] for event in events}
