@@ -98,8 +98,8 @@ class EpochCycledRLDataset(RLDataset):
 class GroupSequence:
     """The groups of a data set one by one.
 
-    Where a group is found follows from the size of the first batch alone, so no batch is made that is not asked for. All
-    batches must have that size but the last, which may be smaller; UserError names the first that has not.
+    All batches must have as many groups as the first but the last, which may have fewer; UserError names one that has not. So
+    the place of a group is known without the batches before it, and none is made but the first, the last and those asked for.
     """
 
     def __init__(self, dataset: RLDataset) -> None:

@@ -48,7 +48,11 @@ class Batches(RLDataset):
 
 
 def names(dataset):
-    return [[group.name for group in dataset.get_batch(index)] for index in range(len(dataset))]
+    return [batch_names(dataset, index) for index in range(len(dataset))]
+
+
+def batch_names(dataset, index):
+    return [group.name for group in dataset.get_batch(index)]
 
 
 def flat(dataset):
@@ -82,7 +86,7 @@ def test_any_batch_is_the_same_without_those_before_it(count, size, epochs, seed
     expected = names(dataset)
     index = rng.randrange(len(dataset))
     fresh = numbers(count, size, num_epochs=epochs, shuffle_seed=seed)
-    assert [group.name for group in fresh.get_batch(index)] == expected[index]
+    assert batch_names(fresh, index) == expected[index]
     assert Counter(flat(dataset)) == dict.fromkeys(range(count), epochs)
 
 
@@ -132,7 +136,7 @@ def test_rebatching_makes_no_batch_that_is_not_asked_for():
 
     dataset = RebatchedRLDataset(Counting(tuple((n, n) for n in range(1000))), 3)
     made.clear()
-    assert [group.name for group in dataset.get_batch(100)] == [150, 150, 151]
+    assert batch_names(dataset, 100) == [150, 150, 151]
     assert made == [150, 151]
 
 

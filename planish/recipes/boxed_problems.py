@@ -1,0 +1,89 @@
+"""Questions whose final answer stands in \boxed{}: the environment of rl_basic and of most of math_rl.
+
+    reward = correct + 0.1 * (format - 1)
+
+`correct`: the last box holds the known answer, by value (planish/recipes/grading.py). `format`: there is a box, and the
+message is properly ended.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import chz
+
+from planish.recipes.grading import extract_boxed
+from planish.recipes.math_datasets import COLLECTIONS, load_splits
+from planish.recipes.model_renderer import model_renderer
+from planish.recipes.problems import QUESTION_SUFFIX, SHOWN_EXAMPLE, Problem
+from planish.recipes.process_grader import process_grader
+from planish.renderers import Message, Renderer
+from planish.rl.datasets import ProblemDataset
+from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from planish.rl.types import RLDataset, RLDatasetBuilder
+
+
+class BoxedProblemEnv(ProblemEnv):
+    """One question, after a worked one."""
+
+    def __init__(self, renderer: Renderer, problem: Problem, suffix: str = QUESTION_SUFFIX) -> None:
+        super().__init__(renderer, convo_prefix=shown_example(suffix))
+        self.problem = problem
+        self.suffix = suffix
+
+    def get_question(self) -> str:
+        return self.problem.question + self.suffix
+
+    def check_format(self, sample_str: str) -> bool:
+        return extract_boxed(sample_str) is not None
+
+    async def check_answer(self, sample_str: str) -> bool:
+        return (await process_grader().grade(sample_str, self.problem.answer)).correct
+
+    def get_reference_answer(self) -> str:
+        return self.problem.answer
+
+
+def boxed_problem_env(problem: Problem, suffix: str, model_name: str, renderer_name: str | None) -> BoxedProblemEnv:
+    """The environment by names, which pickle."""
+    return BoxedProblemEnv(model_renderer(model_name, renderer_name), problem, suffix)
+
+
+def shown_example(suffix: str) -> Sequence[Message]:
+    """The worked question in front of every prompt, put in the words of `suffix`."""
+    question, answer = SHOWN_EXAMPLE
+    asked = question["content"].removesuffix(QUESTION_SUFFIX) + suffix
+    return ({"role": "user", "content": asked}, {"role": "assistant", "content": answer["content"]})
+
+
+@chz.chz
+class BoxedProblemDatasetBuilder(RLDatasetBuilder):
+    """A collection of planish/recipes/math_datasets.py: groups for training, single attempts for tests."""
+
+    collection: str
+    model_name: str
+    dataset: str | None = chz.field(default=None, doc="hub name, local directory or file; none = the published one")
+    renderer_name: str | None = None
+    batch_size: int = chz.field(default=16, doc="problems a step")
+    group_size: int = chz.field(default=8, doc="answers to each problem")
+    eval_problems: int | None = chz.field(default=None, doc="problems a test; none = the whole test split")
+    seed: int = chz.field(default=0, doc="of the order of the data")
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        splits = load_splits(
+            COLLECTIONS[self.collection], self.dataset, eval_problems=self.eval_problems, seed=self.seed
+        )
+        for note in splits.notes:
+            print(note)
+        train = ProblemDataset(splits.train, self._group, self.batch_size, shuffle_seed=self.seed)
+        return train, ProblemDataset(splits.test, self._attempt, len(splits.test)) if splits.test else None
+
+    def _group(self, problem: Problem) -> ProblemGroupBuilder:
+        return self._groups_of(problem, self.group_size)
+
+    def _attempt(self, problem: Problem) -> ProblemGroupBuilder:
+        return self._groups_of(problem, 1)
+
+    def _groups_of(self, problem: Problem, size: int) -> ProblemGroupBuilder:
+        suffix = COLLECTIONS[self.collection].suffix
+        make_env = partial(boxed_problem_env, problem, suffix, self.model_name, self.renderer_name)
+        return ProblemGroupBuilder(make_env, size, self.collection)

@@ -1,0 +1,171 @@
+"""Collections of mathematical questions with known answers, each read from the form it is published in.
+
+    gsm8k      question, answer ("... #### 72")                 openai/gsm8k, with a test split
+    math       problem, solution ("... \boxed{72} ...")         EleutherAI/hendrycks_math without the 500 problems of
+               and perhaps answer                               HuggingFaceH4/MATH-500, which are the test
+    polaris    problem, answer, difficulty ("3/8")              POLARIS-Project/Polaris-Dataset-53K, no test split
+    deepmath   question, final_answer, difficulty               zwhe99/DeepMath-103K, no test split
+
+`dataset=` names another place with rows of the same form: a hub name, a directory with train and test files, or one file.
+Where there is no test split, test problems are held out of training, as many as are asked for.
+"""
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.errors import UserError
+from planish.recipes.grading import extract_boxed
+from planish.recipes.problems import FILE_SUFFIXES, QUESTION_SUFFIX, Problem, load_rows, read_problem
+
+BOX_SUFFIX = r" Write the final answer inside \boxed{}."
+HENDRYCKS = "EleutherAI/hendrycks_math"
+SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
+MATH_500 = "HuggingFaceH4/MATH-500"
+BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$]+?)[.$]*(?:\s|$)")
+"""\boxed 5, as a few published solutions write it."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Where questions come from and how they are put."""
+
+    name: str
+    hub_name: str
+    read: Callable[[Row, str], Problem | None]
+    """A row as a problem, None if it has no usable answer; UserError, with the second argument as the place, if it has
+    another form."""
+    suffix: str
+    """What is said after a question."""
+    has_test_split: bool = True
+    """At `hub_name`."""
+
+
+@dataclass(frozen=True)
+class ProblemSplits:
+    train: Sequence[Problem]
+    test: Sequence[Problem]
+    notes: Sequence[str] = ()
+    """What a person should know of how these came about."""
+
+
+def load_splits(
+    collection: Collection, dataset: str | None, *, eval_problems: int | None, seed: int = 0
+) -> ProblemSplits:
+    """Problems for training and for tests: all of a test split or the first `eval_problems` of it.
+
+    Without a test split `eval_problems` are drawn by `seed` and held out of training; None is then none at all.
+    """
+    place = dataset or collection.hub_name
+    rows = hendrycks_rows() if place == HENDRYCKS else load_rows(place, "train")
+    train, notes = read_rows(collection, rows, f"dataset={place}, train")
+    if has_test_split(collection, dataset):
+        if eval_problems == 0:
+            return ProblemSplits(train, [], notes)
+        test_rows = load_rows(MATH_500 if place == HENDRYCKS else place, "test")[:eval_problems]
+        test, more_notes = read_rows(collection, test_rows, f"dataset={place}, test")
+        return ProblemSplits(train, test, [*notes, *more_notes])
+    if eval_problems is None:
+        note = f"dataset={place} has no test split: nothing is tested; eval_problems=N holds N problems out of training"
+        return ProblemSplits(train, [], [*notes, note])
+    if eval_problems >= len(train):
+        raise UserError(
+            f"eval_problems={eval_problems}: dataset={place} has no test split, and of its {len(train)} problems at least one "
+            "must be left to train on; give fewer"
+        )
+    held_out = set(random.Random(seed).sample(range(len(train)), eval_problems))
+    kept = [problem for index, problem in enumerate(train) if index not in held_out]
+    return ProblemSplits(kept, [train[index] for index in sorted(held_out)], notes)
+
+
+def has_test_split(collection: Collection, dataset: str | None) -> bool:
+    """Of the hub's own collection it is known; of a file or directory it is seen; another hub name is expected to have one."""
+    if dataset is None or dataset == collection.hub_name:
+        return collection.has_test_split
+    path = Path(dataset).expanduser()
+    if path.is_dir():
+        return any(file.suffix in FILE_SUFFIXES for file in [*path.glob("test.*"), *path.glob("test-*")])
+    return not path.is_file()
+
+
+def hendrycks_rows() -> list[dict[str, Any]]:
+    """The problems of MATH, of both of its splits, that are not in MATH-500: 12,000."""
+    tested = {row["problem"] for row in load_rows(MATH_500, "test")}
+    rows = [
+        row for subject in SUBJECTS for split in ("train", "test") for row in load_rows(f"{HENDRYCKS}:{subject}", split)
+    ]
+    return [row for row in rows if row.get("problem") not in tested]
+
+
+def read_rows(collection: Collection, rows: Sequence[Row], where: str) -> tuple[list[Problem], list[str]]:
+    """The rows as problems, and a note if some have no usable answer; UserError if none has."""
+    read = [collection.read(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)]
+    problems = [problem for problem in read if problem is not None]
+    left_out = len(read) - len(problems)
+    if not problems:
+        raise UserError(
+            f"{where}: none of its {len(rows)} rows has an answer; give {collection.name} data with answers"
+        )
+    return problems, [f"{where}: {left_out} of {len(read)} rows have no usable answer and are left out"] * (
+        left_out > 0
+    )
+
+
+def read_math(row: Row, where: str) -> Problem | None:
+    question, solution = text_of(row, "problem", where), text_of(row, "solution", where)
+    answer = row["answer"] if isinstance(row.get("answer"), str) else boxed_answer(solution)
+    return Problem(question, answer.strip(), solution) if answer and answer.strip() else None
+
+
+def read_polaris(row: Row, where: str) -> Problem | None:
+    return answered(text_of(row, "problem", where), text_of(row, "answer", where))
+
+
+def read_deepmath(row: Row, where: str) -> Problem | None:
+    return answered(text_of(row, "question", where), text_of(row, "final_answer", where))
+
+
+def answered(question: str, answer: str) -> Problem | None:
+    """A problem without a worked solution."""
+    return Problem(question, answer, rf"The answer is \boxed{{{answer}}}") if question and answer else None
+
+
+def text_of(row: Row, name: str, where: str) -> str:
+    """A field as text without blanks around it: numbers are taken as they are written."""
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(f'{where}: needs a text in "{name}"; the row has {sorted(row)}')
+    return str(value).strip()
+
+
+def boxed_answer(solution: str) -> str | None:
+    r"""What is in the last \boxed{...}, \fbox{...} or \boxed 5 of a solution."""
+    boxed = extract_boxed(solution.replace(r"\fbox{", r"\boxed{"))
+    if boxed is not None:
+        return boxed
+    bare = BARE_BOX.findall(solution)
+    return bare[-1] if bare else None
+
+
+COLLECTIONS = {
+    collection.name: collection
+    for collection in (
+        Collection("gsm8k", "openai/gsm8k", read_problem, QUESTION_SUFFIX),
+        Collection("math", HENDRYCKS, read_math, BOX_SUFFIX),
+        Collection("polaris", "POLARIS-Project/Polaris-Dataset-53K", read_polaris, BOX_SUFFIX, has_test_split=False),
+        Collection("deepmath", "zwhe99/DeepMath-103K", read_deepmath, BOX_SUFFIX, has_test_split=False),
+    )
+}

@@ -1,0 +1,156 @@
+"""Questions whose answers a program checks, from sums to competition mathematics, by the RL library.
+
+    python -m planish.recipes.math_rl                                      env=arithmetic: the embedded model learns to add
+    python -m planish.recipes.math_rl env=math model_name=Qwen/Qwen3-8B    MATH, tested on MATH-500
+    python -m planish.recipes.math_rl env=polaris dataset=rows.jsonl       a local file in the form of that data set
+    python -m planish.recipes.math_rl env=reasoning_gym:chain_sum task.max_digits=1
+
+`env` brings sizes of its own along (`SIZES`), which options override. What it trains on:
+
+    arithmetic                   planish/recipes/sums.py
+    gsm8k math polaris deepmath  planish/recipes/boxed_problems.py
+    reasoning_gym:TASK           planish/recipes/reasoning_problems.py (pip install planish[reasoning-gym])
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.recipes import training_run
+from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder
+from planish.recipes.math_datasets import COLLECTIONS
+from planish.recipes.reasoning_problems import TaskDatasetBuilder
+from planish.recipes.reasoning_tasks import check_name
+from planish.recipes.rl_options import RLOptions, run
+from planish.recipes.sums import SumDatasetBuilder
+from planish.rl.types import RLDatasetBuilder
+
+ARITHMETIC = "arithmetic"
+REASONING_GYM = "reasoning_gym"
+LOGS = "/tmp/planish-examples/math_rl"
+SIZES: dict[str, dict[str, Any]] = {
+    ARITHMETIC: {"learning_rate": 5e-4, "max_tokens": 16, "max_steps": 40, "eval_every": 10},
+    "gsm8k": {"learning_rate": 4e-5, "max_tokens": 256},
+    "math": {"learning_rate": 2e-5, "max_tokens": 512},
+    "polaris": {"learning_rate": 2e-5, "max_tokens": 1024},
+    "deepmath": {"learning_rate": 2e-5, "max_tokens": 1024},
+    REASONING_GYM: {"learning_rate": 2e-4, "max_tokens": 48, "max_steps": 40, "eval_every": 10},
+}
+"""What a kind of env changes in the defaults of `Options`."""
+
+
+@chz.chz
+class Options(RLOptions):
+    """Made by `options_for`, which knows the sizes of each env."""
+
+    env: str = chz.field(default=ARITHMETIC, doc=f"{', '.join([ARITHMETIC, *COLLECTIONS])} or {REASONING_GYM}:TASK")
+    log_path: str = chz.field(default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV")
+    batch_size: int = chz.field(default=16, doc="problems a step")
+    group_size: int = chz.field(default=8, doc="answers to each problem")
+    eval_problems: int | None = chz.field(
+        default=None, doc="problems a test; none = the test split, or 100; 0 = no tests"
+    )
+    dataset: str | None = chz.field(
+        default=None, doc="gsm8k, math, polaris, deepmath: hub name, local directory or file; none = the published one"
+    )
+    max_operand: int | None = chz.field(default=None, doc="arithmetic: the largest number that is added; none = 20")
+    task: dict[str, Any] = chz.field(
+        default_factory=dict, doc=f"{REASONING_GYM}: options of the task, such as task.max_terms=3"
+    )
+    shown_examples: int | None = chz.field(
+        default=None, doc=f"{REASONING_GYM}: worked examples in the prompt; none = 2"
+    )
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train; returns the run directory."""
+    check(options)
+    return run(options, dataset_builder(options), recipe_name="math_rl", service_client=service_client)
+
+
+def options_for(env: str, **changes: Any) -> Options:
+    """The options of an env with its own sizes, and `changes`."""
+    return Options(**{**sizes_for(env), "env": env, **changes})
+
+
+def sizes_for(env: str) -> dict[str, Any]:
+    return {"log_path": f"{LOGS}-{env.replace(':', '-')}", **SIZES[kind_of(env)]}
+
+
+def kind_of(env: str) -> str:
+    """A key of SIZES; every name that is not one of planish's is a task of reasoning-gym, with its prefix or without."""
+    return env if env in SIZES else REASONING_GYM
+
+
+def task_name(env: str) -> str:
+    return env.removeprefix(f"{REASONING_GYM}:")
+
+
+def dataset_builder(options: Options) -> RLDatasetBuilder:
+    shared: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("model_name", "renderer_name", "batch_size", "group_size", "eval_problems", "seed")
+    }
+    match kind_of(options.env):
+        case "arithmetic":
+            return SumDatasetBuilder(**shared, **given(max_operand=options.max_operand))
+        case "reasoning_gym":
+            shown = given(shown_examples=options.shown_examples)
+            return TaskDatasetBuilder(task_name=task_name(options.env), task=options.task, **shared, **shown)
+        case collection:
+            return BoxedProblemDatasetBuilder(collection=collection, dataset=options.dataset, **shared)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that are not None: the others keep the builder's default."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def check(options: Options) -> None:
+    """UserError for an option that cannot be right, or that the env would ignore."""
+    kind = kind_of(options.env)
+    if kind == REASONING_GYM:
+        check_task(options.env)
+    for name, kinds in {
+        "dataset": COLLECTIONS,
+        "max_operand": [ARITHMETIC],
+        "task": [REASONING_GYM],
+        "shown_examples": [REASONING_GYM],
+    }.items():
+        if getattr(options, name) not in (None, {}) and kind not in kinds:
+            raise UserError(f"{name}={getattr(options, name)}: env={options.env} has no such option; leave it out")
+    training_run.require(
+        options,
+        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
+        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
+        eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
+        max_operand=(options.max_operand is None or options.max_operand >= 1, "a whole number of at least 1"),
+        shown_examples=(options.shown_examples is None or options.shown_examples >= 0, "a whole number, 0 for none"),
+        max_steps=(kind in COLLECTIONS or options.max_steps is not None, f"a number: env={options.env} has no end"),
+        num_epochs=(kind in COLLECTIONS or options.num_epochs == 1, f"1: env={options.env} has no end; give max_steps"),
+    )
+
+
+def check_task(env: str) -> None:
+    try:
+        check_name(task_name(env))
+    except UserError as error:
+        if env.startswith(REASONING_GYM):
+            raise
+        raise UserError(f"{error}; of planish's own there are {', '.join([ARITHMETIC, *COLLECTIONS])}") from error
+
+
+def with_sizes(arguments: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+    """`env=NAME` on the command line as a preset of the same name, which other arguments override."""
+    env = next(
+        (argument.partition("=")[2] for argument in reversed(arguments) if argument.startswith("env=")), ARITHMETIC
+    )
+    return {env: sizes_for(env)}, [f"preset={env}", *arguments]
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, *with_sizes(sys.argv[1:]))

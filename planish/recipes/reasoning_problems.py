@@ -1,0 +1,151 @@
+"""Tasks of reasoning-gym as environments.
+
+    pip install planish[reasoning-gym]
+    python -m planish.recipes.math_rl env=reasoning_gym:chain_sum task.max_digits=1
+
+    reward = score + 0.1 * (format - 1)
+
+The answer is what stands between <answer> and </answer>; `format` says that it does, in a message that ends; `correct` says
+that the score, which may be anything from 0 to 1, is full. Problems of the test, and the worked examples in the prompt, are
+never trained on.
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import chz
+
+from planish import logtree
+from planish.errors import UserError
+from planish.recipes.generated_dataset import GeneratedDataset
+from planish.recipes.model_renderer import model_renderer
+from planish.recipes.reasoning_tasks import Entry, Task, task_process
+from planish.renderers import Message, Renderer
+from planish.rl.datasets import ProblemDataset
+from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from planish.rl.types import Action, ActionExtra, RLDataset, RLDatasetBuilder, StepResult
+
+TEST_ENTRIES = 100
+BATCHES = 1_000_000
+"""As good as no end."""
+SUFFIX = "\nWrite the final answer between <answer> and </answer>."
+TAGGED = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
+FULL_SCORE = 1 - 1e-6
+
+
+@dataclass(frozen=True)
+class TaskProblem:
+    """One entry of a task, and the worked examples that stand before it."""
+
+    entry: Entry
+    shown: tuple[Entry, ...] = ()
+
+
+class TaskEnv(ProblemEnv):
+    def __init__(self, renderer: Renderer, problem: TaskProblem) -> None:
+        super().__init__(renderer, convo_prefix=[message for shown in problem.shown for message in exchange(shown)])
+        self.entry = problem.entry
+        self.score = 0.0
+
+    def get_question(self) -> str:
+        return asked(self.entry)
+
+    def check_format(self, sample_str: str) -> bool:
+        return TAGGED.search(sample_str) is not None
+
+    async def check_answer(self, sample_str: str) -> bool:
+        answers = TAGGED.findall(sample_str)
+        if answers:
+            self.score = await task_process(self.entry.task).score(self.entry.index, answers[-1])
+        return self.score >= FULL_SCORE
+
+    def get_reference_answer(self) -> str:
+        return "not named" if self.entry.answer is None else self.entry.answer
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        """A score between 0 and 1 is worth what it says, though the answer is not correct."""
+        result = await super().step(action, extra=extra)
+        result = replace(result, metrics={**result.metrics, "score": self.score})
+        if not 0 < self.score < FULL_SCORE:
+            return result
+        reward = result.reward + self.score
+        with logtree.scope_header("Partial credit"):
+            logtree.table_from_dict({"score": self.score, "reward with it": reward})
+        return replace(result, reward=reward)
+
+
+def task_env(problem: TaskProblem, model_name: str, renderer_name: str | None) -> TaskEnv:
+    """The environment by names, which pickle."""
+    return TaskEnv(model_renderer(model_name, renderer_name), problem)
+
+
+def asked(entry: Entry) -> str:
+    return entry.question.rstrip() + SUFFIX
+
+
+def exchange(entry: Entry) -> list[Message]:
+    """A worked example."""
+    return [
+        {"role": "user", "content": asked(entry)},
+        {"role": "assistant", "content": f"<answer>{entry.answer}</answer>"},
+    ]
+
+
+@chz.chz
+class TaskDatasetBuilder(RLDatasetBuilder):
+    task_name: str
+    model_name: str
+    renderer_name: str | None = None
+    task: Mapping[str, Any] = chz.field(default_factory=dict, doc="options of the task, such as task.max_terms=3")
+    shown_examples: int = chz.field(
+        default=2, doc="worked examples in the prompt; tasks without known answers have none"
+    )
+    batch_size: int = chz.field(default=16, doc="problems a step")
+    group_size: int = chz.field(default=8, doc="answers to each problem")
+    eval_problems: int | None = chz.field(default=None, doc=f"problems a test; none = {TEST_ENTRIES}")
+    seed: int = 0
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        task = Task.of(self.task_name, self.task, self.seed)
+        rng = random.Random(f"{self.seed}:test")
+        held_out: set[str] = set()
+        examples = draw_entries(task, rng, self.shown_examples, held_out)
+        shown = tuple(entry for entry in examples if entry.answer is not None)
+        count = TEST_ENTRIES if self.eval_problems is None else self.eval_problems
+        tests = draw_entries(task, rng, count, held_out)
+
+        def group(entry: Entry, size: int) -> ProblemGroupBuilder:
+            problem = TaskProblem(entry, shown)
+            return ProblemGroupBuilder(
+                partial(task_env, problem, self.model_name, self.renderer_name), size, self.task_name
+            )
+
+        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
+            return group(draw_entry(task, rng, held_out), self.group_size)
+
+        train = GeneratedDataset(draw_group, self.batch_size, self.seed, BATCHES)
+        return train, ProblemDataset(tests, partial(group, size=1), len(tests)) if tests else None
+
+
+def draw_entries(task: Task, rng: random.Random, count: int, held_out: set[str]) -> Sequence[Entry]:
+    """Entries whose questions differ and are not in `held_out`, to which they are added."""
+    entries = []
+    for _ in range(count):
+        entries.append(draw_entry(task, rng, held_out))
+        held_out.add(entries[-1].question)
+    return entries
+
+
+def draw_entry(task: Task, rng: random.Random, held_out: Set[str]) -> Entry:
+    for _ in range(1000):
+        entry = task_process(task).entry(rng.randrange(task.num_entries))
+        if entry.question not in held_out:
+            return entry
+    raise UserError(
+        f"env={task.name}: hardly any question is left besides the {len(held_out)} that are held out; give fewer "
+        "eval_problems, or options of the task that make more questions"
+    )

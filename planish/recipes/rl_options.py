@@ -1,0 +1,143 @@
+"""What the recipes of `planish.rl.train` have in common: their options, flat, and the way from these to a run.
+
+A recipe's options are a class on top of `RLOptions` that adds its own and gives defaults of its own. What it trains on is a
+dataset builder; `run` does the rest:
+
+    @chz.chz
+    class Options(RLOptions):
+        log_path: str = "/tmp/planish-examples/mine"
+
+    def main(options: Options) -> Path:
+        return run(options, MyDatasetBuilder(...), recipe_name="mine")
+
+    if __name__ == "__main__":
+        training_run.run_command(main, Options, {}, sys.argv[1:])
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+
+from planish import ServiceClient
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.recipes.model_renderer import learn_renderer
+from planish.rl import train
+from planish.rl.advantages import ADVANTAGES
+from planish.rl.config import RL_LOSSES, AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig, check
+from planish.rl.types import RLDatasetBuilder
+from planish.schedules import SCHEDULES
+
+
+@chz.chz
+class RLOptions:
+    """Options of every recipe; those with the name of one of `planish.rl.config.Config` are that one."""
+
+    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    log_path: str = chz.field(default="/tmp/planish-examples/rl", doc="directory of the run's files")
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with: a checkpoint or a run directory"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    lora_rank: int = 32
+    seed: int = chz.field(default=0, doc="of initial weights, the data's order and every draw")
+    deterministic: bool | None = chz.field(
+        default=None, doc="as in ServiceClient: samples that have the same bits in any company"
+    )
+
+    learning_rate: float = 4e-5
+    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    max_tokens: int = chz.field(default=256, doc="longest answer")
+    temperature: float = chz.field(default=1.0, doc="of sampling; the loss is computed at the same one")
+    loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None, doc="of the loss, such as loss_fn_config.clip_high_threshold=1.3"
+    )
+    advantage: str = chz.field(default="mean", doc=f"one of {', '.join(ADVANTAGES)}")
+    remove_constant_reward_groups: bool = chz.field(
+        default=True,
+        doc="leave groups out whose rewards are all equal: they have no gradient, but cost as much as others",
+    )
+    num_substeps: int = chz.field(default=1, doc="optimizer steps a batch")
+    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+    kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the reference")
+    kl_discount_factor: float = chz.field(default=0.0, doc="0 = a token pays for itself alone, 1 = for all that follow")
+    kl_reference_model: str | None = chz.field(default=None, doc="base model of the reference; none = model_name")
+    kl_reference_checkpoint: str | None = chz.field(
+        default=None, doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model"
+    )
+    compute_post_kl: bool = chz.field(default=False, doc="report how far each step moved the policy")
+
+    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+    num_epochs: int = chz.field(default=1, doc="times through the data")
+    max_steps_off_policy: int = chz.field(
+        default=0, doc="sampling may run so many steps ahead of training; 0 = synchronous"
+    )
+    num_minibatches: int = chz.field(
+        default=1, doc="more than 1 = gradients of parts of a batch while the rest is still sampled"
+    )
+    rollout_error_tolerance: bool = chz.field(default=False, doc="retry rollouts that fail, instead of ending the run")
+    rollout_processes: int = chz.field(default=0, doc="processes that play environments; 0 = this one")
+
+    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    eval_temperature: float | None = chz.field(
+        default=0.0, doc="of tests; 0 = the likeliest answer, none = temperature"
+    )
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
+    rolling_save_every: int = chz.field(default=0, doc="steps between short-lived checkpoints; 0 = none")
+    num_groups_to_log: int = chz.field(default=4, doc="groups shown whole in the reports")
+    rollout_layout: Literal["flat", "folders"] = chz.field(default="flat", doc="one directory, or one an iteration")
+    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
+    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+
+
+def run(options: RLOptions, dataset_builder: RLDatasetBuilder, *, recipe_name: str, service_client: Any = None) -> Path:
+    """Train, with the given service client or one of the run's own; returns the run directory.
+
+    Options are checked before anything is loaded. In code that is async already: `await train.main(train_config(...))`.
+    """
+    config = train_config(options, dataset_builder, recipe_name=recipe_name)
+    check(config)
+    if service_client is not None:
+        return _run_on(service_client, config)
+    with ServiceClient(base_url=config.base_url, deterministic=config.deterministic) as own_client:
+        return _run_on(own_client, config)
+
+
+def _run_on(service_client: Any, config: Config) -> Path:
+    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
+    return asyncio.run(train.main(chz.replace(config, renderer_name=renderer.name), service_client))
+
+
+def train_config(options: RLOptions, dataset_builder: RLDatasetBuilder, *, recipe_name: str) -> Config:
+    """The options as `planish.rl.train` takes them."""
+    shared = chz.chz_fields(RLOptions).keys() & chz.chz_fields(Config).keys()
+    lag, minibatches = options.max_steps_off_policy, options.num_minibatches
+    return Config(
+        **{name: getattr(options, name) for name in shared},
+        dataset_builder=dataset_builder,
+        recipe_name=recipe_name,
+        kl_reference_config=kl_reference(options),
+        async_config=AsyncConfig(max_steps_off_policy=lag) if lag != 0 else None,
+        stream_minibatch_config=StreamMinibatchConfig(num_minibatches=minibatches) if minibatches != 1 else None,
+    )
+
+
+def kl_reference(options: RLOptions) -> KLReferenceConfig | None:
+    """What the run begins with, unless another policy is named."""
+    if options.kl_penalty_coef == 0:
+        for name in ("kl_reference_model", "kl_reference_checkpoint"):
+            if getattr(options, name) is not None:
+                raise UserError(f"{name} is given, but kl_penalty_coef is 0; give a coefficient such as 0.01")
+        return None
+    return KLReferenceConfig(
+        base_model=options.kl_reference_model or options.model_name,
+        load_checkpoint_path=options.kl_reference_checkpoint or options.load_checkpoint_path,
+    )

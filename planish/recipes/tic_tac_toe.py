@@ -1,0 +1,254 @@
+"""Tic-tac-toe by self-play: both players are the policy, and learn from the same game.
+
+    python -m planish.recipes.tic_tac_toe                       the embedded model
+    python -m planish.recipes.tic_tac_toe batch_size=64         more games a step
+
+A group is one game: two trajectories, one for each player, with rewards
+
+    1 for the winner, -1 for the loser, 0 for both in a draw; an illegal or unreadable move loses
+
+so their mean is 0 and the advantage of a player is its reward. The policy meets an opponent that gets better as it does.
+Left to itself it soon plays one and the same game and learns nothing more; so a game of training begins after up to
+`opening_moves` random moves.
+
+How good it is shows against players that do not change: the test has games against a random and against an optimal one, from an
+empty board and half of them as X, reported as test/env/vs_random/... and test/env/vs_optimal/....
+"""
+
+import random
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.recipes import training_run
+from planish.recipes.generated_dataset import GeneratedDataset
+from planish.recipes.model_renderer import model_renderer
+from planish.recipes.rl_options import RLOptions, run
+from planish.recipes.self_play import Player, PlayerEnv, Turns
+from planish.recipes.tic_tac_toe_board import PLAYERS, Board, random_move
+from planish.renderers import Message, get_text_content
+from planish.rl.datasets import ProblemDataset
+from planish.rl.message_env import MessageStepResult
+from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+
+MOST_OPENING_MOVES = 4
+"""So that no game is over before it begins."""
+SHOWN_GAME = (5, 2, 1, 9, 4, 6, 7)
+PRESETS: dict[str, dict[str, Any]] = {}
+
+
+@dataclass
+class Game:
+    """One game and who is to move in it; shared by its players."""
+
+    board: Board = field(default_factory=Board)
+    forfeited_by: int | None = None
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(2)
+        self.turns.give(self.board.to_move)
+
+    @property
+    def is_over(self) -> bool:
+        return self.forfeited_by is not None or self.board.is_over
+
+    def result(self, player: int) -> float | None:
+        """The player's reward; None while the game goes on."""
+        if not self.is_over:
+            return None
+        winner = self.board.winner if self.forfeited_by is None else 1 - self.forfeited_by
+        return 0.0 if winner is None else 1.0 if winner == player else -1.0
+
+    def move(self, cell: int) -> None:
+        self.board = self.board.after(cell)
+        if self.is_over:
+            self.turns.end()
+        else:
+            self.turns.give(self.board.to_move)
+
+    def forfeit(self, player: int) -> None:
+        """The player leaves; nothing happens if the game is over."""
+        if not self.is_over:
+            self.forfeited_by = player
+            self.turns.end()
+
+
+@dataclass
+class TicTacToePlayer(Player):
+    game: Game
+    player: int
+    opponent: Callable[[Board], int] | None = None
+    """Chooses the other player's moves; None: there is another environment that plays them."""
+    messages: list[Message] = field(default_factory=list)
+
+    async def until_turn(self) -> None:
+        """Until the player is to move, or the game is over."""
+        if self.opponent is None:
+            await self.game.turns.wait(self.player)
+        elif not self.game.is_over and self.game.board.to_move != self.player:
+            self.game.move(self.opponent(self.game.board))
+
+    def result(self) -> float | None:
+        return self.game.result(self.player)
+
+    def forfeit(self) -> None:
+        self.game.forfeit(self.player)
+
+    async def initial_observation(self) -> list[Message]:
+        self.messages = [*first_messages(), position_message(self.game.board)]
+        return self.messages
+
+    async def step(self, message: Message) -> MessageStepResult:
+        cell = read_cell(get_text_content(message))
+        if cell in self.game.board.free:
+            self.game.move(cell)
+            await self.until_turn()
+        else:
+            self.forfeit()
+        result = self.result()
+        self.messages = [*self.messages, message, position_message(self.game.board)]
+        return MessageStepResult(
+            reward=result or 0.0,
+            episode_done=result is not None,
+            next_messages=self.messages,
+            logs={"moves": " ".join(map(str, self.game.board.moves))},
+        )
+
+
+def read_cell(text: str) -> int | None:
+    """The number in a text that holds exactly one."""
+    numbers = re.findall(r"[0-9]+", text)
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) == 1 else None
+
+
+def position_message(board: Board) -> Message:
+    """Such as "X15 O9", and the free cells."""
+    taken = " ".join(name + "".join(map(str, board.cells_of(player))) for player, name in enumerate("XO"))
+    return {"role": "user", "content": f"{taken}\nChoose one of {' '.join(map(str, board.free))}."}
+
+
+def first_messages() -> list[Message]:
+    """A game that X wins, from X's side: an untrained small model would not know what to write."""
+    messages: list[Message] = []
+    board = Board()
+    for cell in SHOWN_GAME:
+        if board.to_move == 0:
+            messages += [position_message(board), {"role": "assistant", "content": str(cell)}]
+        board = board.after(cell)
+    return messages
+
+
+@dataclass(frozen=True)
+class TicTacToeGroup(EnvGroupBuilder):
+    """One game of the policy against itself, or against one of `PLAYERS`."""
+
+    model_name: str
+    renderer_name: str | None
+    opening: tuple[int, ...] = ()
+    """Moves that are made before the players begin."""
+    opponent: str | None = None
+    number: int = 0
+    """Of the game against `opponent`; the policy is X in those of an even number."""
+
+    plays_together = True
+
+    async def make_envs(self) -> Sequence[Env]:
+        game = Game(Board(self.opening))
+        if self.opponent is None:
+            sides = [TicTacToePlayer(game, player) for player in (0, 1)]
+        else:
+            rng = random.Random(f"{self.opponent}:{self.number}")
+            sides = [TicTacToePlayer(game, self.number % 2, partial(PLAYERS[self.opponent], rng=rng))]
+        renderer = model_renderer(self.model_name, self.renderer_name)
+        return [PlayerEnv(renderer, side) for side in sides]
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        """No further reward; how the game ended."""
+        return [(0.0, outcome(player)) for player in map(player_of, env_group)]
+
+    def logging_tags(self) -> list[str]:
+        return ["self_play" if self.opponent is None else f"vs_{self.opponent}"]
+
+
+def player_of(env: Env) -> TicTacToePlayer:
+    assert isinstance(env, PlayerEnv)
+    assert isinstance(env.player, TicTacToePlayer)
+    return env.player
+
+
+def outcome(player: TicTacToePlayer) -> Metrics:
+    result = player.result()
+    return {
+        "win": float(result == 1),
+        "draw": float(result == 0),
+        "loss": float(result == -1),
+        "forfeit": float(player.game.forfeited_by == player.player),
+        "moves": len(player.game.board.moves),
+    }
+
+
+@chz.chz
+class TicTacToeDatasetBuilder(RLDatasetBuilder):
+    model_name: str
+    renderer_name: str | None = None
+    batch_size: int = chz.field(default=32, doc="games a step, each with two players")
+    opening_moves: int = chz.field(default=3, doc="most random moves before a game of training")
+    test_games: int = chz.field(default=32, doc="against each test player")
+    seed: int = 0
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        train = GeneratedDataset(self._game, self.batch_size, self.seed)
+        tests = [(opponent, number) for opponent in PLAYERS for number in range(self.test_games)]
+        return train, ProblemDataset(tests, self._test, len(tests)) if tests else None
+
+    def _game(self, rng: random.Random) -> TicTacToeGroup:
+        board = Board()
+        for _ in range(rng.randint(0, self.opening_moves)):
+            board = board.after(random_move(board, rng))
+        return TicTacToeGroup(self.model_name, self.renderer_name, board.moves)
+
+    def _test(self, test: tuple[str, int]) -> TicTacToeGroup:
+        return TicTacToeGroup(self.model_name, self.renderer_name, (), *test)
+
+
+@chz.chz
+class Options(RLOptions):
+    log_path: str = "/tmp/planish-examples/tic_tac_toe"
+    batch_size: int = chz.field(default=32, doc="games a step, each with two players")
+    opening_moves: int = chz.field(default=3, doc="most random moves before a game of training")
+    test_games: int = chz.field(default=32, doc="against each test player; 0 = no tests")
+    learning_rate: float = 1e-4
+    max_tokens: int = chz.field(default=4, doc="longest answer")
+    max_steps: int | None = 40
+    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train; returns the run directory."""
+    training_run.require(
+        options,
+        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
+        opening_moves=(0 <= options.opening_moves <= MOST_OPENING_MOVES, f"0 to {MOST_OPENING_MOVES}"),
+        test_games=(options.test_games >= 0, "0 or more"),
+    )
+    builder = TicTacToeDatasetBuilder(
+        model_name=options.model_name,
+        renderer_name=options.renderer_name,
+        batch_size=options.batch_size,
+        opening_moves=options.opening_moves,
+        test_games=options.test_games,
+        seed=options.seed,
+    )
+    return run(options, builder, recipe_name="tic_tac_toe", service_client=service_client)
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, PRESETS, sys.argv[1:])

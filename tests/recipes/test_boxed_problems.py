@@ -1,0 +1,106 @@
+r"""Questions with answers in a box as environments: prompt, reward, and groups that travel as a few bytes."""
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
+from planish.recipes.math_datasets import BOX_SUFFIX
+from planish.recipes.model_renderer import model_renderer
+from planish.recipes.problems import Problem, problem_prompt
+from planish.renderers import get_renderer
+from planish.testing import EOS_TOKEN_ID
+
+DATA = Path(__file__).parent / "data"
+PROBLEM = Problem("How many?", r"\frac{1}{2}", "")
+
+
+@pytest.fixture
+def renderer(tokenizer):
+    return get_renderer("chatml", tokenizer)
+
+
+def play(env, text, tokens=(EOS_TOKEN_ID,), stop_reason="stop"):
+    async def episode():
+        prompt, _ = await env.initial_observation()
+        action = [*env.renderer.tokenizer.encode(text), *tokens]
+        return prompt, await env.step(action, extra={"stop_reason": stop_reason})
+
+    return asyncio.run(episode())
+
+
+def test_the_prompt_is_that_of_rl_loop(renderer):
+    prompt, _ = play(BoxedProblemEnv(renderer, PROBLEM), "")
+    assert prompt == renderer.build_generation_prompt(problem_prompt(PROBLEM))
+
+
+def test_another_suffix_changes_the_worked_question_too(renderer):
+    prompt, _ = play(BoxedProblemEnv(renderer, PROBLEM, BOX_SUFFIX), "")
+    text = renderer.tokenizer.decode(prompt.to_ints())
+    assert text.count(BOX_SUFFIX) == 2
+    assert "without units" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "reward", "correct", "form"),
+    [
+        (r"So \boxed{0.5}", [EOS_TOKEN_ID], 1.0, 1, 1),
+        (r"So \boxed{0.5}", [], 0.9, 1, 0),
+        (r"So \boxed{2}", [EOS_TOKEN_ID], 0.0, 0, 1),
+        ("So 0.5", [EOS_TOKEN_ID], -0.1, 0, 0),
+        (r"\boxed{0.5} or \boxed{3}", [EOS_TOKEN_ID], 0.0, 0, 1),
+    ],
+)
+def test_the_reward_is_correct_and_a_tenth_less_without_the_form(renderer, text, tokens, reward, correct, form):
+    _, result = play(BoxedProblemEnv(renderer, PROBLEM), text, tokens)
+    assert result.reward == pytest.approx(reward)
+    assert (result.metrics["correct"], result.metrics["format"], result.metrics["unjudged"]) == (correct, form, 0)
+    assert result.episode_done
+
+
+def test_an_answer_that_nobody_can_judge_is_wrong_and_counted(renderer):
+    _, result = play(BoxedProblemEnv(renderer, Problem("?", "2/0", "")), r"\boxed{1/0}")
+    assert (result.reward, result.metrics["correct"], result.metrics["unjudged"]) == (0.0, 0, 1)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A directory with a tokenizer and a config: what a renderer needs of a model."""
+    from planish.testing import tiny_model
+
+    return str(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def built(**options) -> Any:
+    return asyncio.run(BoxedProblemDatasetBuilder(batch_size=4, group_size=3, **options)())
+
+
+def test_the_builder_gives_groups_to_train_on_and_single_attempts_to_test(model):
+    train, test = built(collection="math", dataset=str(DATA / "math"), model_name=model)
+    assert (len(train), len(test)) == (3, 1)
+    batch = train.get_batch(0)
+    assert [builder.logging_tags() for builder in batch] == [["math"]] * 4
+    envs = asyncio.run(batch[0].make_envs())
+    assert len(envs) == 3
+    assert len({env.problem.question for env in envs}) == 1
+    tests = [asyncio.run(builder.make_envs()) for builder in test.get_batch(0)]
+    assert [[env.problem.answer for env in envs] for envs in tests] == [["102"], ["6"], ["30"], [r"4\sqrt3"]]
+
+
+def test_a_group_travels_light_and_is_the_same_elsewhere(model):
+    train, _ = built(collection="polaris", dataset=str(DATA / "polaris.jsonl"), model_name=model)
+    builder = train.get_batch(0)[0]
+    sent = pickle.dumps(builder)
+    assert len(sent) < 2000
+    [here, *_], [there, *_] = asyncio.run(builder.make_envs()), asyncio.run(pickle.loads(sent).make_envs())
+    assert asyncio.run(here.initial_observation()) == asyncio.run(there.initial_observation())
+    assert here.renderer is there.renderer is model_renderer(model, None)
+
+
+def test_without_tests_there_is_no_test_set_and_a_note_is_printed(model, capsys):
+    _, test = built(collection="polaris", dataset=str(DATA / "polaris.jsonl"), model_name=model)
+    assert test is None
+    assert "eval_problems=N" in capsys.readouterr().out

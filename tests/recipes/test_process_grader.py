@@ -1,0 +1,54 @@
+"""Grading for code that awaits: the loop goes on, one process serves all, and what cannot be judged is said."""
+
+import asyncio
+import time
+
+import pytest
+
+from planish.recipes.grading import Grade, GradingError
+from planish.recipes.process_grader import SharedGrader, process_grader
+from planish.rl.problem_env import UnjudgedAnswerError
+
+
+@pytest.fixture
+def grader():
+    grader = SharedGrader(timeout_seconds=2.0)
+    yield grader
+    grader.close()
+
+
+async def grades_of(grader, *answers):
+    return await asyncio.gather(*(grader.grade(rf"\boxed{{{answer}}}", "1/2") for answer in answers))
+
+
+def test_many_answers_at_once(grader):
+    grades = asyncio.run(grades_of(grader, r"\frac{1}{2}", "0.5", "2/4", "2"))
+    assert grades == [
+        Grade(r"\frac{1}{2}", True),
+        Grade("0.5", True),
+        Grade("2/4", True),
+        Grade("2", False),
+    ]
+
+
+def test_the_loop_goes_on_while_an_answer_takes_for_ever(grader):
+    async def both():
+        endless = asyncio.ensure_future(grader.grade(r"\boxed{9^{9^{9^{9}}}}", "5"))
+        longest, last = 0.0, time.monotonic()
+        while not endless.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        return endless, longest
+
+    asyncio.run(grader.grade(r"\boxed{x}", "y"))  # the process starts
+    endless, longest = asyncio.run(both())
+    assert longest < 1.0
+    with pytest.raises(GradingError):
+        endless.result()
+    assert issubclass(GradingError, UnjudgedAnswerError), "environments count it"
+
+
+def test_a_process_has_one_grader_for_every_loop():
+    assert process_grader() is process_grader()
+    for _ in range(2):
+        assert asyncio.run(process_grader().grade(r"\boxed{5}", "5.0")).correct

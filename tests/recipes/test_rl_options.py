@@ -1,0 +1,91 @@
+"""Flat options to a run: each arrives where it belongs, and what cannot be right is refused before anything is loaded."""
+
+import chz
+import pytest
+
+from planish.errors import UserError
+from planish.recipes import rl_options
+from planish.recipes.rl_options import RLOptions, run, train_config
+from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
+from planish.rl.types import RLDatasetBuilder
+
+
+@chz.chz
+class NoData(RLDatasetBuilder):
+    async def __call__(self):
+        raise AssertionError("nothing is to be loaded")
+
+
+def config(**options) -> Config:
+    return train_config(RLOptions(**options), NoData(), recipe_name="mine")
+
+
+def test_every_option_is_one_of_the_config_or_turned_into_one():
+    turned = {"kl_reference_model", "kl_reference_checkpoint", "max_steps_off_policy", "num_minibatches"}
+    assert chz.chz_fields(RLOptions).keys() - chz.chz_fields(Config).keys() == turned
+
+
+def test_options_keep_their_values():
+    changed = {
+        "model_name": "m",
+        "log_path": "/somewhere",
+        "learning_rate": 1e-3,
+        "loss_fn": "ppo",
+        "loss_fn_config": {"clip_high_threshold": 1.3},
+        "eval_temperature": None,
+        "ttl_seconds": None,
+        "loggers": ("wandb",),
+    }
+    made = config(**changed)
+    assert {name: getattr(made, name) for name in changed} == changed
+    assert made.recipe_name == "mine"
+
+
+def test_by_default_a_run_is_synchronous_and_has_no_reference():
+    made = config()
+    assert (made.lag, made.async_config, made.stream_minibatch_config, made.kl_reference_config) == (
+        0,
+        None,
+        None,
+        None,
+    )
+
+
+def test_lag_and_minibatches():
+    assert config(max_steps_off_policy=2).async_config == AsyncConfig(max_steps_off_policy=2)
+    assert config(num_minibatches=4).stream_minibatch_config == StreamMinibatchConfig(num_minibatches=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [
+        ({}, ("m", None)),
+        ({"load_checkpoint_path": "/runs/sl"}, ("m", "/runs/sl")),
+        ({"kl_reference_checkpoint": "/runs/other", "load_checkpoint_path": "/runs/sl"}, ("m", "/runs/other")),
+        ({"kl_reference_model": "other"}, ("other", None)),
+    ],
+)
+def test_the_reference_of_the_penalty_is_where_the_run_begins_unless_named(options, reference):
+    made = config(model_name="m", kl_penalty_coef=0.1, **options).kl_reference_config
+    assert made == KLReferenceConfig(base_model=reference[0], load_checkpoint_path=reference[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_reference_model": "m"}, "kl_reference_model is given, but kl_penalty_coef is 0"),
+        ({"kl_reference_checkpoint": "c"}, "kl_reference_checkpoint is given"),
+        ({"max_steps_off_policy": -1}, "max_steps_off_policy"),
+        ({"num_minibatches": 0}, "num_minibatches=0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
+        ({"loss_fn": "cross_entropy"}, "loss_fn=cross_entropy"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"lr_schedule": "up"}, "lr_schedule=up"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_before_anything_is_loaded(monkeypatch, tmp_path, options, message):
+    monkeypatch.setattr(rl_options, "ServiceClient", NoData.__call__)
+    log_path = tmp_path / "run"
+    with pytest.raises(UserError, match=message):
+        run(RLOptions(log_path=str(log_path), **options), NoData(), recipe_name="mine")
+    assert not log_path.exists()

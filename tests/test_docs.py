@@ -1,0 +1,152 @@
+"""The guides are run: every block of Python, in the order of its page, with a tiny random model in the place of the embedded one.
+
+The blocks of a page share one namespace, as if the page were one script; it runs in an empty directory. Where a block is
+followed at once by a block of `text`, it prints just that. A page in `NOT_RUN` shows fragments. Documented commands are not
+run, but each must be one that its recipe takes.
+"""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from planish.model.sources import DEFAULT_MODEL
+from planish.recipes import model_renderer
+from planish.recipes.training_run import read_options
+from planish.testing import tiny_model
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+NOT_RUN = {
+    "renderers.md": "a fragment: the client and the sample come from elsewhere",
+    "models.md": "a conversion of the reader's own model",
+}
+SLOW = {"metrics.md"}
+
+FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"python -m (planish\.recipes\.\w+)((?:\\\n|[^\n`])*)")
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    code: str
+    output: str | None
+    """What it prints, if the page says so."""
+
+
+def blocks_of(text: str) -> list[Block]:
+    fences = list(FENCE.finditer(text))
+    blocks = []
+    for fence, after in zip_longest(fences, fences[1:]):
+        if fence["kind"] == "python":
+            is_output = after is not None and after["kind"] == "text" and not text[fence.end() : after.start()].strip()
+            output = after["body"] if after is not None and is_output else None
+            blocks.append(Block(text.count("\n", 0, fence.start("body")), fence["body"], output))
+    return blocks
+
+
+def commands_of(text: str) -> list[tuple[str, list[str]]]:
+    """(recipe, options) of each command; what a shell would not give to the recipe is left out."""
+    found = []
+    for module, rest in COMMAND.findall(text):
+        words = shlex.split(rest.replace("\\\n", " "), comments=True)
+        options = [word for word in words if re.match(r"[a-z_.]+=", word)]
+        found.append((module, [option for option in options if not re.search(r"=\.\.\.|=[A-Z]+$", option)]))
+    return found
+
+
+def run_page(text: str, path: Path, name: str) -> None:
+    """Run the blocks as a module of that name, so that what they define can be pickled and looked up."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    try:
+        for block in blocks_of(text):
+            printed = io.StringIO()
+            code = compile("\n" * block.line + block.code, str(path), "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(code, module.__dict__)
+            if block.output is not None:
+                assert printed.getvalue() == block.output, f"{path}, line {block.line}, prints something else"
+    finally:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def reader(tmp_path_factory, tmp_path, monkeypatch):
+    """The place of a reader who tries a page."""
+    model = tiny_model(tmp_path_factory.mktemp("model"))
+    monkeypatch.setenv("PLANISH_MODELS", f"{DEFAULT_MODEL}={model}")
+    monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_renderer, "_RENDERERS", {})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page in SLOW else ())
+        for page in PAGES
+        if page not in NOT_RUN and blocks_of((DOCS / page).read_text())
+    ],
+)
+def test_every_block_of_the_page_runs(page, reader):
+    run_page((DOCS / page).read_text(), DOCS / page, "page_" + re.sub(r"\W", "_", page))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of((DOCS / page).read_text())])
+def test_every_command_of_the_page_is_one_that_its_recipe_takes(page):
+    for name, arguments in commands_of((DOCS / page).read_text()):
+        recipe = importlib.import_module(name)
+        config_type = getattr(recipe, "Options", None) or recipe.Config
+        presets = getattr(recipe, "PRESETS", {})
+        if hasattr(recipe, "with_sizes"):
+            presets, arguments = recipe.with_sizes(arguments)
+        read_options(config_type, presets, arguments)
+
+
+def test_pages_that_are_not_run_exist_and_have_blocks():
+    for page in NOT_RUN:
+        assert blocks_of((DOCS / page).read_text()), f"{page} has nothing that could be run: take it off the list"
+    assert set(PAGES) >= SLOW
+
+
+PAGE = """
+```python
+x = 1
+print(x)
+```
+```text
+1
+```
+
+```python
+class Here: pass
+```
+
+```
+not python
+```
+python -m planish.recipes.demo steps=3 \\
+    largest=5 log_path=RUN  # a comment
+"""
+
+
+def test_blocks_and_commands_are_found(tmp_path):
+    assert [(block.line, block.output) for block in blocks_of(PAGE)] == [(2, "1\n"), (10, None)]
+    assert commands_of(PAGE) == [("planish.recipes.demo", ["steps=3", "largest=5"])]
+    run_page(PAGE, tmp_path, "page_of_a_test")
+    with pytest.raises(AssertionError, match="line 2, prints something else"):
+        run_page(PAGE.replace("x = 1", "x = 2"), tmp_path, "page_of_a_test")
+    with pytest.raises(NameError):
+        run_page(PAGE.replace("x = 1", "y = 1"), tmp_path, "page_of_a_test")
