@@ -332,7 +332,7 @@ def test_control_c_is_answered_and_a_second_one_ends_at_once(service, tmp_path, 
 
 async def tasks_left(work):
     """The tasks that `work` leaves behind when it fails."""
-    with pytest.raises(BaseException) as caught:  # noqa: B017, PT011  (whatever it is)
+    with pytest.raises(BaseException) as caught:
         await work
     return caught.value, asyncio.all_tasks() - {asyncio.current_task()}
 
