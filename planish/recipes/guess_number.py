@@ -25,6 +25,7 @@ from typing import Any
 import chz
 
 from planish.recipes import training_run
+from planish.recipes.generated_dataset import BATCHES
 from planish.recipes.model_renderer import model_renderer
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
@@ -34,7 +35,6 @@ from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDatasetBuilder, Tr
 
 TEST_GAMES = 64
 SHOWN_GAMES = 3
-STEPS_IN_DATA = 1000
 PRESETS: dict[str, dict[str, Any]] = {
     "long": {"largest": 100, "max_guesses": 8, "max_steps": 200},
 }
@@ -65,15 +65,15 @@ class Range:
 class Rules:
     largest: int = chz.field(default=15, doc="numbers are 0 to this one")
     max_guesses: int = 4
-    waste_cost: float = chz.field(default=0.1, doc="of a guess that cannot be right, or is no number")
+    waste_cost: float = chz.field(default=0.25, doc="of a guess that cannot be right, or is no number")
     hints: bool = chz.field(default=True, doc="say which numbers are left")
 
     @property
     def question(self) -> str:
-        return f"I am thinking of a number from 0 to {self.largest}. Which is it?"
+        return f"Guess my number, 0 to {self.largest}."
 
     def told(self, reply: str, left: Range) -> str:
-        return f"{reply} It is from {left.low} to {left.high}." if self.hints else reply
+        return f"{reply}: {left.low} to {left.high}." if self.hints else f"{reply}."
 
 
 @dataclass
@@ -110,11 +110,11 @@ class GuessNumberEnv(MessageEnv):
     def reply(self, guess: int | None) -> str:
         """What the policy is told; notes what follows from it."""
         if guess == self.secret:
-            return f"Yes, it is {guess}."
+            return "Right."
         if guess is None or not 0 <= guess <= self.rules.largest:
-            return self.rules.told(f"Write a number from 0 to {self.rules.largest}.", self.left)
+            return self.rules.told(f"Write a number from 0 to {self.rules.largest}", self.left)
         self.left = self.left.without(guess, self.secret)
-        return self.rules.told("Too low." if guess < self.secret else "Too high.", self.left)
+        return self.rules.told("Too low" if guess < self.secret else "Too high", self.left)
 
 
 def read_guess(text: str) -> int | None:
@@ -144,14 +144,14 @@ def shown_secrets(rules: Rules) -> list[int]:
 @cache
 def first_messages(rules: Rules) -> tuple[Message, ...]:
     """The question, after a few games that end well: an untrained small model would not know what to write."""
-    messages: list[Message] = [{"role": "system", "content": "Find the number. Write only your guess."}]
+    messages: list[Message] = [{"role": "system", "content": "Guess the number."}]
     before = ""
     for secret in shown_secrets(rules):
         for said, guess in well_played(rules, secret):
             messages.append({"role": "user", "content": before + said})
             messages.append({"role": "assistant", "content": str(guess)})
             before = ""
-        before = f"Yes, it is {secret}. "
+        before = "Right. "
     return (*messages, {"role": "user", "content": before + rules.question})
 
 
@@ -182,8 +182,13 @@ class GuessNumberGroup(EnvGroupBuilder):
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         """Metrics of whole games, also of those that an answer without an end broke off."""
-        games = [env.message_env for env in env_group if isinstance(env, EnvFromMessageEnv)]
-        return [(0.0, {"found": float(game.found)}) for game in games if isinstance(game, GuessNumberEnv)]
+        return [(0.0, {"found": float(game.found)}) for game in map(game_of, env_group)]
+
+
+def game_of(env: Env) -> GuessNumberEnv:
+    assert isinstance(env, EnvFromMessageEnv)
+    assert isinstance(env.message_env, GuessNumberEnv)
+    return env.message_env
 
 
 @chz.chz
@@ -197,7 +202,7 @@ class GuessNumberDatasetBuilder(RLDatasetBuilder):
 
     async def __call__(self) -> tuple[ProblemDataset[int], ProblemDataset[int]]:
         numbers = range(self.rules.largest + 1)
-        epochs = -(-STEPS_IN_DATA * self.batch_size // len(numbers))
+        epochs = -(-BATCHES * self.batch_size // len(numbers))
         train = ProblemDataset(numbers, self._group, self.batch_size, num_epochs=epochs, shuffle_seed=self.seed)
         tested = numbers[:: -(-len(numbers) // TEST_GAMES)]
         return train, ProblemDataset(tested, self._test, len(tested))
@@ -214,11 +219,11 @@ class Options(RLOptions):
     log_path: str = "/tmp/planish-examples/guess_number"
     largest: int = chz.field(default=15, doc="numbers are 0 to this one")
     max_guesses: int = 4
-    waste_cost: float = chz.field(default=0.1, doc="of a guess that cannot be right, or is no number")
+    waste_cost: float = chz.field(default=0.25, doc="of a guess that cannot be right, or is no number")
     hints: bool = chz.field(default=True, doc="say which numbers are left")
     batch_size: int = chz.field(default=16, doc="numbers a step")
     group_size: int = chz.field(default=8, doc="players for each number")
-    learning_rate: float = 2e-4
+    learning_rate: float = 3e-4
     max_tokens: int = chz.field(default=8, doc="longest answer")
     max_steps: int | None = 30
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")

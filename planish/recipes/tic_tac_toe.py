@@ -1,7 +1,7 @@
 """Tic-tac-toe by self-play: both players are the policy, and learn from the same game.
 
     python -m planish.recipes.tic_tac_toe                       the embedded model
-    python -m planish.recipes.tic_tac_toe batch_size=64         more games a step
+    python -m planish.recipes.tic_tac_toe preset=long           more games a step, and more steps
 
 A group is one game: two trajectories, one for each player, with rewards
 
@@ -40,7 +40,9 @@ from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDataset
 MOST_OPENING_MOVES = 4
 """So that no game is over before it begins."""
 SHOWN_GAME = (5, 2, 1, 9, 4, 6, 7)
-PRESETS: dict[str, dict[str, Any]] = {}
+PRESETS: dict[str, dict[str, Any]] = {
+    "long": {"batch_size": 128, "opening_moves": 4, "max_steps": 200},
+}
 
 
 @dataclass

@@ -19,16 +19,17 @@ import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import chz
 
 from planish import ServiceClient
-from planish.completers import MessageCompleter, TinkerMessageCompleter
+from planish.completers import TinkerMessageCompleter
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.model_renderer import learn_renderer, model_renderer
 from planish.recipes.rl_options import RLOptions, run
+from planish.recipes.twenty_questions_answerer import ANSWER_TOKENS, Answerer
 from planish.recipes.twenty_questions_words import held_out_words, training_words
 from planish.renderers import Message, get_text_content
 from planish.rl.datasets import ProblemDataset
@@ -38,16 +39,7 @@ from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDataset
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {"choices": 0, "max_questions": 20, "max_tokens": 64, "temperature": 1.0},
 }
-ANSWER_TOKENS = 4
 MOST_CHOICES = 40
-SHOWN_ANSWERS = (
-    ("table", "Is it alive?", "No"),
-    ("table", "Is it furniture?", "Yes"),
-    ("bird", "Is it an animal?", "Yes"),
-    ("bird", "Is it bigger than a house?", "No"),
-    ("soup", "Is it food?", "Yes"),
-    ("knife", "Can it fly?", "No"),
-)
 GUESS = re.compile(r"\s*guess\s*:\s*(?:an?\s|the\s)?(.*?)[\s.!?]*", re.IGNORECASE | re.DOTALL)
 
 
@@ -80,31 +72,6 @@ SHOWN_GAMES = (
         (("Guess: oven", "No."), ("Can you eat it?", "Yes."), ("Guess: bean", "")),
     ),
 )
-
-
-@dataclass(frozen=True)
-class Answerer:
-    """A model that knows the word."""
-
-    completer: MessageCompleter
-
-    async def answer(self, secret: str, question: str) -> str:
-        messages: list[Message] = [{"role": "system", "content": "Answer with Yes or No."}]
-        for word, asked, answer in SHOWN_ANSWERS:
-            messages.append(question_about(word, asked))
-            messages.append({"role": "assistant", "content": answer})
-        said = await self.completer([*messages, question_about(secret, question)])
-        first = re.match(r"\W*(yes|no)\b", get_text_content(said), re.IGNORECASE)
-        return f"{first.group(1).capitalize()}." if first else "I cannot say."
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Itself: a run copies its options to write them down, and a connection to an engine cannot be copied."""
-        return self
-
-
-def question_about(secret: str, question: str) -> Message:
-    text = f"The secret thing is a {secret}.\nQuestion: {question}\nIs the answer Yes or No?"
-    return {"role": "user", "content": text}
 
 
 @dataclass
@@ -202,8 +169,13 @@ class TwentyQuestionsGroup(EnvGroupBuilder):
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         """Metrics of whole games, also of those that an answer without an end broke off."""
-        games = [env.message_env for env in env_group if isinstance(env, EnvFromMessageEnv)]
-        return [(0.0, {"found": float(game.found)}) for game in games if isinstance(game, TwentyQuestionsEnv)]
+        return [(0.0, {"found": float(game.found)}) for game in map(game_of, env_group)]
+
+
+def game_of(env: Env) -> TwentyQuestionsEnv:
+    assert isinstance(env, EnvFromMessageEnv)
+    assert isinstance(env.message_env, TwentyQuestionsEnv)
+    return env.message_env
 
 
 @chz.chz

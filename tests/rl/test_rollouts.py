@@ -178,10 +178,10 @@ def test_a_group_that_cannot_be_viable_any_more_is_ended_at_once():
     assert asyncio.run(run()) is None
 
 
-@pytest.mark.parametrize("strategy", [RetryOnFailure(per_rollout_timeout=0.3), MinViableGroup(per_rollout_timeout=0.3)])
+@pytest.mark.parametrize("strategy", [RetryOnFailure(per_rollout_timeout=2.0), MinViableGroup(per_rollout_timeout=2.0)])
 def test_a_rollout_that_takes_too_long_has_failed(strategy):
     group = play(Group(plan=bad("hangs")), strategy)
-    assert group.rollout_errors == [RolloutError("TimeoutError", "it took longer than per_rollout_timeout=0.3 s")]
+    assert group.rollout_errors == [RolloutError("TimeoutError", "it took longer than per_rollout_timeout=2.0 s")]
     assert len(group.trajectories_G) >= 3
 
 
