@@ -1,5 +1,5 @@
 import pytest
-from fake_service import FakeService
+from digest_service import FakeService
 
 from planish.testing import save_byte_tokenizer
 from planish.tokenizer import load_tokenizer

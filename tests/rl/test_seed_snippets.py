@@ -6,8 +6,8 @@ import warnings
 import matplotlib
 import pandas as pd
 import pytest
+from digest_service import FakeService
 from digit_env import DigitsBuilder
-from fake_service import FakeService
 
 from planish.rl.config import Config
 from planish.rl.train import main

@@ -1,4 +1,4 @@
-"""The loop on a service whose weights are a digest of all that was trained on (fake_service.py)."""
+"""The loop on a service whose weights are a digest of all that was trained on (digest_service.py)."""
 
 import asyncio
 import json
@@ -6,8 +6,8 @@ import random
 from contextlib import contextmanager, suppress
 
 import pytest
+from digest_service import GAP, FakeService, Killed
 from digit_env import Digits, DigitsBuilder
-from fake_service import GAP, FakeService, Killed
 
 from planish.errors import UnsupportedError, UserError
 from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
