@@ -349,7 +349,13 @@ def started(directory: Path, guard: str) -> subprocess.Popen[str]:
         textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent), directory=str(directory), guard=guard))
     )
     return subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this program.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
