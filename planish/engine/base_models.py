@@ -43,8 +43,8 @@ class BaseModel:
         self.fingerprint = weights_fingerprint(directory)
         """Of the weights; `config.fingerprint()` is that of the architecture."""
         self.decoder = Decoder.load(directory, dtype, device)
-        self.trainer = Trainer(self.decoder, settings.trainer)
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
+        self.trainer = Trainer(self.decoder, settings.trainer, tiling)
         self.sampler = Sampler(self.decoder, settings.sampler, self.decode, tiling)
 
     @property

@@ -2,8 +2,12 @@
 
 A matrix library picks its kernel, and with it the order of additions, by the number of rows. So the logits of one sample
 depend, in their last bits, on how many others are in the batch, unless every product has a number of rows from a set within which
-the library was seen to give the same bits. `probe` looks for the smallest `multiple` such that all multiples of it agree, on the
-model's own shapes; where there is none, products run in tiles of a fixed number of rows, which is the same by construction, and slower.
+the library was seen to give the same bits. `probe` looks, on the model's own shapes, for the smallest `multiple` such that all multiples
+of it agree from some number of rows on; where there is none, products run in tiles of a fixed number of rows, which is the same by
+construction, and slower.
+
+Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
+matrices (up to 16 ** 3 multiplications, so few rows of a LoRA of low rank) by itself.
 """
 
 from __future__ import annotations
@@ -17,13 +21,21 @@ import torch.nn.functional as F
 from planish.engine.ordered_attention import QUERY_ROWS
 from planish.engine.positions import SPAN
 from planish.model.config import ModelConfig
-from planish.model.lora import LAYER_SITES, linear_shape
+from planish.model.lora import LAYER_SITES, LoraWeights, linear_shape
 
 _MULTIPLES = (1, 4, 16)
-_ROWS = (1, 2, 3, 4, 5, 8, 12, 16, 20, 28, 31, 32, 33, 48, 64, 80, 96, 112, 128, 160, 192, 200, 240, 256, 384, 500, 512)
+_LEAST = (1, 2, 4, 8, 16, 32)
+_ROWS = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 28, 31, 32, 33, 48, 63, 64, 65),
+    *(80, 96, 112, 128, 160, 192, 200, 240, 256, 384, 500, 512),
+)
 _PROBE_COLUMNS = 4096
 _QUERY_ROWS = (1, 2, 4, 8)
-_LORA_RANKS = (8, 32)
+_LORA_RANKS = (8, 16, 32)
+_LOW_RANKS = (1, 2, 4)
+"""Looked at too, but a rank that needs more rows than _LEAST has is not padded for: on some machines rank 1 in float32 does."""
+_LORA_ROWS = 32
+"""Rows of a LoRA's product that are looked at for each number of rows: its sums are short, so their order shows in few entries."""
 FIXED_TILE = 32
 
 
@@ -35,6 +47,19 @@ class RowTiling:
     tile: int | None = None
     query_rows: int = QUERY_ROWS
     """Products of the attention, in float32, are padded to at least this many rows."""
+    least: int = 1
+    """Fewest rows of products with the base weights."""
+    lora_least: tuple[tuple[int, int], ...] = ()
+    """(rank, fewest rows of products with an adapter of this rank or more), by rising rank."""
+
+    def padded(self, rows: int, weights: LoraWeights | None) -> int:
+        """How many rows products take for `rows` of this adapter."""
+        least = self.least
+        if weights is not None:
+            needs = [need for rank, need in self.lora_least if rank <= weights.layout.lora.rank]
+            least = needs[-1] if needs else least
+        rows = max(rows, least)
+        return rows + -rows % self.multiple
 
 
 FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
@@ -43,16 +68,64 @@ FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
 @torch.inference_mode()
 def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowTiling | None:
     """The cheapest padding under which this machine's products were seen to have the same bits; None if none was found."""
-    generator = torch.Generator().manual_seed(0)
-    agreeing = set(_ROWS)
-    for fan_out, fan_in in sorted(_shapes(config)):
-        weight = torch.randn(fan_out, fan_in, generator=generator).to(device, dtype)
-        x = torch.randn(max(_ROWS), fan_in, generator=generator).to(device, dtype)
-        whole = F.linear(x, weight)
-        agreeing &= {rows for rows in _ROWS if torch.equal(F.linear(x[:rows], weight), whole[:rows])}
+    look = _Look(dtype, device, torch.Generator().manual_seed(0))
+    shapes = _shapes(config)
+    base = look.agreeing(shapes, 1)
+    ranks = (*_LOW_RANKS, *_LORA_RANKS)
+    by_rank = {rank: base & look.agreeing(_lora_shapes(shapes, rank), _LORA_ROWS) for rank in ranks}
     for multiple in _MULTIPLES:
-        if all(rows in agreeing for rows in _ROWS if rows % multiple == 0):
-            return RowTiling(multiple, query_rows=_probe_query_rows(config, device))
+        least = _least(base, multiple)
+        lora_least = {rank: need for rank, rows in by_rank.items() if (need := _least(rows, multiple))}
+        if least and all(rank in lora_least for rank in _LORA_RANKS):
+            query_rows = _probe_query_rows(config, device)
+            return RowTiling(multiple, query_rows=query_rows, least=least, lora_least=tuple(lora_least.items()))
+    return None
+
+
+def cancelling(
+    rows: int, fan_out: int, fan_in: int, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, fan_in] and weight [fan_out, fan_in], float32, whose product is about 0: its terms come in pairs a and -a.
+
+    So the outcome is what the additions rounded, and another order of them shows in nearly every entry. In the product of other numbers,
+    which is rounded to bf16, it shows in one of thousands.
+    """
+    half = fan_in // 2
+    x, weight = (torch.randn(n, fan_in - half, generator=generator) for n in (rows, fan_out))
+    order = torch.randperm(fan_in, generator=generator)
+    return torch.cat([x, -x[:, :half]], 1)[:, order], torch.cat([weight, weight[:, :half]], 1)[:, order]
+
+
+@dataclass(frozen=True)
+class _Look:
+    dtype: torch.dtype
+    device: torch.device
+    generator: torch.Generator
+
+    def agreeing(self, shapes: Iterable[tuple[int, int]], least_rows: int) -> set[int]:
+        """The numbers of rows, of _ROWS, at which products of all these shapes have the bits that they have at the most rows.
+
+        Looked at are `least_rows` or more, in as many products as it takes.
+        """
+        agreeing: set[int] = set(_ROWS)
+        for fan_out, fan_in in sorted(set(shapes)):
+            pair = cancelling(max(_ROWS), fan_out, fan_in, self.generator)
+            x, weight = (tensor.to(self.device, self.dtype) for tensor in pair)
+            whole = F.linear(x, weight)
+            agreeing &= {rows for rows in _ROWS if _agrees(x, weight, whole, rows, least_rows)}
+        return agreeing
+
+
+def _agrees(x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int, least_rows: int) -> bool:
+    starts = range(0, max(1, least_rows - rows + 1), rows)
+    return all(torch.equal(F.linear(x[a : a + rows], weight), whole[a : a + rows]) for a in starts)
+
+
+def _least(agreeing: set[int], multiple: int) -> int | None:
+    """From which number on all multiples agree; None if from none."""
+    for least in _LEAST:
+        if all(rows in agreeing for rows in _ROWS if rows >= least and rows % multiple == 0):
+            return least
     return None
 
 
@@ -79,11 +152,10 @@ def _shapes(config: ModelConfig) -> set[tuple[int, int]]:
     """(out, in) of the products; the head's many columns are looked at in part, as columns do not change a kernel's inner loop."""
     shapes = {linear_shape(config, name) for site in LAYER_SITES for name in site}
     shapes.add((min(config.vocab_size, _PROBE_COLUMNS), config.hidden_size))
-    return shapes | set(_lora_shapes(shapes))
+    return shapes
 
 
-def _lora_shapes(shapes: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+def _lora_shapes(shapes: Iterable[tuple[int, int]], rank: int) -> Iterable[tuple[int, int]]:
     for fan_out, fan_in in shapes:
-        for rank in _LORA_RANKS:
-            yield rank, fan_in
-            yield fan_out, rank
+        yield rank, fan_in
+        yield fan_out, rank

@@ -18,7 +18,7 @@ class RowLayout:
     """Where the rows of each member of a batch go: members of one adapter together, padded as the tiling asks."""
 
     def __init__(self, members: Sequence[tuple[LoraWeights | None, int]], tiling: RowTiling | None) -> None:
-        multiple = tiling.multiple if tiling else 1
+        tiling = tiling or RowTiling()
         self.starts: list[int] = []
         self.adapters: list[AdapterRows] = []
         row = first = 0
@@ -26,7 +26,7 @@ class RowLayout:
             self.starts.append(row)
             row += count
             if index + 1 == len(members) or members[index + 1][0] is not weights:
-                row += -row % multiple
+                row = first + tiling.padded(row - first, weights)
                 self.adapters.append(AdapterRows(first, row, weights))
                 first = row
         self.total = row
@@ -41,15 +41,15 @@ class SamplingHead:
 
     def logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
         """float32 [R, V]; rows in the order of `hidden`."""
-        tile, multiple = self._tiling.tile, self._tiling.multiple
+        tile = self._tiling.tile
         parts = []
         for rows in adapters:
             h = hidden[rows.start : rows.stop]
             lora = rows.weights.head if rows.weights else None
-            missing = -h.shape[0] % multiple
-            padded = F.pad(h, (0, 0, 0, missing)) if missing else h
+            padded = self._padded(h, rows.weights)
             pieces = padded.split(tile) if tile else (padded,)
             parts += [head_logits(piece, self._weight, lora) for piece in pieces]
+            missing = padded.shape[0] - h.shape[0]
             if missing:
                 parts[-1] = parts[-1][: parts[-1].shape[0] - missing]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -61,5 +61,10 @@ class SamplingHead:
             mine = ((rows >= segment.start) & (rows < segment.stop)).nonzero().squeeze(1)
             lora = segment.weights.head if segment.weights else None
             if len(mine):
-                out[mine] = exact_logits(hidden, self._weight, lora, rows[mine], tokens[mine])
+                padded = self._padded(hidden, segment.weights)
+                out[mine] = exact_logits(padded, self._weight, lora, rows[mine], tokens[mine])
         return out
+
+    def _padded(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
+        missing = self._tiling.padded(hidden.shape[0], weights) - hidden.shape[0]
+        return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden

@@ -25,6 +25,7 @@ from planish.engine.datums import Example, read_examples
 from planish.engine.heap import give_back
 from planish.engine.losses import Loss, complete_config, find_loss
 from planish.engine.packing import Packed, pack
+from planish.engine.row_tiling import RowTiling
 from planish.errors import NonFiniteError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
@@ -89,8 +90,12 @@ class _Part:
 
 
 class Trainer:
-    def __init__(self, decoder: Decoder, settings: TrainerSettings = TrainerSettings()) -> None:
+    def __init__(
+        self, decoder: Decoder, settings: TrainerSettings = TrainerSettings(), tiling: RowTiling | None = None
+    ) -> None:
+        """`tiling`: that of the sampler whose logprobs are to be found again."""
         self._decoder = decoder
+        self._tiling = tiling or RowTiling()
         self.settings = settings
         self._kept_bytes = settings.activation_bytes(decoder.config)
 
@@ -171,6 +176,7 @@ class Trainer:
         """Logprobs [P] of the distinct pairs."""
         device = self._decoder.device
         recompute = len(packed) > self.settings.micro_batch_tokens
+        packed = packed.padded(self._tiling.padded(len(packed), job.weights))
         hidden = self._decoder.hidden(
             torch.from_numpy(packed.tokens).to(device),
             torch.from_numpy(packed.positions).to(device),

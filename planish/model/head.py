@@ -13,6 +13,7 @@ Shapes: R rows, D hidden, V vocabulary, P (row, target) pairs, r rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ Lora = tuple[Tensor, Tensor]
 _EXACT = 16  # likeliest tokens of a row that are computed again in float32
 _BLOCK = 32  # vocabulary entries behind one candidate in the search for them
 _CHUNK = 256  # rows of one product
+_FEW = 32  # with fewer rows left, they join the last chunk: products of few rows may have other bits (engine/row_tiling.py)
 _TILE = 16  # rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as long
 _PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
 
@@ -71,7 +73,7 @@ class _ScoredLogprobs(torch.autograd.Function):
         low = _low(hidden, lora)
         kept: list[Tensor] = []
         log_total = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        for chunk in _spans(hidden.shape[0], _CHUNK):
+        for chunk in _chunks(hidden.shape[0]):
             stored = _stored_logits(hidden[chunk], weight, low[chunk] if low is not None else None, lora)
             for tile, wide in _wide_tiles(stored):
                 log_total[chunk][tile] = _logsumexp_(wide.div_(temperature))
@@ -90,7 +92,7 @@ class _ScoredLogprobs(torch.autograd.Function):
         row_grad = log_total.new_zeros(hidden.shape[0]).index_add_(0, pairs.rows, pairs.grad)
         grads = _HeadGrads(hidden, weight, low, lora)
         per_chunk = 3 if _is_rounded(hidden) else 1
-        for number, chunk in enumerate(_spans(hidden.shape[0], _CHUNK)):
+        for number, chunk in enumerate(_chunks(hidden.shape[0])):
             where = pairs.distinct_rows(chunk)
             if where.numel() == 0:
                 continue
@@ -255,6 +257,11 @@ def _dots(
 def _dot(x: Tensor, y: Tensor) -> Tensor:
     """Dot products over the last dimension in float32; element by element, so that one's bits do not depend on the others."""
     return (x.to(_wide(x)) * y.to(_wide(y))).sum(-1)
+
+
+def _chunks(total: int) -> list[slice]:
+    starts = [0, *range(_CHUNK, total - _FEW + 1, _CHUNK)]
+    return [slice(start, stop) for start, stop in pairwise([*starts, total])]
 
 
 def _spans(total: int, size: int) -> list[slice]:

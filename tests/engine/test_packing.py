@@ -100,6 +100,19 @@ def test_thousands_of_datums_with_a_long_prefix_take_no_time():
     assert sum(len(part) for part in packed) == 16_000 * len(packed) + 3000
 
 
+def test_padding_is_a_tree_of_its_own():
+    packed = pack(arrays([[1, 2, 3], [1, 2, 4], [5]]), 40)[0]
+    padded = packed.padded(16)
+    assert len(padded) == 16
+    assert len(packed) == 5
+    assert (mask(padded)[:5, :5] == mask(packed)).all()
+    assert not mask(padded)[5:, :5].any()
+    assert padded.segments[:-1] == packed.segments
+    assert (padded.segments[-1].start, padded.segments[-1].end, padded.segments[-1].ancestors) == (5, 16, ())
+    assert all((a == b).all() for a, b in zip(padded.rows, packed.rows, strict=True))
+    assert packed.padded(5) is packed
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="micro_batch_tokens"):
         pack([np.array([1])], 0)

@@ -12,7 +12,7 @@ import torch
 
 from planish.engine import ordered_attention
 from planish.engine.adapters import Adapter
-from planish.engine.row_tiling import probe
+from planish.engine.row_tiling import RowTiling, probe
 from planish.engine.sampler import Sampler, SamplerSettings
 from planish.engine.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
@@ -50,8 +50,20 @@ def rollouts(decoder: Decoder, adapter: Adapter, temperature: float) -> list[tup
 def gap(decoder: Decoder, temperature: float, micro_batch_tokens: int = 4096) -> np.ndarray:
     """Sampled minus trained logprob of every sampled token."""
     adapter = trained_adapter(decoder)
+    tiling = probe(decoder.config, decoder.dtype, CPU)
+    return gaps(decoder, adapter, tiling, rollouts(decoder, adapter, temperature), temperature, micro_batch_tokens)
+
+
+def gaps(
+    decoder: Decoder,
+    adapter: Adapter,
+    tiling: RowTiling | None,
+    answered: list[tuple[ModelInput, SampleResponse]],
+    temperature: float = 1.0,
+    micro_batch_tokens: int = 4096,
+) -> np.ndarray:
     data, sampled = [], []
-    for prompt, response in rollouts(decoder, adapter, temperature):
+    for prompt, response in answered:
         for sequence in response.sequences:
             pad = [0] * (prompt.length - 1)
             tokens, logprobs = sequence.tokens, sequence.logprobs
@@ -62,7 +74,7 @@ def gap(decoder: Decoder, temperature: float, micro_batch_tokens: int = 4096) ->
             }
             data.append(Datum(prompt.append(EncodedTextChunk(tokens[:-1])), inputs))
             sampled.append(np.array(logprobs))
-    work = Trainer(decoder, TrainerSettings(micro_batch_tokens)).forward_backward(
+    work = Trainer(decoder, TrainerSettings(micro_batch_tokens), tiling).forward_backward(
         adapter, data, "importance_sampling", {"temperature": temperature}
     )
     while True:
@@ -94,6 +106,34 @@ def test_bf16_to_the_last_bits(tmp_path, family, options):
         assert np.quantile(gaps, 0.995) < 1e-5
         # Where the 16th and 17th likeliest logits are rounded to a tie, head.py may recompute either.
         assert gaps.max() < 1e-3
+
+
+def alone(decoder: Decoder, adapter: Adapter, tiling: RowTiling | None) -> list[tuple[ModelInput, SampleResponse]]:
+    """The last that is still running of a batch: each prompt is computed and sampled with nobody beside it."""
+    sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+    answered = []
+    for seed in range(6):
+        prompt = ModelInput.from_ints(np.random.default_rng(seed).integers(0, 256, 30).tolist())
+        future: Future[SampleResponse] = Future()
+        op = Sample("s", prompt, 1, SamplingParams(max_tokens=40, stop=[], seed=seed))
+        sampler.submit(op, adapter.snapshot(), "version", future)
+        while sampler.busy:
+            sampler.step()
+        answered.append((prompt, future.result()))
+    return answered
+
+
+def test_one_row_alone(tmp_path):
+    """A decoding step of one row, whose products some machines sum in an order of their own from 1024 columns on."""
+    tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6, intermediate=2048)
+    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    tiling = probe(decoder.config, decoder.dtype, CPU)
+    if tiling is None:
+        pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
+    adapter = trained_adapter(decoder)
+    found = np.abs(gaps(decoder, adapter, tiling, alone(decoder, adapter, tiling)))
+    assert np.quantile(found, 0.98) < 1e-5
+    assert found.max() < 1e-3
 
 
 def test_another_order_of_sums_would_show(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from planish.engine.adapters import Adapter
+from planish.engine.row_tiling import RowTiling
 from planish.engine.trainer import Trainer, TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError
 from planish.model.decoder import Decoder
@@ -510,3 +511,20 @@ def test_input_that_other_servers_know(decoder):
         trainer.validate(data[0], "ppo")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="micro_batch_tokens=0"):
         TrainerSettings(micro_batch_tokens=0)
+
+
+def test_padding_of_a_short_forest_changes_nothing(decoder):
+    """`micro_batch_tokens` splits the call, so that each forest is padded."""
+    data = [
+        datum_of(ModelInput.from_ints(t), {"target_tokens": [n + 1 for n in t]}) for t in ([1, 2, 3], [1, 2, 9], [7])
+    ]
+    outcomes = []
+    for tiling in (None, RowTiling(multiple=4, least=8)):
+        adapter = new_adapter(decoder)
+        result, _ = run(Trainer(decoder, TrainerSettings(4), tiling), adapter, data)
+        outcomes.append((result, adapter.grad))
+    (plain, plain_grad), (padded, padded_grad) = outcomes
+    for a, b in zip(plain.loss_fn_outputs, padded.loss_fn_outputs, strict=True):
+        torch.testing.assert_close(a["logprobs"].to_torch(), b["logprobs"].to_torch(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(padded_grad, plain_grad, rtol=1e-4, atol=1e-6)
+    assert padded.metrics["forest_tokens:sum"] == plain.metrics["forest_tokens:sum"]
