@@ -2,20 +2,22 @@
 
 Kinds of checkpoints, all recorded in checkpoints.jsonl by the number of batches that were trained before them:
     periodic   state and weights for sampling, with a time to live
-    rolling    state alone, short-lived; the one before is deleted when the next is safe
+    rolling    state alone, short-lived; deleted when the next state of any kind is safe
     final      state and weights for sampling, which do not expire
 A run resumes at the last row that has a state, also when `max_steps` ended it early; so the same command with more steps
-goes on where the weights are.
+goes on where the weights are. A state that has expired since is passed over for the one before.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
-from planish.errors import CheckpointError, UnknownModelError, UserError
+from planish.errors import CheckpointError, PlanishError, UnknownModelError, UserError
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
 from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,11 @@ def start_training(
     load_checkpoint_path: str | None,
     user_metadata: Mapping[str, str] | None = None,
 ) -> Start:
-    """A client resumed from the run's newest state, or from given weights with a fresh optimizer, or new."""
-    record = run.resume_point()
-    if record is not None:
-        assert record.state_path is not None
-        return Start(service_client.create_training_client_from_state_with_optimizer(record.state_path), record)
+    """A client resumed from the run's newest state that is left, or from given weights with a fresh optimizer, or new."""
     metadata = {"user_metadata": user_metadata} if user_metadata else {}
+    records = run.resume_points()
+    if records:
+        return _resumed(service_client, run, records, metadata)
     if load_checkpoint_path is None:
         client = service_client.create_lora_training_client(
             base_model=model_name, rank=lora_rank, seed=seed, **metadata
@@ -66,6 +67,25 @@ def start_training(
             f"lora_rank={lora_rank} and model_name={model_name} were asked for; give the checkpoint's own"
         )
     return Start(client, None)
+
+
+def _resumed(
+    service_client: Any, run: RunDirectory, records: Sequence[CheckpointRecord], metadata: Mapping[str, Any]
+) -> Start:
+    """A client of the first of `records` that can be loaded; the error of the first if none can."""
+    errors: list[CheckpointError] = []
+    for record in records:
+        try:
+            client = service_client.create_training_client_from_state_with_optimizer(record.state_path, **metadata)
+        except CheckpointError as error:
+            logger.warning("%s: %s; going on from an older one if there is any", run.path, error)
+            errors.append(error)
+        else:
+            return Start(client, record)
+    errors[0].add_note(
+        f"none of the {len(records)} states of {run.path} can be loaded; begin anew with another log_path"
+    )
+    raise errors[0]
 
 
 def choose_renderer(renderer_name: str | None, model_name: str, tokenizer: Any) -> Renderer:
@@ -89,7 +109,8 @@ class RunCheckpoints:
     rolling_ttl_seconds: int | None = None
     service_client: Any = None
     """Needed for rolling checkpoints, to delete them."""
-    _rolling: list[str] = field(default_factory=list)
+    _rolling: str | None = None
+    """The rolling state that is there."""
 
     @classmethod
     def after(
@@ -103,7 +124,7 @@ class RunCheckpoints:
         """Of a run that begins, or goes on, at `start`."""
         checkpoints = cls(start.training_client, run, ttl_seconds, rolling_ttl_seconds, service_client)
         if start.record is not None and start.record.extra.get("rolling"):
-            checkpoints._rolling.append(str(start.record.state_path))
+            checkpoints._rolling = start.record.state_path
         return checkpoints
 
     def periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
@@ -115,15 +136,11 @@ class RunCheckpoints:
         return self._save(f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=False)
 
     def rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
-        """A short-lived state; rolling states before it are deleted once it is recorded."""
+        """A short-lived state, from which the run resumes at `batch`."""
         name = f"rolling-{batch:06d}"
         marked = {"rolling": True, **(extra or {})}
         record = self._save(name, name, batch, self.rolling_ttl_seconds, marked, with_sampler=False)
-        assert record.state_path is not None
-        for path in self._rolling:
-            with suppress(CheckpointError):  # it may have expired
-                self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
-        self._rolling = [record.state_path]
+        self._rolling = record.state_path
         return record
 
     def final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
@@ -152,4 +169,13 @@ class RunCheckpoints:
             extra=extra,
         )
         self.run.log_checkpoint(record)
+        self._delete_rolling()
         return record
+
+    def _delete_rolling(self) -> None:
+        path, self._rolling = self._rolling, None
+        if path is not None:
+            try:
+                self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+            except PlanishError as error:  # it has expired, or will
+                logger.info("%s was not deleted: %s", path, error)

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from planish.errors import UserError
+
 
 class SamplingClientEvaluator(ABC):
     """Measures what a sampling client answers."""
@@ -20,3 +22,28 @@ class TrainingClientEvaluator(ABC):
 
 
 Evaluator = SamplingClientEvaluator | TrainingClientEvaluator
+
+
+def evaluator_name(evaluator: Evaluator) -> str:
+    """Its attribute `name`, if it has one; otherwise that of its class."""
+    return getattr(evaluator, "name", type(evaluator).__name__)
+
+
+def checked_metrics(given: Any, source: str) -> dict[str, int | float]:
+    """What `source` gave, as Python's own numbers. UserError unless it is numbers by name; NaN and infinity are numbers too."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"{source} gave {given!r} as metrics; give a mapping of names to numbers")
+    return {name: _number(name, value, source) for name, value in given.items()}
+
+
+def _number(name: Any, value: Any, source: str) -> int | float:
+    if not isinstance(name, str):
+        raise UserError(f"{source} gave a metric with the name {name!r}; give a text")
+    if type(value) in (int, float):
+        return value
+    if isinstance(value, str | bytes):  # float() would read them
+        raise UserError(f"{source} gave the metric {name}={value!r}; give a number, and text as a log")
+    try:
+        return float(value)  # of another library, such as NumPy
+    except (TypeError, ValueError):
+        raise UserError(f"{source} gave the metric {name}={value!r}; give a number") from None

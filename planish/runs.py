@@ -21,7 +21,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,17 +111,15 @@ class RunDirectory:
         self._spans.close()
         self._lock.release()
 
-    def resume_point(self) -> CheckpointRecord | None:
-        """The newest checkpoint that has optimizer state; None in a new run."""
-        return resume_point(self.path)
+    def resume_points(self) -> list[CheckpointRecord]:
+        """The checkpoints that have optimizer state, newest first."""
+        return resume_points(self.path)
 
     def resume_at(self, batch: int) -> None:
-        """Drop the rows of steps from `batch` on: they will be done again."""
+        """Drop the rows of steps from `batch` on, and of checkpoints behind it: those steps will be done again."""
         for file in (self._metrics, self._spans):
-            rows = read_rows(file.path)
-            kept = [row for row in rows if row["step"] < batch]
-            if len(kept) < len(rows):
-                file.replace(kept)
+            file.keep(lambda row: row["step"] < batch)
+        self._checkpoints.keep(lambda row: row.get("batch", 0) <= batch)
 
     def metrics(self) -> list[Row]:
         return read_rows(self.path / METRICS)
@@ -145,40 +143,55 @@ class RunDirectory:
 
     def _check_config(self, config: Row, may_change: Collection[str]) -> None:
         path = self.path / CONFIG
-        if path.exists():
-            found = _read_object(path)
-            names = sorted((found.keys() | config.keys()) - set(may_change))
-            changed = [name for name in names if found.get(name) != config.get(name)]
+        has_rows = any(_has_bytes(self.path / name) for name in (METRICS, CHECKPOINTS))
+        if has_rows and not path.exists():
+            raise UserError(f"log_path={self.path} holds files of a run but no {CONFIG}; give another log_path")
+        if has_rows:  # without any, options may still be corrected
+            found, given = (_options(values, {"log_path", *may_change}) for values in (_read_object(path), config))
+            changed = [name for name in sorted(found.keys() | given.keys()) if found.get(name) != given.get(name)]
             if changed:
-                listed = ", ".join(f"{name} was {found.get(name)!r}, is {config.get(name)!r}" for name in changed)
+                listed = ", ".join(f"{name} was {found.get(name)!r}, is {given.get(name)!r}" for name in changed)
                 raise UserError(
                     f"log_path={self.path} holds a run with other options: {listed}; "
                     "give the same options to go on with it, or another log_path"
                 )
-        elif (self.path / METRICS).exists() or (self.path / CHECKPOINTS).exists():
-            raise UserError(f"log_path={self.path} holds files of a run but no {CONFIG}; give another log_path")
         write_whole(path, json.dumps(config, indent=2) + "\n")
 
 
-def resume_point(path: str | Path) -> CheckpointRecord | None:
-    """The newest checkpoint with optimizer state that the run directory `path` records, if any."""
+def _has_bytes(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _options(config: Row, ignored: Collection[str]) -> Row:
+    """The options by dotted names, those aside that are `ignored`."""
+    return dict(_dotted({name: value for name, value in config.items() if name not in ignored}))
+
+
+def _dotted(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def resume_points(path: str | Path) -> list[CheckpointRecord]:
+    """The checkpoints with optimizer state that the run directory `path` records, newest first."""
     rows = [row for row in read_rows(Path(path) / CHECKPOINTS) if row.get("state_path")]
-    if not rows:
-        return None
     try:
-        return CheckpointRecord.from_row({"batch": 0, **rows[-1]})
+        return [CheckpointRecord.from_row({"batch": 0, **row}) for row in reversed(rows)]
     except TypeError as error:
-        raise DamagedFileError(f"{Path(path) / CHECKPOINTS}: its last state has no name; remove that row") from error
+        raise DamagedFileError(f"{Path(path) / CHECKPOINTS}: a state in it has no name; remove its row") from error
 
 
 def checkpoint_of(path: str) -> str:
     """`path` itself, or the newest state of the run directory that it names."""
     if not (Path(path).expanduser() / CHECKPOINTS).is_file():
         return path
-    record = resume_point(Path(path).expanduser())
-    if record is None or record.state_path is None:
+    records = resume_points(Path(path).expanduser())
+    if not records:
         raise UserError(f"load_checkpoint_path={path}: the run in it saved no state; let it reach a checkpoint first")
-    return record.state_path
+    return str(records[0].state_path)
 
 
 def remove_run(path: str | Path) -> None:
@@ -253,10 +266,14 @@ class _Appender:
         except OSError as error:
             raise StorageError(f"cannot write {self.path} to disk ({error}); free space and start again") from error
 
-    def replace(self, rows: Iterable[Row]) -> None:
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-        self._file.close()
-        self._file = self._open()
+    def keep(self, is_kept: Callable[[Row], bool]) -> None:
+        """Drop all rows but those."""
+        rows = read_rows(self.path)
+        kept = [row for row in rows if is_kept(row)]
+        if len(kept) < len(rows):
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+            self._file.close()
+            self._file = self._open()
 
     def close(self) -> None:
         self._file.close()

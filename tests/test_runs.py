@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, read_rows, resume_point, write_whole
+from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, read_rows, resume_points, write_whole
 
 CONFIG = {"batch_size": 4, "max_steps": 10}
 
@@ -75,8 +75,7 @@ def test_resume_drops_exactly_the_steps_that_are_done_again(tmp_path):
             if step == 2:
                 run.log_checkpoint(CheckpointRecord(name="000003", batch=3, state_path="planish://a/weights/000003"))
     with RunDirectory(tmp_path, CONFIG) as run:
-        record = run.resume_point()
-        assert record is not None
+        [record] = run.resume_points()
         run.resume_at(record.batch)
         for step in range(record.batch, 6):
             run.log(step, {"reward/total": 1.0})
@@ -84,12 +83,21 @@ def test_resume_drops_exactly_the_steps_that_are_done_again(tmp_path):
     assert [row["reward/total"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.0, 0.1, 0.2, 1.0, 1.0, 1.0]
 
 
+def test_checkpoints_behind_the_resumed_one_are_dropped(tmp_path):
+    """It is resumed because their states are gone; they are going to be saved again."""
+    with RunDirectory(tmp_path, CONFIG) as run:
+        for batch in (2, 4, 5):
+            run.log_checkpoint(CheckpointRecord(f"{batch:06d}", batch, state_path=f"s{batch}"))
+        run.resume_at(4)
+        assert [record.batch for record in run.resume_points()] == [4, 2]
+
+
 def test_the_resume_point_is_the_last_row_with_a_state(tmp_path):
     with RunDirectory(tmp_path, CONFIG) as run:
         run.log_checkpoint(CheckpointRecord("000002", 2, state_path="s2"))
         run.log_checkpoint(CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5}))
         run.log_checkpoint(CheckpointRecord("000005", 5, sampler_path="only-weights"))
-    assert resume_point(tmp_path) == CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5})
+    assert resume_points(tmp_path)[0] == CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5})
     assert checkpoint_of(str(tmp_path)) == "s4"
     assert checkpoint_of("planish://a/weights/x") == "planish://a/weights/x"
 
@@ -103,11 +111,29 @@ def test_fields_that_are_none_are_left_out(tmp_path):
 
 
 def test_other_options_are_refused_by_name(tmp_path):
-    RunDirectory(tmp_path, CONFIG).close()
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(0, {"a": 1.0})
     with pytest.raises(UserError, match=r"batch_size was 4, is 8.*another log_path"):
         RunDirectory(tmp_path, {**CONFIG, "batch_size": 8})
     with RunDirectory(tmp_path, {**CONFIG, "max_steps": 20}, may_change=["max_steps"]):
         assert json.loads((tmp_path / "config.json").read_text())["max_steps"] == 20
+
+
+def test_options_may_be_corrected_before_the_first_row(tmp_path):
+    RunDirectory(tmp_path, CONFIG).close()
+    with RunDirectory(tmp_path, {**CONFIG, "batch_size": 8}):
+        assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 8
+
+
+def test_nested_options_are_refused_by_their_own_name(tmp_path):
+    def open_run(size, path="here"):
+        return RunDirectory(tmp_path, {"log_path": path, "data": {"size": size, "name": "sums"}})
+
+    with open_run(4) as run:
+        run.log(0, {"a": 1.0})
+    with pytest.raises(UserError, match=r"options: data\.size was 4, is 8; give"):
+        open_run(8)
+    open_run(4, path="there").close()
 
 
 def test_files_of_an_unknown_run_are_not_taken_over(tmp_path):

@@ -21,6 +21,8 @@ from planish.rl.problem_env import UnjudgedAnswerError
 
 ENTRIES = 10_000
 """Different entries of a task, unless its config names a size."""
+MAKING_SECONDS = 120.0
+"""An entry is the task's own work, so that it takes long says only that the machine is busy."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class TaskProcess:
     def entry(self, index: int) -> Entry:
         """UserError if the task cannot make it, as with a config of which it makes nothing."""
         try:
-            reply = self._process.ask({"index": index})
+            reply = self._process.ask({"index": index}, timeout_seconds=MAKING_SECONDS)
         except (WorkerError, WorkerStartError) as error:
             reply = {"error": str(error)}
         if "error" in reply:

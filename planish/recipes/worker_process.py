@@ -45,15 +45,15 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The program's answer. WorkerError if it ends or takes longer than `timeout_seconds`."""
+    def ask(self, question: dict[str, Any], *, timeout_seconds: float | None = None) -> dict[str, Any]:
+        """The program's answer. WorkerError if it ends or takes longer than `timeout_seconds` (None: the process's own)."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 process.stdin.flush()
-                return self._receive(process, self.timeout_seconds)
+                return self._receive(process, self.timeout_seconds if timeout_seconds is None else timeout_seconds)
             except (TimeoutError, EOFError, BrokenPipeError) as error:
                 self._stop()
                 raise WorkerError(str(error) or "the process ended") from error

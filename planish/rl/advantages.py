@@ -13,6 +13,8 @@ Advantage = Callable[[Sequence[float]], list[float]]
 def mean_centred(rewards_G: Sequence[float]) -> list[float]:
     """R - mean(R). Without division by the standard deviation, which would favour problems that are nearly always or nearly
     never solved (Dr. GRPO, Liu et al. 2025)."""
+    if is_constant(rewards_G):
+        return [0.0] * len(rewards_G)  # the mean of equal numbers may be another one, by rounding
     mean = sum(rewards_G) / len(rewards_G)
     return [reward - mean for reward in rewards_G]
 

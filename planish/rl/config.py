@@ -1,5 +1,6 @@
 """The options of a training run. Names and defaults are those of the public cookbooks; what is added is marked by its doc."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from planish.errors import UnsupportedError, UserError
 from planish.metric_logs import require_loggers
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_strategy import RolloutStrategy
+from planish.rl.rollout_strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.schedules import SCHEDULES
 
@@ -139,25 +140,35 @@ MAY_CHANGE = (
 def check(config: Config) -> None:
     """UserError for an option that cannot be right, before anything is loaded."""
     rules: dict[str, tuple[bool, str]] = {
-        "learning_rate": (config.learning_rate > 0, "a number above 0"),
+        "learning_rate": (0 < config.learning_rate < math.inf, "a number above 0"),
+        "lora_rank": (config.lora_rank >= 1, "a whole number of at least 1"),
         "max_tokens": (config.max_tokens >= 1, "a whole number of at least 1"),
-        "temperature": (config.temperature > 0, "a number above 0: greedy answers of a group are all the same"),
-        "eval_temperature": (config.eval_temperature is None or config.eval_temperature >= 0, "0 or more, or None"),
+        "temperature": (
+            0 < config.temperature < math.inf,
+            "a number above 0: greedy answers of a group are all the same",
+        ),
+        "eval_temperature": (
+            config.eval_temperature is None or 0 <= config.eval_temperature < math.inf,
+            "0 or more, or None",
+        ),
         "advantage": (config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
         "loss_fn": (config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
         "lr_schedule": (config.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
         "warmup_steps": (config.warmup_steps >= 0, "0 or more"),
         "num_substeps": (config.num_substeps >= 1, "a whole number of at least 1"),
-        "grad_clip_norm": (config.grad_clip_norm >= 0, "0 or more"),
+        "grad_clip_norm": (0 <= config.grad_clip_norm < math.inf, "0 or more"),
         "num_epochs": (config.num_epochs >= 1, "a whole number of at least 1"),
         "max_steps": (config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
         "eval_every": (config.eval_every >= 0, "a whole number, 0 for never"),
         "save_every": (config.save_every >= 0, "a whole number, 0 for only the last"),
         "rolling_save_every": (config.rolling_save_every >= 0, "a whole number, 0 for none"),
+        "ttl_seconds": (config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
+        "rolling_ttl_seconds": (config.rolling_ttl_seconds >= 1, "at least 1"),
+        "rollout_layout": (config.rollout_layout in ("flat", "folders"), "flat or folders"),
         "num_groups_to_log": (config.num_groups_to_log >= 0, "0 or more"),
         "rollout_processes": (config.rollout_processes >= 0, "a whole number, 0 for this process"),
         "kl_discount_factor": (0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
-        "kl_penalty_coef": (config.kl_penalty_coef >= 0, "0 or more"),
+        "kl_penalty_coef": (0 <= config.kl_penalty_coef < math.inf, "0 or more"),
         "lag": (config.lag >= 0, "max_steps_off_policy of at least 0"),
         "groups_per_batch": (config.groups_per_batch is None or config.groups_per_batch >= 1, "at least 1"),
     }
@@ -168,13 +179,27 @@ def check(config: Config) -> None:
     if stream is not None and stream.num_minibatches < 1:
         raise UserError(f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1")
     require_loggers(config.loggers)
+    strategy_from(config.rollout_error_tolerance)
     _check_reference(config)
+    _check_unused(config)
+
+
+def _check_unused(config: Config) -> None:
+    """UserError for options that nothing would read."""
+    if (config.wandb_project or config.wandb_name) and not {"wandb", "trackio"} & set(config.loggers):
+        raise UserError("wandb_project and wandb_name are for W&B and Trackio; give loggers=wandb or trackio too")
+    if config.evaluator_builders and config.eval_every == 0:
+        raise UserError(
+            "evaluator_builders with eval_every=0: they would never run; give eval_every, the steps between"
+        )
 
 
 def _check_reference(config: Config) -> None:
     if config.kl_penalty_coef == 0:
         if config.kl_reference_config is not None:
             raise UserError("kl_reference_config is given, but kl_penalty_coef is 0; give a coefficient such as 0.01")
+        if config.kl_discount_factor != 0:
+            raise UserError("kl_discount_factor is given, but kl_penalty_coef is 0; give a coefficient such as 0.01")
         return
     if config.kl_reference_config is None:
         raise UserError(f"kl_penalty_coef={config.kl_penalty_coef} needs kl_reference_config: the policy to stay near")

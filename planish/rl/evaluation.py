@@ -7,6 +7,7 @@ from typing import Any
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage
 from planish.evaluators import SamplingClientEvaluator
+from planish.rl.interruption import first_error
 from planish.rl.metrics import environment_metrics
 from planish.rl.playing import GroupPlayer
 from planish.rl.rollout_strategy import FailFast
@@ -43,16 +44,18 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         self,
         sampling_client: Any,
         player: GroupPlayer,
+        context_window: int | None = None,
         sampler_step: int | None = None,
         playing: Stage | None = None,
     ) -> list[GroupRollout]:
-        """The rollouts of all groups that were not dropped, in order."""
-        policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature)
+        """The rollouts of all groups that were not dropped, in order. `context_window`: as in TinkerTokenCompleter."""
+        policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature, context_window)
 
         async def one(group_idx: int, builder: EnvGroupBuilder) -> GroupRollout | None:
             return await player.play(
                 builder,
                 policy,
+                batch=self.name,
                 group_idx=group_idx,
                 seed=derived_seed(self.seed, group_idx),
                 sampler_step=sampler_step,
@@ -60,9 +63,13 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
                 playing=playing,
             )
 
-        async with asyncio.TaskGroup() as tasks:
-            played = [tasks.create_task(one(index, builder)) for index, builder in enumerate(self.builders)]
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                played = [tasks.create_task(one(index, builder)) for index, builder in enumerate(self.builders)]
         return [group for task in played if (group := task.result()) is not None]
 
     def metrics(self, groups: Sequence[GroupRollout]) -> dict[str, float]:
-        return {f"{self.name}/{key}": value for key, value in environment_metrics(groups).items()}
+        """Of the groups that were played to their end, and how many were not, if any."""
+        skipped = len(self.builders) - len(groups)
+        metrics = environment_metrics(groups) | ({"rollout_errors/groups_skipped": skipped} if skipped else {})
+        return {f"{self.name}/{key}": value for key, value in metrics.items()}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from planish.rl.data_processing import TrainingSequence
+from planish.rl.interruption import first_error
 from planish.rl.types import Metrics
 from planish.types import ForwardBackwardOutput, ModelInput
 
@@ -31,14 +32,16 @@ def kl_metrics(name: str, data_D: Sequence[TrainingSequence], outputs_D: Sequenc
 
 async def reference_gaps(data_D: Sequence[TrainingSequence], reference: Any) -> list[np.ndarray]:
     """d = (q - l) * mask, [D][N], with l of a reference policy's sampling client at temperature 1."""
-    scores_D = await asyncio.gather(
-        *(reference.compute_logprobs_async(ModelInput.from_ints(sequence.tokens_N)) for sequence in data_D)
-    )
-    gaps_D = []
-    for sequence, scores in zip(data_D, scores_D, strict=True):
-        reference_N = np.array([0.0, *scores[1:]], np.float64)
-        gaps_D.append((sequence.logprobs_N - reference_N) * sequence.mask_N)
-    return gaps_D
+
+    async def gap(sequence: TrainingSequence) -> np.ndarray:
+        scores = await reference.compute_logprobs_async(ModelInput.from_ints(sequence.tokens_N))
+        reference_N = np.array([0.0, *scores[1:]], np.float64)  # nothing is said of the first token
+        return (sequence.logprobs_N - reference_N) * sequence.mask_N
+
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            gaps_D = [tasks.create_task(gap(sequence)) for sequence in data_D]
+    return [gap.result() for gap in gaps_D]
 
 
 def penalised(

@@ -12,9 +12,9 @@ recorded, and rows of steps behind the newest checkpoint are dropped at a start,
 """
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,25 +22,27 @@ from planish.checkpointing import RunCheckpoints, Start
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage
 from planish.errors import UserError
-from planish.evaluators import Evaluator, TrainingClientEvaluator
+from planish.evaluators import Evaluator, TrainingClientEvaluator, checked_metrics, evaluator_name
 from planish.metric_logs import MetricLog
 from planish.rl.config import Config
 from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages
 from planish.rl.evaluation import RLTestSetEvaluator
-from planish.rl.interruption import Interrupted, Interruption
-from planish.rl.metrics import environment_metrics, sampling_entropy, staleness
+from planish.rl.interruption import Interrupted, Interruption, first_error
+from planish.rl.metrics import environment_metrics, sampling_entropy, sampling_times, staleness
 from planish.rl.playing import GroupPlayer
 from planish.rl.progress import TrainingProgress
 from planish.rl.rollout_files import RolloutFiles
 from planish.rl.rollout_pool import RolloutPool
 from planish.rl.rollout_strategy import strategy_from
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollouts import GroupRollout, to_its_end
 from planish.rl.training_step import TrainingStep, train_on
 from planish.rl.types import Metrics, RLDataset
-from planish.runs import RunDirectory
+from planish.runs import CheckpointRecord, RunDirectory
 from planish.schedules import learning_rate_at
 from planish.timing import Spans, TraceFile
+
+SaveCheckpoint = Callable[[int, Mapping[str, Any]], CheckpointRecord]
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Loop:
     steps: int
     start: Start
     run: RunDirectory
+    files: RolloutFiles
     checkpoints: RunCheckpoints
     evaluators: Sequence[Evaluator]
     reference: Any
@@ -70,31 +73,27 @@ class Loop:
     interruption: Interruption = field(default_factory=Interruption)
     ahead: deque[Batch] = field(default_factory=deque)
     """Batches whose step is to come, the next one first."""
+    update: TrainingStep | None = None
+    """Of the step under way."""
 
     def __post_init__(self) -> None:
-        config, self.training_client = self.config, self.start.training_client
-        self.files = RolloutFiles(
-            self.run.path,
-            config.rollout_layout,
-            config.num_groups_to_log,
-            config.rollout_json_export,
-            self.training_client.get_tokenizer(),
-        )
-        self.files.remove_from(self.start.batch)
+        self.training_client = self.start.training_client
         self.counters = Counters.of(self.start.record)
-        self.saved_batch = self.start.batch
+        self.done = self.saved = self.start.batch
 
     async def run_to_end(self) -> bool:
         """Whether the last step was reached. If not, the run is saved where it can be resumed."""
-        self.done = self.start.batch
         try:
             with first_error():
                 await self.make_steps()
         except Interrupted:
-            await self.save(self.done, is_interrupted=True)
+            await self.save_unless_saved()
             self.progress.say(f"stopped after {self.done} of {self.steps} steps; the same command goes on from there")
             return False
-        record = await asyncio.to_thread(self.checkpoints.final, self.steps, self.counters.row())
+        except Exception as error:
+            await self.rescue(error)
+            raise
+        record = await self.save(self.checkpoints.final)
         self.progress.say(f"weights for sampling: {record.sampler_path}")
         return True
 
@@ -107,40 +106,47 @@ class Loop:
             await self.last_tests(player)
 
     async def step(self, step: int, player: GroupPlayer, tasks: asyncio.TaskGroup) -> None:
-        """Publish, test if it is time, play, train, write down, save if it is time."""
+        """Save and test if it is time, play, train, write down."""
         spans = Spans(self.trace)
+        if (save := self.due_checkpoint()) is not None:
+            with spans.measure("save_checkpoint"):
+                await self.save(save)
         with spans.measure("publish"):
             sampling_client = await self.training_client.save_weights_and_get_sampling_client_async()
         tests = await self.tests(step, sampling_client, player, spans) if self.is_test_due(step) else {}
         self.launch(step, sampling_client, player, tasks)
         batch = self.ahead[0]
-        update = TrainingStep(self.config, self.training_client, self.reference, self.learning_rate(step))
-        with spans.measure("sampling"):
-            rollouts = await train_on(update, batch.groups, self.interruption.guard)
+        self.update = TrainingStep(self.config, self.training_client, self.reference, self.learning_rate(step))
+        rollouts = await train_on(self.update, batch.groups, self.interruption.guard, spans)
         self.ahead.popleft()
         batch.playing.close()
+        trained = await self.finish(step, self.update, spans)
+        with spans.measure("rollout_files"):
+            await self.write_files("train", step, rollouts, self.advantages(rollouts))
+        self.counters.count(rollouts, batch.groups, self.update.data_D)
+        metrics = {
+            "progress/batch": step,
+            "progress/done_frac": (step + 1) / self.steps,
+            **environment_metrics(rollouts),
+            **trained,
+            **sampling_entropy(self.update.data_D),
+            **(staleness(rollouts, step) if self.config.async_config else {}),
+            **self.counters.metrics(),
+            **tests,
+            **sampling_times(rollouts),
+        }
+        self.write_down(step, metrics, spans)
+        self.progress.step_done()
+        self.done, self.update = step + 1, None
+
+    async def finish(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
+        """Wait until the step is done; what is to be said of it."""
         with spans.measure("train"), self.progress.training(step, update.num_minibatches) as training:
             trained = await update.finish(training.advance)
         if self.config.compute_post_kl:
             with spans.measure("compute_post_kl"):
                 trained |= await update.post_update_kl()
-        with spans.measure("rollout_files"):
-            self.files.write("train", step, rollouts, self.advantages(rollouts))
-        self.counters.count(rollouts, batch.groups, update.data_D)
-        metrics = {
-            "progress/batch": step,
-            "progress/done_frac": (step + 1) / self.steps,
-            **(environment_metrics(rollouts) if rollouts else {}),
-            **trained,
-            **sampling_entropy(update.data_D),
-            **(staleness(rollouts, step) if self.config.async_config else {}),
-            **self.counters.metrics(),
-            **tests,
-        }
-        self.write_down(step, metrics, spans)
-        self.progress.step_done()
-        self.done = step + 1
-        await self.save(self.done)
+        return trained
 
     def launch(self, step: int, sampling_client: Any, player: GroupPlayer, tasks: asyncio.TaskGroup) -> None:
         """Begin to play every batch that the weights of `step` may play and that was not begun before."""
@@ -157,6 +163,7 @@ class Loop:
                     player.play(
                         builder,
                         policy,
+                        batch=f"step {index}",
                         group_idx=group_idx,
                         seed=derived_seed(self.config.seed, index, group_idx),
                         sampler_step=step,
@@ -181,18 +188,30 @@ class Loop:
         return metrics
 
     async def test(self, step: int, evaluator: Evaluator, sampling_client: Any, player: GroupPlayer) -> Metrics:
-        if isinstance(evaluator, RLTestSetEvaluator):
-            with self.progress.evaluation(evaluator.name, len(evaluator.builders)) as playing:
-                rollouts = await evaluator.play(sampling_client, player, sampler_step=step, playing=playing)
-            self.files.write(f"eval/{evaluator.name}", step, rollouts, None)
-            return evaluator.metrics(rollouts)
-        with self.progress.evaluation(type(evaluator).__name__, None):
-            client = self.training_client if isinstance(evaluator, TrainingClientEvaluator) else sampling_client
-            return dict(await evaluator(client))
+        name = evaluator_name(evaluator)
+        try:
+            if isinstance(evaluator, RLTestSetEvaluator):
+                return await self.test_on_environments(step, evaluator, sampling_client, player)
+            with self.progress.evaluation(name):
+                client = self.training_client if isinstance(evaluator, TrainingClientEvaluator) else sampling_client
+                return checked_metrics(await evaluator(client), f"the evaluator {name}")
+        except Exception as error:
+            error.add_note(f"in the evaluator {name}, before step {step}")
+            raise
+
+    async def test_on_environments(
+        self, step: int, evaluator: RLTestSetEvaluator, sampling_client: Any, player: GroupPlayer
+    ) -> Metrics:
+        with self.progress.evaluation(evaluator.name, len(evaluator.builders)) as playing:
+            rollouts = await evaluator.play(
+                sampling_client, player, context_window=self.context_window, sampler_step=step, playing=playing
+            )
+        await self.write_files(f"eval/{evaluator.name}", step, rollouts, None)
+        return evaluator.metrics(rollouts)
 
     async def last_tests(self, player: GroupPlayer) -> None:
         """The tests of the weights that the run ends with, as a row of their own."""
-        if self.config.eval_every == 0 or not self.evaluators:
+        if not self.evaluators:
             return
         spans = Spans(self.trace)
         sampling_client = await self.training_client.save_weights_and_get_sampling_client_async()
@@ -206,48 +225,54 @@ class Loop:
     def advantages(self, rollouts: Sequence[GroupRollout]) -> list[list[float]]:
         return compute_advantages([rollout.group for rollout in rollouts], self.config.advantage)
 
+    async def write_files(
+        self, split: str, step: int, rollouts: Sequence[GroupRollout], advantages: list[list[float]] | None
+    ) -> None:
+        await to_its_end(asyncio.to_thread(self.files.write, split, step, rollouts, advantages))
+
     def write_down(self, step: int, metrics: Metrics, spans: Spans) -> None:
-        self.log.log(step, metrics | spans.metrics())
+        """The row of a step. A number that JSON does not have is not worth the run."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for name in [name for name in metrics if name not in finite]:
+            self.progress.say(f"WARNING: {name} is {metrics[name]} in step {step}, and is left out")
+        self.log.log(step, finite | spans.metrics())
         self.run.log_spans(step, spans.rows())
         if self.trace is not None:
             self.trace.write(step, spans)
 
-    async def save(self, done: int, *, is_interrupted: bool = False) -> None:
-        """A checkpoint after `done` steps, if one is due."""
-        save = self.due_checkpoint(done, is_interrupted)
-        if save is not None:
-            with self.progress.saving(done):
-                await asyncio.to_thread(save, done, self.counters.row())
-            self.saved_batch = done
-
-    def due_checkpoint(self, done: int, is_interrupted: bool) -> Callable[[int, Mapping[str, Any]], object] | None:
-        config = self.config
-        if done == self.saved_batch:
+    def due_checkpoint(self) -> SaveCheckpoint | None:
+        """The kind of checkpoint that is to be saved before the next step."""
+        config, done = self.config, self.done
+        if done == self.saved:
             return None
-        if is_interrupted:
-            return self.checkpoints.state_only
-        if done == self.steps:
-            return None  # the final checkpoint follows
         if config.save_every and done % config.save_every == 0:
             return self.checkpoints.periodic
         if config.rolling_save_every and done % config.rolling_save_every == 0:
             return self.checkpoints.rolling
         return None
 
+    async def save(self, save: SaveCheckpoint) -> CheckpointRecord:
+        """Save the steps that are done. What is begun is finished, whatever fails or is cancelled meanwhile."""
 
-@contextmanager
-def first_error() -> Iterator[None]:
-    """Several tasks run at once; the error of the first that failed is raised as it is, and says how many others failed."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        leaves = sorted(leaves_of(group), key=lambda error: isinstance(error, Interrupted))
-        if len(leaves) > 1:
-            leaves[0].add_note(f"{len(leaves) - 1} more tasks failed, the first of them with: {leaves[1]!r}")
-        raise leaves[0] from leaves[0].__cause__
+        async def saving() -> CheckpointRecord:
+            record = await asyncio.to_thread(save, self.done, self.counters.row())
+            self.saved = self.done
+            return record
 
+        with self.progress.saving(self.done):
+            return await to_its_end(saving())
 
-def leaves_of(error: BaseException) -> list[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for part in error.exceptions for leaf in leaves_of(part)]
+    async def save_unless_saved(self) -> None:
+        if self.done > self.saved:
+            await self.save(self.checkpoints.state_only)
+
+    async def rescue(self, error: Exception) -> None:
+        """Before an error ends the run, save the steps that are done, unless the weights are between two of them."""
+        if self.update is not None and self.update.has_updated:
+            return
+        try:
+            await self.save_unless_saved()
+        except Exception as another:  # a disk or a server that is gone: the first error says more
+            error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
+        else:
+            self.progress.say(f"failed after {self.done} of {self.steps} steps; the same command goes on from there")

@@ -88,6 +88,21 @@ REWARDS = Section(
             "stays: wrong renderer for the model, or `max_tokens` too small for the form",
         ),
         _M(
+            "env/<tag>/tool_calls",
+            "",
+            "calls of tools that the policy wrote in a turn, mean over turns; those beyond a limit, or ill-formed, included",
+            "settles at what the task needs",
+            "falls to 0: the policy answers without the tool; at its limit: episodes do not end",
+        ),
+        _M("env/<tag>/tool_calls/<tool>", "", "the same for one tool: the calls of it that were answered"),
+        _M(
+            "env/<tag>/tool_errors",
+            "",
+            "calls of a turn that were answered with an error, mean over turns",
+            "falls",
+            "stays near `tool_calls`: the policy does not know the tool's arguments",
+        ),
+        _M(
             "env/<tag>/win_minus_loss",
             "",
             "mean over trajectories of (comparisons won - comparisons lost) / comparisons",
@@ -280,6 +295,13 @@ PROGRESS = Section(
             "0",
         ),
         _M(
+            "<evaluator>/rollout_errors/groups_skipped",
+            "",
+            "groups of this test that were dropped, and so are missing from its metrics; only if there are any",
+            "0",
+            "the test's score is that of the groups which were left",
+        ),
+        _M(
             "rollout_errors/<type>",
             "",
             "trajectories that failed with this exception so far",
@@ -299,6 +321,7 @@ LAG = Section(
         ),
         _M("async/staleness_min", "steps", "smallest age"),
         _M("async/staleness_mean", "steps", "mean age over groups"),
+        _M("training_client/step", "", "training steps behind the weights that the step begins with: progress/batch"),
         _M("sampling_client/step_max", "", "training steps behind the newest weights that played a group of this step"),
         _M("sampling_client/step_min", "", "the same of the oldest weights"),
         _M("sampling_client/step_mean", "", "the same, mean over groups"),
@@ -307,14 +330,28 @@ LAG = Section(
 TIME = Section(
     "Time",
     (
-        _M("time/total", "s", "the whole step, from publishing the weights to writing its row"),
+        _M("time/total", "s", "the whole step, from saving what was done before it to writing its row"),
+        _M("time/sampling_time_mean", "s", "how long a group of the step was played, mean over groups"),
+        _M(
+            "time/sampling_time_max",
+            "s",
+            "the group that took longest",
+            "",
+            "far above the mean: one straggler keeps the step waiting",
+        ),
+        _M("time/sampling_time_min", "s", "the group that took shortest"),
         _M(
             "time/<span>:total", "s", "sum of a part that ran several times in the step; parts that ran at once overlap"
         ),
         _M("time/<span>:count", "", "how many times it ran"),
         _M("time/<span>:mean", "s", "mean of one time"),
         _M("time/<span>:max", "s", "the longest", "", "far above the mean: one straggler keeps the step waiting"),
-        _M("time/<span>", "s", "a part of the step that ran once: publish, sampling, train, run_evals, ..."),
+        _M(
+            "time/<span>",
+            "s",
+            "a part of the step that ran once: save_checkpoint (of the steps before), publish, run_evals, sampling, "
+            "assemble_training_data, kl_vs_base, train, compute_post_kl, rollout_files",
+        ),
     ),
 )
 SECTIONS = (REWARDS, GROUPS, LENGTHS, OPTIMIZER, LAG, PROGRESS, TIME)

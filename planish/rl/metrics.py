@@ -13,7 +13,9 @@ from planish.rl.types import Metrics, Trajectory
 
 
 def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
-    """env/all/..., and env/<tag>/... for each tag if some tag covers a part of the groups only."""
+    """env/all/..., and env/<tag>/... for each tag if some tag covers a part of the groups only; {} without groups."""
+    if not groups_P:
+        return {}
     tagged: dict[str, list[GroupRollout]] = defaultdict(list)
     for group in groups_P:
         for tag in dict.fromkeys(group.tags):
@@ -33,20 +35,20 @@ def _of(groups_P: Sequence[GroupRollout]) -> Metrics:
     good = sum(rewards_G[0] >= 0.5 for rewards_G in constant_P)
     own = _means([*(turn.metrics for turn in turns), *(m for group in groups_P for m in group.group.metrics_G)])
     return {
-        "reward/total": mean([reward for rewards_G in rewards_P_G for reward in rewards_G]),
         **own,
-        "ac_tokens_per_turn": actions / max(1, len(turns)),
-        "ob_tokens_per_turn": observations / max(1, len(turns)),
-        "turns_per_episode": len(turns) / max(1, len(trajectories)),
+        "reward/total": mean([reward for rewards_G in rewards_P_G for reward in rewards_G]),
+        "ac_tokens_per_turn": actions / len(turns),
+        "ob_tokens_per_turn": observations / len(turns),
+        "turns_per_episode": len(turns) / len(trajectories),
         "total_episodes": len(trajectories),
         "total_turns": len(turns),
         "total_ac_tokens": actions,
         "total_ob_tokens": observations,
         "total_cached_ob_tokens": sum(turn.ac.prompt_cache_hit_tokens for turn in turns),
-        "by_group/frac_mixed": 1 - len(constant_P) / max(1, len(groups_P)),
-        "by_group/frac_degenerate": len(constant_P) / max(1, len(groups_P)),
-        "by_group/frac_all_good": good / max(1, len(groups_P)),
-        "by_group/frac_all_bad": (len(constant_P) - good) / max(1, len(groups_P)),
+        "by_group/frac_mixed": 1 - len(constant_P) / len(groups_P),
+        "by_group/frac_degenerate": len(constant_P) / len(groups_P),
+        "by_group/frac_all_good": good / len(groups_P),
+        "by_group/frac_all_bad": (len(constant_P) - good) / len(groups_P),
     }
 
 
@@ -68,12 +70,22 @@ def sampling_entropy(data_D: Sequence[TrainingSequence]) -> Metrics:
 
 
 def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
-    """sampling_client/step_... and async/staleness_...: how old the weights were that played the groups of a step."""
+    """training_client/step, sampling_client/step_... and async/staleness_...: how old the weights were that played the
+    groups of a step."""
     steps = [group.sampler_step for group in groups_P if group.sampler_step is not None]
     if not steps:
         return {}
     lags = [step - sampler_step for sampler_step in steps]
-    return {**_spread("sampling_client/step", steps), **_spread("async/staleness", lags)}
+    return {
+        "training_client/step": step,
+        **_spread("sampling_client/step", steps),
+        **_spread("async/staleness", lags),
+    }
+
+
+def sampling_times(groups_P: Sequence[GroupRollout]) -> Metrics:
+    """time/sampling_time_...: how long the groups of a step took; {} without any."""
+    return _spread("time/sampling_time", [group.seconds for group in groups_P]) if groups_P else {}
 
 
 def _spread(name: str, values: Sequence[float]) -> Metrics:
@@ -92,7 +104,7 @@ def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
 
 
 def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return sum(values) / len(values)
 
 
 def _trajectories(groups_P: Sequence[GroupRollout]) -> list[Trajectory]:

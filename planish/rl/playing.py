@@ -1,5 +1,6 @@
 """Plays groups: the same way for training and for tests, in this process or in a pool of others."""
 
+import time
 from dataclasses import dataclass
 
 from planish import logtree
@@ -25,13 +26,18 @@ class GroupPlayer:
         builder: EnvGroupBuilder,
         policy: TokenCompleter,
         *,
+        batch: str,
         group_idx: int,
         seed: int,
         sampler_step: int | None,
         is_logged: bool,
         playing: Stage | None = None,
     ) -> GroupRollout | None:
-        """Play one group to its end; None if the strategy dropped it. `is_logged`: keep what the environments log."""
+        """Play one group to its end; None if the strategy dropped it.
+
+        `batch` names what the group is part of, for error messages. `is_logged`: keep what the environments log.
+        """
+        began = time.perf_counter()
         do_rollout = self.pool.do_group_rollout if self.pool is not None else do_group_rollout
         listening = logtree.capture(f"Group {group_idx}") if is_logged else logtree.scope_disable()
         with listening as tree:
@@ -45,10 +51,11 @@ class GroupPlayer:
                     on_turn=lambda turn: playing.sampled(len(turn.tokens)) if playing else None,
                 )
             except Exception as error:
-                error.add_note(f"in group {group_idx}")
+                error.add_note(f"in group {group_idx} of {batch}")
                 raise
         if playing is not None:
             playing.advance()
         if group is None:
             return None
-        return GroupRollout(group_idx, builder.logging_tags(), group, sampler_step, tree if is_logged else None)
+        seconds = time.perf_counter() - began
+        return GroupRollout(group_idx, builder.logging_tags(), group, sampler_step, tree, seconds)

@@ -15,11 +15,12 @@ import math
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from planish import logtree
 from planish.completers import TokenCompleter
 from planish.errors import NonFiniteError, UserError
+from planish.evaluators import checked_metrics
 from planish.rl.group_play import GroupPlay, Played, is_chance, located, named, time_limit
 from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_strategy import FailFast, FailureRules, RolloutStrategy
@@ -30,6 +31,7 @@ __all__ = ["GroupRollout", "OnTurn", "do_group_rollout", "do_single_rollout"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Grade = tuple[float, Metrics]
 
 
@@ -46,6 +48,8 @@ class GroupRollout:
     """Training steps behind the weights that played it."""
     tree: logtree.Node | None
     """What its environments logged; None when this group is not logged."""
+    seconds: float = 0.0
+    """How long it took."""
 
 
 async def do_group_rollout(
@@ -123,7 +127,7 @@ def checked_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grad
             raise UserError(f"{name} gave the reward {grade[0]!r} for trajectory {index}; give a number") from None
         if not math.isfinite(reward):
             raise NonFiniteError(f"{name} gave the reward {reward} for trajectory {index}; give a finite number")
-        grades.append((reward, dict(grade[1])))
+        grades.append((reward, checked_metrics(grade[1], f"{name}, of trajectory {index},")))
     return grades
 
 
@@ -148,8 +152,8 @@ async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIter
         logger.warning("cleanup of %s failed: %r", named(builder), error)
 
 
-async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for `work`. A cancellation is kept until it is done."""
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. A cancellation is kept until it is done."""
     task = asyncio.create_task(work)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():
@@ -159,4 +163,4 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
             cancellation = error
     if cancellation is not None:
         raise cancellation from (None if task.cancelled() else task.exception())
-    task.result()
+    return task.result()

@@ -20,11 +20,12 @@ import inspect
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import NonFiniteError, UserError
+from planish.evaluators import checked_metrics
 from planish.rl.rollout_limits import RolloutLimits
 from planish.rl.types import (
     Env,
@@ -48,9 +49,8 @@ async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn
     turns = PolicyTurns(policy, getattr(env, "rollout_limits", None))
     first = await env.initial_observation()
     if isinstance(first, InitialObservationOverflow):
-        end = end_without_action(
-            ModelInput.empty(), first.reward, StopReason.CONTEXT_OVERFLOW, first.metrics, first.logs
-        )
+        metrics = checked_metrics(first.metrics, f"{type(env).__name__}.initial_observation")
+        end = end_without_action(ModelInput.empty(), first.reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs)
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
     observation, stop = first
     takes_extra = accepts_extra(env)
@@ -66,7 +66,7 @@ async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn
             result = await env.step(action.tokens, extra={"stop_reason": action.stop_reason})
         else:
             result = await env.step(action.tokens)
-        check_result(result, env, len(transitions) + 1)
+        result = checked_result(result, env, len(transitions) + 1)
         transitions.append(played(observation, action, result))
         if result.episode_done:
             return Trajectory(transitions, result.next_observation, result.stop_reason or StopReason.COMPLETED)
@@ -117,8 +117,8 @@ def accepts_extra(env: Env) -> bool:
     return "extra" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def check_result(result: Any, env: Env, turn: int) -> None:
-    """UserError if `env.step` gave something that cannot be a turn."""
+def checked_result(result: Any, env: Env, turn: int) -> StepResult:
+    """What `env.step` gave; UserError if it cannot be a turn."""
     name = f"{type(env).__name__}.step"
     if not isinstance(result, StepResult):
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
@@ -127,6 +127,7 @@ def check_result(result: Any, env: Env, turn: int) -> None:
         raise NonFiniteError(f"{name} gave reward={result.reward} in turn {turn}; give a finite number")
     if result.stop_reason is not None and result.stop_reason not in set(StopReason):
         raise UserError(f"{name} gave stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}")
+    return replace(result, metrics=checked_metrics(result.metrics, f"{name}, in turn {turn},"))
 
 
 def played(observation: Observation, action: TokensWithLogprobs, result: StepResult) -> Transition:
@@ -163,7 +164,8 @@ async def timed_out(env: Env, observation: Observation) -> Transition:
     grade = getattr(env, "stopped_by_limit", None)
     reward, metrics = (0.0, {}) if grade is None else await grade(reason)
     logs: Logs = {"rollout_timeout": "the policy was still writing; its answer is lost"}
-    return end_without_action(observation, reward, reason, metrics, logs)
+    checked = checked_metrics(metrics, f"{type(env).__name__}.stopped_by_limit")
+    return end_without_action(observation, reward, reason, checked, logs)
 
 
 def stop_metrics(reason: StopReason) -> Metrics:

@@ -8,17 +8,17 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import RunCheckpoints, start_training
+from planish.checkpointing import RunCheckpoints, Start, start_training
 from planish.errors import UserError
 from planish.evaluators import Evaluator
 from planish.metric_logs import open_metric_logs
 from planish.provenance import code_diff
 from planish.rl.config import MAY_CHANGE, Config, check
-from planish.rl.datasets import EpochCycledRLDataset, RebatchedRLDataset
+from planish.rl.datasets import ConcatenatedRLDataset, EpochCycledRLDataset, RebatchedRLDataset
 from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.loop import Loop
 from planish.rl.progress import TrainingProgress
-from planish.rl.rollout_files import split_label
+from planish.rl.rollout_files import RolloutFiles, split_label
 from planish.rl.types import RLDataset
 from planish.runs import CODE_DIFF, RunDirectory, checkpoint_of, write_whole
 from planish.timing import TraceFile
@@ -43,7 +43,8 @@ async def _run(config: Config, service_client: Any) -> Path:
     if steps == 0:
         raise UserError("dataset_builder gives no batches; give a data set with at least one")
     evaluators = built_evaluators(config, test_set)
-    with RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run:
+    options = chz.asdict(config, shallow=True, include_type=True)
+    with RunDirectory(config.log_path, options, may_change=MAY_CHANGE) as run:
         start = await asyncio.to_thread(
             start_training,
             service_client,
@@ -55,53 +56,82 @@ async def _run(config: Config, service_client: Any) -> Path:
             user_metadata=metadata_of(config),
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
-            print(f"{run.path}: all {start.batch} steps are done; give more max_steps to go on")
+            print(f"{run.path}: all {start.batch} steps are done; give more max_steps or num_epochs to go on")
             return run.path
-        run.resume_at(start.batch)
-        write_whole(run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()]))
-        with (
-            TrainingProgress(steps, start.batch) as progress,
-            open_metric_logs(
-                config.loggers,
-                run,
-                steps=steps,
-                console=progress.console,
-                project=config.wandb_project,
-                name=config.wandb_name,
-            ) as log,
-            TraceFile(run.path, start.batch) if config.enable_trace else nullcontext() as trace,
-        ):
-            loop = Loop(
-                config,
-                batches,
-                steps,
-                start,
-                run,
-                checkpoints=RunCheckpoints.after(
-                    start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client
-                ),
-                evaluators=evaluators,
-                reference=await reference_client(config, service_client),
-                context_window=await context_of(config, service_client),
-                progress=progress,
-                log=log,
-                trace=trace,
-            )
-            with loop.interruption.on_control_c():
-                is_finished = await loop.run_to_end()
-        if not is_finished:
-            raise KeyboardInterrupt
-        return run.path
+        is_finished = await _train(config, service_client, batches, steps, evaluators, run, start)
+    if not is_finished:
+        raise KeyboardInterrupt
+    return run.path
+
+
+async def _train(
+    config: Config,
+    service_client: Any,
+    batches: RLDataset,
+    steps: int,
+    evaluators: list[Evaluator],
+    run: RunDirectory,
+    start: Start,
+) -> bool:
+    """Do the steps that are left; whether the last one was reached."""
+    files = RolloutFiles(
+        run.path,
+        config.rollout_layout,
+        config.num_groups_to_log,
+        config.rollout_json_export,
+        await asyncio.to_thread(start.training_client.get_tokenizer),
+    )
+    run.resume_at(start.batch)
+    files.remove_from(start.batch)
+    write_whole(run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()]))
+    checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client)
+    with (
+        TrainingProgress(steps, start.batch) as progress,
+        open_metric_logs(
+            config.loggers,
+            run,
+            steps=steps,
+            console=progress.console,
+            project=config.wandb_project,
+            name=config.wandb_name,
+        ) as log,
+        TraceFile(run.path, start.batch) if config.enable_trace else nullcontext() as trace,
+    ):
+        loop = Loop(
+            config,
+            batches,
+            steps,
+            start,
+            run,
+            files,
+            checkpoints,
+            evaluators,
+            reference=await reference_client(config, service_client),
+            context_window=await context_of(config, service_client),
+            progress=progress,
+            log=log,
+            trace=trace,
+        )
+        with loop.interruption.on_control_c(progress.say):
+            return await loop.run_to_end()
 
 
 def planned(train_set: RLDataset, config: Config) -> RLDataset:
-    """The batches of all epochs, with as many groups as the options ask for."""
+    """The batches of all epochs, with as many groups as the options ask for.
+
+    The first epoch has the data set's own order and each further one an order of its own, however many there are, so that a
+    run can go on with more.
+    """
     dataset = train_set if config.groups_per_batch is None else RebatchedRLDataset(train_set, config.groups_per_batch)
-    return dataset if config.num_epochs == 1 else EpochCycledRLDataset(dataset, config.num_epochs, config.seed)
+    if config.num_epochs == 1:
+        return dataset
+    return ConcatenatedRLDataset([dataset, EpochCycledRLDataset(dataset, config.num_epochs - 1, config.seed)])
 
 
 def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
-    """The test of the data set, if it has one, and those of the options."""
+    """The test of the data set, if it has one, and those of the options; none if they are never due."""
+    if config.eval_every == 0:
+        return []
     evaluators = [builder() for builder in config.evaluator_builders]
     if test_set is not None:
         evaluators = [test_evaluator(config, test_set), *evaluators]
@@ -129,7 +159,14 @@ async def reference_client(config: Config, service_client: Any) -> Any:
         return None
     if reference.load_checkpoint_path is None:
         return await service_client.create_sampling_client_async(base_model=reference.base_model)
-    return await service_client.create_sampling_client_async(model_path=checkpoint_of(reference.load_checkpoint_path))
+    path = checkpoint_of(reference.load_checkpoint_path)
+    client = await service_client.create_sampling_client_async(model_path=path)
+    if client.get_base_model() != reference.base_model:
+        raise UserError(
+            f"kl_reference_config: {reference.load_checkpoint_path} is of {client.get_base_model()}, and "
+            f"base_model={reference.base_model}; give the checkpoint's own"
+        )
+    return client
 
 
 async def context_of(config: Config, service_client: Any) -> int | None:

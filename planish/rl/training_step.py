@@ -8,7 +8,7 @@ never by which was done first, so the same seed gives the same sums. Operations 
 waited for, and the engine works through them in order.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from planish.rl.config import Config
 from planish.rl.data_processing import TrainingSequence, assemble_training_data, compute_advantages
 from planish.rl.rollouts import GroupRollout
 from planish.rl.types import Metrics
+from planish.timing import Spans
 from planish.types import AdamParams, ForwardBackwardOutput
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class TrainingStep:
     config: Config
     training_client: Any
     reference: Any | None
-    """Sampling client of the policy that the KL penalty pulls to."""
+    """Sampling client of the policy that the KL penalty pulls to, if there is one."""
     learning_rate: float
     data_D: list[TrainingSequence] = field(default_factory=list)
     _pending: list[Any] = field(default_factory=list)
@@ -106,10 +107,8 @@ class TrainingStep:
         return kl.kl_metrics("kl_pre_post", self.data_D, [await pending])
 
     async def penalise(self, data_P_D: list[list[TrainingSequence]]) -> list[list[TrainingSequence]]:
-        """The data of each group with the KL penalty in their advantages, if there is one."""
-        if self.reference is None:
-            return data_P_D
-        data_D = [sequence for group_D in data_P_D for sequence in group_D]
+        """The data of each group with the KL penalty in their advantages."""
+        data_D = flat(data_P_D)
         gaps_D = await kl.reference_gaps(data_D, self.reference)
         penalised_D, self._penalty_metrics = kl.penalised(
             data_D, gaps_D, self.config.kl_penalty_coef, self.config.kl_discount_factor
@@ -131,33 +130,44 @@ async def train_on(
     step: TrainingStep,
     groups_P: Sequence[Awaitable[GroupRollout | None]],
     guard: Callable[[Awaitable[GroupRollout | None]], Awaitable[GroupRollout | None]],
+    spans: Spans,
 ) -> list[GroupRollout]:
     """Submit a whole step on groups that may still be played; returns those that were not dropped.
 
     `guard` waits for one group and may raise, to leave the step undone; it is asked until the first update only.
     """
     config = step.config
-    streaming = config.stream_minibatch_config
     rollouts_P: list[GroupRollout | None] = []
 
-    async def rollout(index: int) -> GroupRollout | None:
-        while len(rollouts_P) <= index:
+    async def wait_for(count: int) -> None:
+        """The first `count` groups are in `rollouts_P` then."""
+        while len(rollouts_P) < count:
             group = groups_P[len(rollouts_P)]
             rollouts_P.append(await (group if step.has_updated else guard(group)))
-        return rollouts_P[index]
 
-    data_P_D: list[list[TrainingSequence]] | None = None
-    if streaming is None:
-        await rollout(len(groups_P) - 1)
-        data_P_D = await step.penalise([training_data(group, config) for group in rollouts_P])
-    for substep in split(range(len(groups_P)), config.num_substeps):
-        for minibatch in split(substep, streaming.num_minibatches if streaming else 1):
-            data_D: list[TrainingSequence] = []
-            for index in minibatch:
-                data_D += data_P_D[index] if data_P_D is not None else training_data(await rollout(index), config)
-            await step.forward_backward(data_D)
-        await step.update()
-    return [group for group in rollouts_P if group is not None]
+    if config.stream_minibatch_config is not None:
+        with spans.measure("sampling"):
+            for substep in split(range(len(groups_P)), config.num_substeps):
+                for minibatch in split(substep, config.stream_minibatch_config.num_minibatches):
+                    await wait_for(minibatch[-1] + 1)
+                    await step.forward_backward(flat(training_data(rollouts_P[i], config) for i in minibatch))
+                await step.update()
+    else:
+        with spans.measure("sampling"):
+            await wait_for(len(groups_P))
+        with spans.measure("assemble_training_data"):
+            data_P_D = [training_data(rollout, config) for rollout in rollouts_P]
+        if step.reference is not None:
+            with spans.measure("kl_vs_base"):
+                data_P_D = await step.penalise(data_P_D)
+        for substep_P_D in split(data_P_D, config.num_substeps):
+            await step.forward_backward(flat(substep_P_D))
+            await step.update()
+    return [rollout for rollout in rollouts_P if rollout is not None]
+
+
+def flat(data_P_D: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
+    return [sequence for group_D in data_P_D for sequence in group_D]
 
 
 def split(items: Sequence[T], parts: int) -> Iterator[Sequence[T]]:

@@ -63,6 +63,10 @@ def test_an_entry_does_not_depend_on_the_order_of_sets_in_the_process_that_asks(
     assert questions[0] == questions[1]
 
 
+def test_a_busy_machine_does_not_end_the_making_of_problems(process):
+    assert process("letter_counting", timeout_seconds=1e-6).entry(3).answer is not None
+
+
 @pytest.fixture(scope="module")
 def evaluating():
     """spiral_matrix hands a response in brackets to eval."""

@@ -1,5 +1,6 @@
 import random
 from functools import partial
+from itertools import combinations
 
 import pytest
 
@@ -24,14 +25,15 @@ def games(board, first, second):
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_every_line_wins(line):
-    others = [cell for cell in (5, 1, 9, 2, 4) if cell not in line]
-    board = play(line[0], others[0], line[1], others[1], line[2])
-    assert board.winner == 0
-    assert board.is_over
-    third = next(cell for cell in range(1, 10) if cell not in (*line, *others[:2]) and cell != others[0])
-    second = play(others[0], line[0], others[1], line[1], third, line[2])
-    assert second.winner == (1 if not any(set(one) <= {others[0], others[1], third} for one in LINES) else 0)
+@pytest.mark.parametrize("player", [0, 1])
+def test_every_line_wins(line, player):
+    others = [cell for cell in range(1, 10) if cell not in line]
+    harmless = next(three for three in combinations(others, 3) if three not in LINES)
+    first, second = (line, harmless) if player == 0 else (harmless, line)
+    moves = [cell for pair in zip(first, second, strict=True) for cell in pair][: 5 + player]
+    assert play(*moves).winner == player
+    assert play(*moves).is_over
+    assert not play(*moves[:-1]).is_over
 
 
 def test_a_full_board_without_a_line_is_a_draw():

@@ -55,6 +55,12 @@ def test_a_process_that_hangs_or_dies_is_replaced(worker, question, message):
     assert process.ask({})["pid"] != before
 
 
+def test_a_question_may_have_a_time_of_its_own(worker):
+    process = worker(timeout_seconds=30.0)
+    with pytest.raises(WorkerError, match=r"no answer in 0\.2 s"):
+        process.ask({"hang": True}, timeout_seconds=0.2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"ready": '{"error": "no such module"}'}, "no such module"), ({"before": "sys.exit(3)"}, "ended without")],

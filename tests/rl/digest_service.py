@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from planish.errors import CheckpointError, UserError
 from planish.types import (
     AdamParams,
     Datum,
@@ -25,6 +26,7 @@ from planish.types import (
     SampledSequence,
     SampleResponse,
     SamplingParams,
+    SupportedModel,
     TensorData,
 )
 
@@ -66,6 +68,8 @@ class FakeService:
     states: dict[str, Weights] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     clients: list["FakeTrainingClient"] = field(default_factory=list)
+    context: int | None = None
+    """Tokens that the model can read."""
 
     def count(self, operation: str) -> None:
         if self.die_at is not None and len(self.operations) >= self.die_at:
@@ -73,37 +77,46 @@ class FakeService:
         self.operations.append(operation)
 
     def create_lora_training_client(self, base_model, rank, seed, user_metadata=None) -> "FakeTrainingClient":
-        return self._client(Weights())
+        self.count("create")
+        return self._client(Weights(), user_metadata)
 
     def create_training_client_from_state(self, path, user_metadata=None) -> "FakeTrainingClient":
-        return self._client(Weights(self.states[path].digest))
+        return self._client(Weights(self.state(path).digest), user_metadata)
 
-    def create_training_client_from_state_with_optimizer(self, path) -> "FakeTrainingClient":
-        saved = self.states[path]
-        return self._client(Weights(saved.digest, saved.steps))
+    def create_training_client_from_state_with_optimizer(self, path, user_metadata=None) -> "FakeTrainingClient":
+        saved = self.state(path)
+        return self._client(Weights(saved.digest, saved.steps), user_metadata)
 
     async def create_sampling_client_async(self, model_path=None, base_model=None) -> "FakeSamplingClient":
-        return FakeSamplingClient(self, self.states[model_path] if model_path else Weights("base"))
+        return FakeSamplingClient(self, self.state(model_path) if model_path else Weights("base"))
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        return GetServerCapabilitiesResponse([])
+        return GetServerCapabilitiesResponse([SupportedModel("tiny", self.context)])
 
     def create_rest_client(self) -> Any:
         def delete(path: str) -> Any:
+            self.state(path)
             del self.states[path]
             return done(None)
 
         return SimpleNamespace(delete_checkpoint_from_tinker_path=delete)
 
-    def _client(self, weights: Weights) -> "FakeTrainingClient":
-        self.clients.append(FakeTrainingClient(self, weights))
+    def state(self, path: str) -> Weights:
+        if path not in self.states:
+            raise CheckpointError(f"there is no checkpoint {path}")
+        return self.states[path]
+
+    def _client(self, weights: Weights, metadata: dict[str, str] | None) -> "FakeTrainingClient":
+        self.clients.append(FakeTrainingClient(self, f"run{len(self.clients)}", weights, metadata))
         return self.clients[-1]
 
 
 @dataclass
 class FakeTrainingClient:
     service: FakeService
+    run_id: str
     weights: Weights
+    metadata: dict[str, str] | None = None
     rates: list[float] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     """Data of each forward_backward."""
@@ -142,13 +155,13 @@ class FakeTrainingClient:
 
     def save_state(self, name: str, ttl_seconds: int | None = None, overwrite: bool = False) -> Any:
         self.service.count("save_state")
-        path = f"tinker://run/weights/{name}"
+        path = f"tinker://{self.run_id}/weights/{name}"
         self.service.states[path] = self.weights
         return done(SimpleNamespace(path=path))
 
     def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Any:
         self.service.count("save_weights_for_sampler")
-        return done(SimpleNamespace(path=f"tinker://run/sampler_weights/{name}"))
+        return done(SimpleNamespace(path=f"tinker://{self.run_id}/sampler_weights/{name}"))
 
 
 @dataclass
@@ -161,6 +174,8 @@ class FakeSamplingClient:
     ) -> SampleResponse:
         self.service.count("sample")
         tokens = prompt.to_ints()
+        if self.service.context is not None and len(tokens) + (sampling_params.max_tokens or 0) > self.service.context:
+            raise UserError(f"the prompt leaves no room for max_tokens={sampling_params.max_tokens}")
         if self.service.delay is not None:
             await asyncio.sleep(self.service.delay(tokens, sampling_params.seed))
         draw = random.Random(f"{self.weights.digest}:{tokens}:{sampling_params.seed}")
@@ -168,6 +183,9 @@ class FakeSamplingClient:
         logprobs = np.array([-draw.random() for _ in sampled], np.float32)
         sequence = SampledSequence("stop", str(draw.random()), np.array(sampled, np.int32), logprobs)
         return SampleResponse([sequence], prompt_cache_hit_tokens=len(tokens) // 2)
+
+    def get_base_model(self) -> str:
+        return "tiny"
 
     async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
         return [None, *(-0.5 for _ in prompt.to_ints()[1:])]

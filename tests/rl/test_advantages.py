@@ -16,7 +16,7 @@ def test_advantages_of_a_group_add_up_to_nothing(name, rewards_G):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("rewards_G", [[0.3], [0.25, 0.25, 0.25]])
+@pytest.mark.parametrize("rewards_G", [[0.3], [0.25, 0.25, 0.25], [0.1, 0.1, 0.1]])
 def test_a_constant_group_has_no_advantage(name, rewards_G):
     assert ADVANTAGES[name](rewards_G) == [0.0] * len(rewards_G)
     assert is_constant(rewards_G)

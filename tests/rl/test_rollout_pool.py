@@ -25,6 +25,7 @@ from rollout_fakes import (
     Flaky,
     Group,
     Locked,
+    Plain,
     Refusing,
     Stuck,
     bad,
@@ -244,9 +245,16 @@ def test_a_builder_that_only_this_process_knows_is_named(play, monkeypatch):
         play(module.Hidden())
 
 
+class LoggingCode(Plain):
+    async def step(self, action, *, extra=None):
+        result = await super().step(action, extra=extra)
+        result.logs["score"] = lambda: 0  # type: ignore[assignment]
+        return result
+
+
 class Unsendable(Group):
-    async def compute_group_rewards(self, trajectory_group, env_group):
-        return [(0.0, {"score": lambda: 0}) for _ in trajectory_group]
+    def _env(self, what):
+        return LoggingCode()
 
 
 def test_results_that_do_not_pickle_are_an_error(play):

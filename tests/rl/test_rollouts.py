@@ -373,6 +373,7 @@ class BadGrades(Group):
         ([(0.0, {})] * 3, "gave 3 rewards for 4 trajectories"),
         ([0.0] * 4, "gave 0.0 for trajectory 0; give one"),
         ([(0.0, {})] * 3 + [(0.0, None)], r"gave \(0.0, None\) for trajectory 3"),
+        ([(0.0, {}), (0.0, {"won": [1]})] * 2, r"of trajectory 1, gave the metric won=\[1\]; give a number"),
         ([("much", {})] * 4, "gave the reward 'much' for trajectory 0"),
         ([(0.0, {}), (float("nan"), {})] * 2, "gave the reward nan for trajectory 1"),
     ],
@@ -381,7 +382,7 @@ class BadGrades(Group):
 def test_grades_that_are_none_are_refused(answers, message, strategy):
     builder = BadGrades()
     builder.answers = answers
-    with pytest.raises(UserError, match=f"compute_group_rewards of BadGrades {message}") as caught:
+    with pytest.raises(UserError, match=f"compute_group_rewards of BadGrades,? {message}") as caught:
         play(builder, strategy)
     assert isinstance(caught.value, NonFiniteError) == ("nan" in message)
 

@@ -125,6 +125,8 @@ def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
         ({"reward": float("nan")}, "Answering.step gave reward=nan in turn 1"),
         ({"reward": float("inf")}, "give a finite number"),
         ({"stop_reason": "bored"}, "stop_reason='bored'; there are completed, "),
+        ({"metrics": {"answer": "42"}}, "Answering.step, in turn 1, gave the metric answer='42'; give a number"),
+        ({"metrics": None}, "gave None as metrics"),
     ],
 )
 def test_an_answer_that_cannot_be_a_turn_is_refused(answer, message):
@@ -237,11 +239,13 @@ def test_a_timeout_of_the_policy_is_its_own():
         play(Limited(rollout_limits=RolloutLimits(rollout_timeout_seconds=60)), Broken())
 
 
-def test_rewards_are_plain_numbers():
+def test_rewards_and_metrics_are_plain_numbers():
     import numpy as np
 
-    trajectory = play(Answering(reward=np.float32(0.5)))
-    assert type(trajectory.transitions[0].reward) is float
+    trajectory = play(Answering(reward=np.float32(0.5), metrics={"correct": np.float32(0.5), "tries": 2}))
+    [turn] = trajectory.transitions
+    assert type(turn.reward) is type(turn.metrics["correct"]) is float
+    assert (turn.metrics["correct"], turn.metrics["tries"]) == (0.5, 2)
 
 
 def test_an_empty_prompt_is_one():

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from digest_service import GAP, FakeService, Killed
 from digit_env import Digits, DigitsBuilder
+from eventful_env import EventfulBuilder
 
 from planish.errors import UnsupportedError, UserError
 from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
@@ -19,6 +20,12 @@ from planish.rl.train import main
 from planish.runs import read_rows
 
 STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_git(monkeypatch):
+    """Git takes longer than a whole run."""
+    monkeypatch.setattr("planish.rl.train.code_diff", lambda paths: "")
 
 
 def config_of(path, **changes):
@@ -154,7 +161,7 @@ def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
 
 def recorded(interruptions):
     @contextmanager
-    def on_control_c(self):
+    def on_control_c(self, say):
         interruptions.append(self)
         yield
 
@@ -201,16 +208,15 @@ def test_lag_zero_is_the_synchronous_loop(tokenizer, tmp_path):
 
 
 def test_streaming_trains_while_others_are_played(service, tmp_path):
-    """The last group of the first batch takes long; the first minibatch's gradient is on its way before that."""
-    slow = [65, 66 + 3]
-    service.delay = lambda tokens, seed: 0.3 if tokens == slow else 0.0
-    order = []
-    count = service.count
-    service.count = lambda operation: (order.append(operation), count(operation))
-    stream = StreamMinibatchConfig(num_minibatches=4)
-    train(service, tmp_path, stream_minibatch_config=stream, max_steps=1)
-    assert service.clients[0].calls == [4, 4, 4, 4]
-    assert order.index("forward_backward") < len(order)
+    """The last group of the batch is not done before a gradient of the first one is on its way."""
+
+    async def wait_for_a_gradient(number):
+        while number == 1 and "forward_backward" not in service.operations:
+            await asyncio.sleep(0.001)
+
+    builder = EventfulBuilder(batches=1, happening=wait_for_a_gradient)
+    train(service, tmp_path, dataset_builder=builder, stream_minibatch_config=StreamMinibatchConfig(num_minibatches=2))
+    assert service.clients[0].calls == [2, 2]
 
 
 def test_how_a_batch_is_cut(tokenizer, tmp_path):
@@ -287,6 +293,11 @@ BAD = {
     "reference without coefficient": ({"kl_reference_config": KLReferenceConfig(base_model="x")}, "kl_penalty_coef"),
     "logger": ({"loggers": ["neptune"]}, "neptune"),
     "lag": ({"async_config": AsyncConfig(max_steps_off_policy=-1)}, "max_steps_off_policy"),
+    "time to live": ({"ttl_seconds": 0}, "ttl_seconds=0"),
+    "project without its logger": ({"wandb_project": "sums"}, "loggers=wandb"),
+    "discount without penalty": ({"kl_discount_factor": 0.9}, "kl_penalty_coef is 0"),
+    "tolerance": ({"rollout_error_tolerance": "yes"}, "rollout_error_tolerance='yes'"),
+    "evaluators that never run": ({"evaluator_builders": [dict]}, "eval_every"),
     "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "no batches"),
 }
 

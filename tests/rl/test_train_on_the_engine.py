@@ -117,7 +117,13 @@ def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
     here, data, log = str(Path(__file__).parent), str(tmp_path / "data"), str(tmp_path / "run")
     script = SCRIPT.format(here=here, model=model, data=data, log=log)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this program.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while len(read_rows(metrics)) < 2:

@@ -1,0 +1,462 @@
+"""What becomes of a run when something fails in it, when it is told to stop, and when groups of it come to nothing."""
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+
+import chz
+import pytest
+from digest_service import FakeService
+from digit_env import DigitsBuilder
+from eventful_env import AtGroup, EventfulBuilder, nothing
+
+from planish.errors import CheckpointError, UserError
+from planish.evaluators import SamplingClientEvaluator
+from planish.rl import train as training
+from planish.rl.config import AsyncConfig, Config, StreamMinibatchConfig
+from planish.rl.rollout_strategy import MinViableGroup
+from planish.rl.types import RLDatasetBuilder
+from planish.runs import read_rows
+
+
+@pytest.fixture(autouse=True)
+def _no_git(monkeypatch):
+    monkeypatch.setattr(training, "code_diff", lambda paths: "")
+
+
+@pytest.fixture(autouse=True)
+def _control_c():
+    """A suite that a shell runs in the background is told to ignore Ctrl-C, and so would these runs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def config_of(path, builder: RLDatasetBuilder | None = None, **changes):
+    options = {
+        "learning_rate": 0.1,
+        "dataset_builder": builder or EventfulBuilder(happening=nothing, at_test=nothing),
+        "model_name": "tiny",
+        "max_tokens": 8,
+        "log_path": str(path),
+        "eval_every": 0,
+        "num_groups_to_log": 0,
+        "rollout_json_export": False,
+        **changes,
+    }
+    return Config(**options)
+
+
+def train(service, path, builder=None, **changes):
+    return asyncio.run(training.main(config_of(path, builder, **changes), service))
+
+
+def rows_of(path):
+    return read_rows(path / "metrics.jsonl")
+
+
+def steps_of(path):
+    return [row["step"] for row in rows_of(path)]
+
+
+def saved(path):
+    return [(record["name"], record["batch"]) for record in read_rows(path / "checkpoints.jsonl")]
+
+
+def broken() -> None:
+    raise RuntimeError("the sandbox is gone")
+
+
+# What an error leaves behind.
+
+
+def test_an_error_says_where_and_what_was_done_is_saved(service, tmp_path):
+    builder = EventfulBuilder(happening=AtGroup(5, broken))  # the second group of step 2
+    with pytest.raises(RuntimeError, match="the sandbox is gone") as caught:
+        train(service, tmp_path, builder)
+    assert "in group 1 of step 2" in caught.value.__notes__
+    assert saved(tmp_path) == [("000002", 2)]
+    train(whole := FakeService(service.tokenizer), tmp_path / "whole", builder)
+    train(service, tmp_path, builder)
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+    assert service.clients[-1].weights == whole.clients[-1].weights
+
+
+def test_an_error_within_an_update_saves_nothing(service, tmp_path):
+    """The first substep is done, the second cannot be: these weights are of no step."""
+
+    async def slow(number):
+        if number == 3:
+            while service.operations.count("optim_step") < 3:
+                await asyncio.sleep(0.001)
+            broken()
+
+    builder = EventfulBuilder(happening=slow)
+    stream = StreamMinibatchConfig(num_minibatches=1)
+    with pytest.raises(RuntimeError):
+        train(service, tmp_path, builder, num_substeps=2, stream_minibatch_config=stream)
+    assert saved(tmp_path) == []
+
+
+def test_an_error_of_a_later_batch_lets_a_checkpoint_be_finished(service, tmp_path):
+    """With lag a group may fail while the state is being saved, in another thread."""
+    saving, failed = threading.Event(), threading.Event()
+
+    async def fail_while_saving(number):
+        if number == 4:
+            await asyncio.to_thread(saving.wait, 10)
+            failed.set()
+            broken()
+
+    count = service.count
+
+    def slow_save(operation):
+        count(operation)
+        if operation == "save_state":
+            saving.set()
+            assert failed.wait(10)
+            threading.Event().wait(0.2)  # time for the error to reach the loop
+
+    service.count = slow_save
+    builder = EventfulBuilder(happening=fail_while_saving)
+    with pytest.raises(RuntimeError, match="the sandbox is gone"):
+        train(service, tmp_path, builder, save_every=1, async_config=AsyncConfig(max_steps_off_policy=2))
+    assert saved(tmp_path) == [("000001", 1)]
+    assert read_rows(tmp_path / "checkpoints.jsonl")[0]["state_path"] in service.states
+
+
+def test_an_evaluator_that_raises_is_named(service, tmp_path):
+    class Judge(SamplingClientEvaluator):
+        async def __call__(self, sampling_client):
+            if sampling_client.weights.steps == 2:
+                raise RuntimeError("no more credits")
+            return {}
+
+    with pytest.raises(RuntimeError, match="no more credits") as caught:
+        train(service, tmp_path, evaluator_builders=[Judge], eval_every=2)
+    assert any("Judge" in note for note in caught.value.__notes__)
+    assert saved(tmp_path) == [("000002", 2)]
+
+
+@pytest.mark.parametrize("given", [None, {"score": "high"}])
+def test_an_evaluator_that_gives_no_numbers_is_named(service, tmp_path, given):
+    class Judge(SamplingClientEvaluator):
+        async def __call__(self, sampling_client):
+            return given
+
+    with pytest.raises(UserError, match="Judge"):
+        train(service, tmp_path, evaluator_builders=[Judge], eval_every=1)
+
+
+def test_a_metric_that_is_not_finite_is_left_out_and_said(service, tmp_path, capsys):
+    class Judge(SamplingClientEvaluator):
+        async def __call__(self, sampling_client):
+            return {"score": float("nan"), "others": 1.0}
+
+    train(service, tmp_path, evaluator_builders=[Judge], eval_every=1, max_steps=2)
+    rows = rows_of(tmp_path)
+    assert [row["others"] for row in rows] == [1.0] * 3
+    assert not any("score" in row for row in rows)
+    assert "score is nan" in capsys.readouterr().out
+
+
+# Groups that come to nothing.
+
+
+def test_dropped_groups_are_counted_and_leave_no_row_of_zeros(service, tmp_path):
+    async def all_of_step_1(number):
+        if number in (2, 3):
+            broken()
+
+    builder = EventfulBuilder(happening=all_of_step_1, tests=2, at_test=AtGroup(0, broken, times=1000))
+    strategy = MinViableGroup(max_retries=0)
+    train(service, tmp_path, builder, rollout_error_tolerance=strategy, eval_every=4, rollout_json_export=True)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert "env/all/reward/total" not in rows[1]
+    assert rows[1]["rollout_errors/groups_skipped"] == 2
+    assert service.clients[0].weights.steps == 3
+    assert rows[0]["test/env/all/total_episodes"] == 2
+    assert rows[0]["test/rollout_errors/groups_skipped"] == 1
+
+
+def test_a_test_of_which_nothing_is_left_has_no_score(service, tmp_path):
+    async def always(number):
+        broken()
+
+    builder = EventfulBuilder(happening=nothing, tests=2, at_test=always)
+    train(service, tmp_path, builder, rollout_error_tolerance=MinViableGroup(max_retries=0), eval_every=4)
+    [first, *_, last] = rows_of(tmp_path)
+    for row in (first, last):
+        assert row["test/rollout_errors/groups_skipped"] == 2
+        assert not any(name.startswith("test/env") for name in row)
+
+
+# Being told to stop.
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_soon() -> None:
+    threading.Timer(0.05, interrupt).start()
+
+
+def interrupting_at(service, operation, occurrence):
+    """Ctrl-C before the nth operation of this name."""
+    count = service.count
+
+    def counting(name):
+        if name == operation and service.operations.count(name) == occurrence:
+            interrupt()
+        count(name)
+
+    return counting
+
+
+PHASES = {
+    "loading": ("create", 0),
+    "publishing": ("publish", 1),
+    "sampling": ("sample", 6),
+    "testing": ("sample", 0),
+    "training": ("forward_backward", 1),
+    "updating": ("optim_step", 1),
+    "saving": ("save_state", 0),
+    "saving weights": ("save_weights_for_sampler", 0),
+    "last tests": ("publish", 4),
+    "final": ("save_state", 1),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_control_c_in_every_phase(service, tmp_path, phase, monkeypatch):
+    builder = EventfulBuilder(happening=nothing, tests=2, at_test=nothing)
+    options = {"eval_every": 3, "save_every": 3}
+    train(whole := FakeService(service.tokenizer), tmp_path / "whole", builder, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "count", interrupting_at(service, *PHASES[phase]))
+        try:
+            train(service, tmp_path / "run", builder, **options)
+        except KeyboardInterrupt:
+            assert phase != "final"
+        else:
+            assert phase == "final"
+    done = len([row for row in rows_of(tmp_path / "run") if "optim/lr" in row])
+    assert (saved(tmp_path / "run") or [("", 0)])[-1][1] == done, "nothing that was trained is lost"
+    train(service, tmp_path / "run", builder, **options)
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+    assert service.clients[-1].weights == whole.clients[-1].weights
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_control_c_is_answered_and_a_second_one_ends_at_once(service, tmp_path, capsys):
+    """Here while what was being played is cancelled, which would take a minute."""
+
+    async def press_twice():
+        interrupt()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            threading.Timer(0.1, interrupt).start()
+            await asyncio.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train(service, tmp_path, EventfulBuilder(happening=AtGroup(2, press_twice)))
+    assert time.monotonic() - began < 30
+    assert "Ctrl-C" in capsys.readouterr().out
+    assert steps_of(tmp_path) == [0]
+    train(service, tmp_path, EventfulBuilder(happening=AtGroup(-1, interrupt)))
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_process_that_ignores_control_c_goes_on_ignoring_it(service, tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        train(service, tmp_path, EventfulBuilder(happening=AtGroup(2, interrupt)))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+async def tasks_left(work):
+    """The tasks that `work` leaves behind when it fails."""
+    with pytest.raises(BaseException) as caught:
+        await work
+    return caught.value, asyncio.all_tasks() - {asyncio.current_task()}
+
+
+def test_a_test_that_is_stopped_goes_on_nowhere(service, tmp_path):
+    """Ctrl-C while the test's groups are played: they are cancelled and have ended when the run has."""
+    ended = []
+    press = AtGroup(1, interrupt_soon)
+
+    async def wait_for_ever(number):
+        await press(number)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(number)
+
+    builder = EventfulBuilder(happening=nothing, tests=2, at_test=wait_for_ever)
+    error, left = asyncio.run(tasks_left(training.main(config_of(tmp_path, builder, eval_every=1), service)))
+    assert isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+    assert sorted(ended) == [0, 0, 1, 1]
+    assert left == set()
+
+
+def test_an_error_stops_a_test_that_goes_on_beside_it(service, tmp_path):
+    """With lag a group fails while the test is played."""
+    testing = asyncio.Event()
+
+    async def fail_in_the_test(number):
+        if number == 4:
+            await testing.wait()
+            broken()
+
+    async def wait_in_the_second_test(number):
+        if service.operations.count("publish") > 1:
+            testing.set()
+            await asyncio.sleep(60)
+
+    builder = EventfulBuilder(happening=fail_in_the_test, tests=1, at_test=wait_in_the_second_test)
+    config = config_of(tmp_path, builder, eval_every=1, async_config=AsyncConfig(max_steps_off_policy=2))
+    error, left = asyncio.run(tasks_left(training.main(config, service)))
+    assert isinstance(error, RuntimeError)
+    assert not any("more tasks failed" in note for note in error.__notes__)
+    assert left == set()
+    gc.collect()  # an error that nobody asked for would be a warning
+
+
+def test_an_error_while_stopping_does_not_cost_the_checkpoint(service, tmp_path):
+    async def fail_when_cancelled():
+        interrupt_soon()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            broken()
+
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
+        train(service, tmp_path, EventfulBuilder(happening=AtGroup(3, fail_when_cancelled)))
+    assert saved(tmp_path) == [("000001", 1)]
+
+
+# Going on.
+
+
+def test_lag_after_a_resumption(service, tmp_path):
+    """The first step begins with the newest weights; the bound holds, and each group is played again or for the first time."""
+    played: list[int] = []
+    fail = AtGroup(7, broken)
+
+    async def note(number):
+        played.append(number)
+        await fail(number)
+
+    builder = EventfulBuilder(batches=6, happening=note)
+    options = {"async_config": AsyncConfig(max_steps_off_policy=2), "save_every": 2}
+    with pytest.raises(RuntimeError):
+        train(service, tmp_path, builder, **options)
+    [*_, (_, done)] = saved(tmp_path)
+    played.clear()
+    train(service, tmp_path, builder, **options)
+    assert played[::2] == list(range(2 * done, 12))
+    rows = rows_of(tmp_path)
+    assert steps_of(tmp_path) == list(range(6))
+    assert [row["async/staleness_max"] for row in rows[done:]] == [0, 1, 2, 2, 2, 2][: 6 - done]
+
+
+def test_a_state_that_has_expired_is_passed_over(tokenizer, tmp_path):
+    """Rolling states live for hours: after a night the run goes on from the one before."""
+    options = {"save_every": 2, "rolling_save_every": 1}
+    train(whole := FakeService(tokenizer), tmp_path / "whole", **options)
+    service = FakeService(tokenizer)
+    with pytest.raises(RuntimeError):
+        train(service, tmp_path / "run", EventfulBuilder(happening=AtGroup(7, broken)), **options)
+    assert saved(tmp_path / "run")[-1] == ("rolling-000003", 3)
+    del service.states[read_rows(tmp_path / "run" / "checkpoints.jsonl")[-1]["state_path"]]
+    train(service, tmp_path / "run", EventfulBuilder(happening=AtGroup(7, broken, times=0)), **options)
+    assert steps_of(tmp_path / "run") == [0, 1, 2, 3]
+    names = saved(tmp_path / "run")
+    assert len(set(names)) == len(names)
+    assert service.clients[-1].weights == whole.clients[-1].weights
+
+
+def test_a_run_of_which_no_state_is_left_says_so(service, tmp_path):
+    train(service, tmp_path, save_every=1, max_steps=2)
+    service.states.clear()
+    with pytest.raises(CheckpointError, match="there is no checkpoint.*final-000002") as caught:
+        train(service, tmp_path, save_every=1)
+    assert any("another log_path" in note for note in caught.value.__notes__)
+    assert steps_of(tmp_path) == [0, 1]
+
+
+def test_checkpoints_of_a_resumed_run_say_whose_they_are(service, tmp_path):
+    options = {"recipe_name": "sums", "renderer_name": "chatml"}
+    train(service, tmp_path, max_steps=1, **options)
+    train(service, tmp_path, **options)
+    assert [client.metadata for client in service.clients] == [options, options]
+
+
+def test_rolling_states_go_when_a_newer_state_is_recorded(service, tmp_path):
+    train(service, tmp_path, save_every=3, rolling_save_every=1)
+    assert [path.rsplit("/")[-1] for path in service.states] == ["000003", "final-000004"]
+
+
+def test_more_epochs_begin_where_fewer_ended(tokenizer, tmp_path):
+    """The order of the first epoch does not depend on how many there are."""
+    played: list[int] = []
+
+    async def note(number):
+        played.append(number)
+
+    builder = EventfulBuilder(happening=note)
+    service = FakeService(tokenizer)
+    train(service, tmp_path, builder, max_steps=2)
+    train(service, tmp_path, builder, num_epochs=3)
+    groups = played[::2]
+    assert groups[:8] == list(range(8))
+    assert sorted(groups[8:16]) == sorted(groups[16:]) == list(range(8))
+    assert groups[8:16] != groups[16:]
+
+
+def test_options_may_be_corrected_until_something_is_recorded(service, tmp_path):
+    class Refusing(FakeService):
+        def create_lora_training_client(self, base_model, rank, seed, user_metadata=None):
+            raise UserError(f"no source has {base_model}")
+
+    with pytest.raises(UserError, match="no source has tinny"):
+        train(Refusing(service.tokenizer), tmp_path, model_name="tinny")
+    train(service, tmp_path, max_steps=1)
+    with pytest.raises(UserError, match="model_name was 'tiny'"):
+        train(service, tmp_path, model_name="tinny")
+
+
+def test_a_run_directory_may_be_moved(service, tmp_path, monkeypatch):
+    train(service, tmp_path / "here", max_steps=1)
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.chdir(tmp_path)
+    assert steps_of(train(service, "there")) == [0, 1, 2, 3]
+
+
+def test_other_data_do_not_mix_with_a_run(service, tmp_path):
+    """Also if their options look alike."""
+
+    @chz.chz
+    class Others(DigitsBuilder):
+        pass
+
+    train(service, tmp_path, DigitsBuilder(), max_steps=1)
+    with pytest.raises(UserError, match="dataset_builder.__chz_type__ was"):
+        train(service, tmp_path, Others())
+
+
+def test_answers_fit_into_the_context_in_tests_too(service, tmp_path):
+    service.context = 2 + 4
+    train(service, tmp_path, DigitsBuilder(tests=1), eval_every=1, max_steps=1)
+    assert [row["test/env/all/total_episodes"] for row in rows_of(tmp_path)] == [4, 4]
