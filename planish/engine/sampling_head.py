@@ -10,7 +10,7 @@ from torch import Tensor
 
 from planish.engine.row_tiling import RowTiling
 from planish.model.decoder import Decoder
-from planish.model.head import exact_logits, head_logits
+from planish.model.head import Lora, base_product, exact_logits, head_logits
 from planish.model.lora import AdapterRows, LoraWeights
 
 
@@ -40,31 +40,40 @@ class SamplingHead:
         self._tiling = tiling or RowTiling()
 
     def logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
-        """float32 [R, V]; rows in the order of `hidden`."""
+        """float32 [R, V]; rows in the order of `hidden`. The base weights, the most of the work, are read once for all adapters."""
         tile = self._tiling.tile
-        parts = []
+        if len(adapters) == 1:
+            (rows,) = adapters
+            return self._tiled(self._padded(hidden, rows.weights), rows.weights)[: hidden.shape[0]]
+        if tile is not None:
+            return torch.cat([self._tiled(hidden[rows.start : rows.stop], rows.weights) for rows in adapters])
+        base = base_product(hidden, self._weight)
+        out = torch.empty(base.shape, dtype=torch.float32, device=base.device)
         for rows in adapters:
-            h = hidden[rows.start : rows.stop]
-            lora = rows.weights.head if rows.weights else None
-            padded = self._padded(h, rows.weights)
-            pieces = padded.split(tile) if tile else (padded,)
-            parts += [head_logits(piece, self._weight, lora) for piece in pieces]
-            missing = padded.shape[0] - h.shape[0]
-            if missing:
-                parts[-1] = parts[-1][: parts[-1].shape[0] - missing]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            mine = slice(rows.start, rows.stop)
+            out[mine] = head_logits(hidden[mine], self._weight, _lora(rows.weights), base[mine])
+        return out
 
     def exact(self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]) -> Tensor:
         """Logits of tokens[i] at hidden row rows[i], as float32 dot products: float32 [B]."""
         out = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         for segment in adapters:
             mine = ((rows >= segment.start) & (rows < segment.stop)).nonzero().squeeze(1)
-            lora = segment.weights.head if segment.weights else None
             if len(mine):
-                padded = self._padded(hidden, segment.weights)
-                out[mine] = exact_logits(padded, self._weight, lora, rows[mine], tokens[mine])
+                states = self._padded(hidden[segment.start : segment.stop], segment.weights)
+                at = rows[mine] - segment.start
+                out[mine] = exact_logits(states, self._weight, _lora(segment.weights), at, tokens[mine])
         return out
+
+    def _tiled(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
+        pieces = hidden.split(self._tiling.tile) if self._tiling.tile else (hidden,)
+        parts = [head_logits(piece, self._weight, _lora(weights)) for piece in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _padded(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
         missing = self._tiling.padded(hidden.shape[0], weights) - hidden.shape[0]
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+
+
+def _lora(weights: LoraWeights | None) -> Lora | None:
+    return weights.head if weights is not None else None

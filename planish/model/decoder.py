@@ -134,9 +134,7 @@ class _Forward:
                 return _add_lora(x, outs, lora_site, self.tile)
             # Several adapters share the batch only without gradients, so each may write into its rows in place.
             part = slice(rows.start, rows.stop)
-            added = _add_lora(x[part], [out[part] for out in outs], lora_site, self.tile)
-            for out, new in zip(outs, added, strict=True):
-                out[part] = new
+            _add_lora_(x[part], [out[part] for out in outs], lora_site, self.tile)
         return outs
 
 
@@ -146,6 +144,16 @@ def _add_lora(x: Tensor, outs: list[Tensor], site: Site, tile: int | None) -> li
     if tile is None:
         return [torch.addmm(out, part, b.t()) for out, part, b in zip(outs, lows, site.bs, strict=True)]
     return [out + product(part, b, None, tile) for out, part, b in zip(outs, lows, site.bs, strict=True)]
+
+
+def _add_lora_(x: Tensor, outs: list[Tensor], site: Site, tile: int | None) -> None:
+    """_add_lora in place."""
+    lows = product(x, site.a, None, tile).chunk(len(outs), dim=-1)
+    for out, part, b in zip(outs, lows, site.bs, strict=True):
+        if tile is None:
+            out.addmm_(part, b.t())
+        else:
+            out.add_(product(part, b, None, tile))
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: int | None) -> Tensor:

@@ -30,10 +30,19 @@ _PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
 
 
 @torch.no_grad()
-def head_logits(hidden: Tensor, weight: Tensor, lora: Lora | None) -> Tensor:
-    """float32 [R, V]: hidden [R, D] times weight [V, D] transposed, plus the adapter; no gradient."""
+def base_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[R, V]: what the head_logits of all adapters begin with, for rows of several adapters at once."""
+    return _base_product(hidden, weight)
+
+
+@torch.no_grad()
+def head_logits(hidden: Tensor, weight: Tensor, lora: Lora | None, base: Tensor | None = None) -> Tensor:
+    """float32 [R, V]: hidden [R, D] times weight [V, D] transposed, plus the adapter; no gradient.
+
+    `base`: the rows' base_product if it is known; it is overwritten.
+    """
     low = _low(hidden, lora)
-    logits = _product(hidden, weight, low, lora)
+    logits = _with_lora(_base_product(hidden, weight) if base is None else base, low, lora)
     if not _is_rounded(hidden):
         return logits.float()
     tokens, exact = _likeliest(hidden, weight, low, lora, logits)
@@ -165,7 +174,7 @@ class _HeadGrads:
 
 def _stored_logits(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> list[Tensor]:
     """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones at the tokens."""
-    logits = _product(hidden, weight, low, lora)
+    logits = _with_lora(_base_product(hidden, weight), low, lora)
     return [*_likeliest(hidden, weight, low, lora, logits), logits] if _is_rounded(hidden) else [logits]
 
 
@@ -202,15 +211,25 @@ def _low(hidden: Tensor, lora: Lora | None) -> Tensor | None:
     return hidden @ lora[0].t() if lora is not None else None
 
 
-def _product(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> Tensor:
-    """Logits [R, V]: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
-    if hidden.device.type == "cpu" or hidden.dtype in (torch.float32, torch.float64):
-        logits = hidden @ weight.t()
-        return torch.addmm(logits, low, lora[1].t()) if low is not None and lora is not None else logits
-    logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    if low is not None and lora is not None:
-        logits += torch.mm(low, lora[1].t(), out_dtype=torch.float32)
-    return logits
+def _base_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of the base model [R, V]: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
+    if _adds_in_float32(hidden):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden @ weight.t()
+
+
+def _with_lora(logits: Tensor, low: Tensor | None, lora: Lora | None) -> Tensor:
+    """The adapter added to the base model's logits, in place."""
+    if low is None or lora is None:
+        return logits
+    if _adds_in_float32(low):
+        return logits.add_(torch.mm(low, lora[1].t(), out_dtype=torch.float32))
+    return logits.addmm_(low, lora[1].t())
+
+
+def _adds_in_float32(x: Tensor) -> bool:
+    """Whether products can be had in float32 although their factors are not."""
+    return x.device.type != "cpu" and x.dtype not in (torch.float32, torch.float64)
 
 
 def _likeliest(
