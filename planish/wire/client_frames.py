@@ -1,0 +1,71 @@
+"""Many answers in one body, each as soon as it is there: a JSON header and bytes, with the lengths of both before them.
+
+planish's own addition to the protocol: a client draws by one request for many samples (POST /planish/draw), where the public SDK
+makes two for each.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from planish.errors import UserError
+
+MEDIA = "application/x-planish-frames"
+_LENGTHS = struct.Struct("<II")
+_MAX_HEADER = 1 << 24
+
+
+@dataclass(frozen=True)
+class Frame:
+    header: Mapping[str, Any]
+    content: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        header = orjson.dumps(dict(self.header))
+        return _LENGTHS.pack(len(header), len(self.content)) + header + self.content
+
+
+@dataclass
+class FrameReader:
+    """Takes bytes as they come, and gives frames as they are whole."""
+
+    _rest: bytearray = field(default_factory=bytearray)
+
+    def feed(self, data: bytes) -> list[Frame]:
+        self._rest += data
+        frames = []
+        start = 0
+        while (end := self._end(start)) is not None:
+            header_size, _ = _LENGTHS.unpack_from(self._rest, start)
+            middle = start + _LENGTHS.size + header_size
+            frames.append(
+                Frame(_header(bytes(self._rest[start + _LENGTHS.size : middle])), bytes(self._rest[middle:end]))
+            )
+            start = end
+        del self._rest[:start]
+        return frames
+
+    def _end(self, start: int) -> int | None:
+        """Where the frame that begins at `start` ends; None if it is not whole."""
+        if len(self._rest) - start < _LENGTHS.size:
+            return None
+        header_size, content_size = _LENGTHS.unpack_from(self._rest, start)
+        if header_size > _MAX_HEADER:
+            raise UserError("the answer is no sequence of frames")
+        end = start + _LENGTHS.size + header_size + content_size
+        return end if end <= len(self._rest) else None
+
+
+def _header(data: bytes) -> Mapping[str, Any]:
+    try:
+        header = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"the header of a frame is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise UserError("the header of a frame is no object")
+    return header

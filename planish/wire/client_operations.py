@@ -1,0 +1,122 @@
+"""The client's side of the protocol: where each operation is posted, as what body, and how its result reads.
+
+Ids of operations are the server's: model `{session}:train:{n}`, sampler `{session}:sample:{n}`. A body that is posted again is the
+same request, so it is made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    PublishSampler,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.types import LoadWeightsResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
+from planish.wire.fields import Fields
+from planish.wire.models import (
+    SessionPlace,
+    create_from_weights_to_json,
+    create_model_to_json,
+    create_sampler_to_json,
+    load_weights_to_json,
+    publish_to_json,
+    save_to_json,
+)
+from planish.wire.sampling import SampleRequest, sample_request_to_json
+from planish.wire.training import (
+    forward_backward_to_message,
+    optim_step_response_from_json,
+    optim_step_to_json,
+    output_from_message,
+)
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A request as it is sent."""
+
+    path: str
+    """After /api/v1."""
+    content: bytes
+    media: str = JSON
+
+    @classmethod
+    def json(cls, path: str, fields: dict[str, Any]) -> Posted:
+        return cls(path, orjson.dumps(fields))
+
+
+def place_of(server_id: str) -> SessionPlace:
+    """The session and number that are in an id of a model or a sampler."""
+    session_id, _, rest = server_id.partition(":")
+    return SessionPlace(session_id, int(rest.rpartition(":")[2]))
+
+
+def create_model_request(operation: CreateModel) -> Posted:
+    place = place_of(operation.model_id)
+    if operation.from_path is None:
+        return Posted.json("/create_model", create_model_to_json(operation, place))
+    return Posted.json("/load_weights", create_from_weights_to_json(operation, place))
+
+
+def create_sampler_request(operation: CreateSampler) -> Posted:
+    return Posted.json("/create_sampling_session", create_sampler_to_json(operation, place_of(operation.sampler_id)))
+
+
+def sample_request(operation: Sample, seq_id: int) -> Posted:
+    return Posted.json("/asample", sample_request_to_json(SampleRequest(seq_id, operation)))
+
+
+def training_request(operation: Operation[Any], seq_id: int) -> Posted:
+    """The request for an operation of a model that exists; `seq_id` is its place among them, counted from 1."""
+    match operation:
+        case ForwardBackward():
+            return Posted("/forward_backward", forward_backward_to_message(operation, seq_id), PROTOBUF)
+        case OptimStep():
+            return Posted.json("/optim_step", optim_step_to_json(operation, seq_id))
+        case SaveWeights():
+            return Posted.json("/save_weights", save_to_json(operation, seq_id))
+        case SaveWeightsForSampler():
+            return Posted.json("/save_weights_for_sampler", save_to_json(operation, seq_id))
+        case PublishSampler():
+            number = place_of(operation.sampler_id).seq_id
+            return Posted.json("/save_weights_for_sampler", publish_to_json(operation, number, seq_id))
+        case LoadWeights():
+            return Posted.json("/load_weights", load_weights_to_json(operation, seq_id))
+        case UnloadModel():
+            return Posted.json("/unload_model", {"model_id": operation.model_id, "type": "unload_model"})
+    raise TypeError(f"{type(operation).__name__} is no operation of a model")
+
+
+def training_result(operation: Operation[Any], content: bytes) -> Any:
+    """The result of an operation, from the body that came back; UserError if it is none."""
+    match operation:
+        case ForwardBackward():
+            return output_from_message(content)
+        case OptimStep():
+            return optim_step_response_from_json(Fields.of(content))
+        case SaveWeights():
+            return SaveWeightsResponse(Fields.of(content).text("path"))
+        case SaveWeightsForSampler():
+            return SaveWeightsForSamplerResponse(Fields.of(content).text("path"))
+        case PublishSampler():
+            return Fields.of(content).text("sampling_session_id")
+        case LoadWeights():
+            return LoadWeightsResponse(operation.path)
+        case UnloadModel() | CreateModel():
+            return None
+    raise TypeError(f"{type(operation).__name__} is no operation of a model")

@@ -1,0 +1,259 @@
+"""Requests that make, save and load models and samplers. All of them are JSON.
+
+Ids are made of those before them, because clients compute them too: model `{session}:train:{n}`, sampler `{session}:sample:{n}`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from planish.errors import UnsupportedError, UserError
+from planish.service import CreateModel, CreateSampler, LoadWeights, PublishSampler, SaveWeights, SaveWeightsForSampler
+from planish.types import GetInfoResponse, LoraConfig, ModelData
+from planish.wire.fields import Fields
+from planish.wire.training import place_from_json
+
+_LORA_SWITCHES = ("train_unembed", "train_mlp", "train_attn")
+
+
+@dataclass(frozen=True)
+class SessionPlace:
+    """Where a request stands among those of its session that make something: models and samplers are counted apart, each from 0."""
+
+    session_id: str
+    seq_id: int
+
+    @property
+    def model_id(self) -> str:
+        return f"{self.session_id}:train:{self.seq_id}"
+
+    @property
+    def sampler_id(self) -> str:
+        return f"{self.session_id}:sample:{self.seq_id}"
+
+
+def session_of(model_id: str) -> str:
+    """The session in which a model was made."""
+    return model_id.partition(":")[0]
+
+
+def model_place_from_json(fields: Fields) -> SessionPlace:
+    return SessionPlace(fields.identifier("session_id"), fields.integer("model_seq_id", low=0))
+
+
+def sampler_place_from_json(fields: Fields) -> SessionPlace:
+    return SessionPlace(fields.identifier("session_id"), fields.integer("sampling_session_seq_id", low=0))
+
+
+def create_model_from_json(fields: Fields) -> CreateModel:
+    with fields:
+        fields.skip("type")
+        place = model_place_from_json(fields)
+        _check_optimizer(fields)
+        lora = fields.optional(fields.object, "lora_config")
+        return CreateModel(
+            place.model_id,
+            fields.text("base_model"),
+            LoraConfig() if lora is None else _lora_from_json(lora),
+            user_metadata=fields.optional(fields.strings, "user_metadata", {}),
+        )
+
+
+def create_model_to_json(operation: CreateModel, place: SessionPlace) -> dict[str, Any]:
+    """For a model that begins at random; one from a checkpoint is made by load_weights."""
+    lora = {"rank": operation.lora.rank, **{name: getattr(operation.lora, name) for name in _LORA_SWITCHES}}
+    if operation.lora.seed is not None:
+        lora["seed"] = operation.lora.seed
+    return {
+        "type": "create_model",
+        "session_id": place.session_id,
+        "model_seq_id": place.seq_id,
+        "base_model": operation.base_model,
+        "lora_config": lora,
+        "optimizer_config": {"type": "adamw"},
+        "user_metadata": dict(operation.user_metadata),
+    }
+
+
+def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
+    """With `model_id`, into a model that exists; with `session_id`, a new model from the checkpoint."""
+    with fields:
+        fields.skip("type")
+        refuse_access_token(fields)
+        _check_optimizer(fields)
+        path, with_optimizer = fields.text("path"), fields.optional(fields.boolean, "optimizer", False)
+        if fields.has("model_id"):
+            return LoadWeights(place_from_json(fields).model_id, path, with_optimizer)
+        return CreateModel(
+            model_place_from_json(fields).model_id,
+            fields.optional(fields.text, "base_model"),
+            from_path=path,
+            with_optimizer=with_optimizer,
+            user_metadata=fields.optional(fields.strings, "user_metadata", {}),
+        )
+
+
+def refuse_access_token(fields: Fields, header: str | None = None) -> None:
+    """UnsupportedError for a token that would open another key's checkpoint, in the body or in the header that some calls have it in."""
+    if fields.optional(fields.text, "weights_access_token") or header:
+        raise UnsupportedError(
+            "weights_access_token: checkpoints of another key are read once they are published; leave it out"
+        )
+
+
+def load_weights_to_json(operation: LoadWeights, seq_id: int) -> dict[str, Any]:
+    return {
+        "type": "load_weights",
+        "model_id": operation.model_id,
+        "seq_id": seq_id,
+        "path": operation.path,
+        "optimizer": operation.with_optimizer,
+    }
+
+
+def create_from_weights_to_json(operation: CreateModel, place: SessionPlace) -> dict[str, Any]:
+    fields = {
+        "type": "load_weights",
+        "session_id": place.session_id,
+        "model_seq_id": place.seq_id,
+        "path": operation.from_path,
+        "optimizer": operation.with_optimizer,
+        "user_metadata": dict(operation.user_metadata),
+    }
+    return fields if operation.base_model is None else {**fields, "base_model": operation.base_model}
+
+
+def save_weights_from_json(fields: Fields) -> SaveWeights:
+    with fields:
+        place = place_from_json(fields)
+        fields.skip("type")
+        return SaveWeights(
+            place.model_id,
+            _name(fields, place.seq_id),
+            fields.optional(fields.integer, "ttl_seconds"),
+            fields.optional(fields.boolean, "overwrite", False),
+            fields.optional(fields.strings, "user_metadata", {}),
+        )
+
+
+def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler | PublishSampler:
+    """With `path`, a checkpoint of that name; with `sampling_session_seq_id`, a sampler that no file is written for.
+
+    A sampler of kind "inflight" may follow the weights while they train, or stay as it is; here it stays. `overwrite` is
+    planish's own.
+    """
+    with fields:
+        place = place_from_json(fields)
+        fields.skip("type")
+        kind = fields.optional(fields.text, "kind", "snapshot")
+        if kind not in ("snapshot", "inflight"):
+            raise UserError(f"kind={kind[:40]!r}: give 'snapshot' or 'inflight'")
+        ttl = fields.optional(fields.integer, "ttl_seconds")
+        metadata = fields.optional(fields.strings, "user_metadata", {})
+        if not fields.has("sampling_session_seq_id"):
+            overwrite = fields.optional(fields.boolean, "overwrite", False)
+            return SaveWeightsForSampler(place.model_id, _name(fields, place.seq_id), ttl, overwrite, metadata)
+        if fields.optional(fields.text, "path") is not None:
+            raise UserError("path and sampling_session_seq_id are both given; a save has a name, or makes a sampler")
+        number = fields.integer("sampling_session_seq_id", low=0)
+        return PublishSampler(place.model_id, SessionPlace(session_of(place.model_id), number).sampler_id)
+
+
+def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) -> dict[str, Any]:
+    """The body of save_weights or of save_weights_for_sampler."""
+    fields: dict[str, Any] = {
+        "model_id": operation.model_id,
+        "seq_id": seq_id,
+        "path": operation.name,
+        "overwrite": operation.overwrite,
+        "user_metadata": dict(operation.user_metadata),
+    }
+    return fields if operation.ttl_seconds is None else {**fields, "ttl_seconds": operation.ttl_seconds}
+
+
+def publish_to_json(operation: PublishSampler, sampler_number: int, seq_id: int) -> dict[str, Any]:
+    return {
+        "type": "save_weights_for_sampler",
+        "model_id": operation.model_id,
+        "seq_id": seq_id,
+        "kind": "snapshot",
+        "sampling_session_seq_id": sampler_number,
+    }
+
+
+def create_sampler_from_json(fields: Fields) -> CreateSampler:
+    with fields:
+        fields.skip("type")
+        place = sampler_place_from_json(fields)
+        base_model = fields.optional(fields.text, "base_model")
+        model_path = fields.optional(fields.text, "model_path")
+        if base_model is None and model_path is None:
+            raise UserError("base_model and model_path are both missing; give one of them")
+        return CreateSampler(place.sampler_id, base_model, model_path)
+
+
+def create_sampler_to_json(operation: CreateSampler, place: SessionPlace) -> dict[str, Any]:
+    fields = {"base_model": operation.base_model, "model_path": operation.model_path}
+    return {
+        "type": "create_sampling_session",
+        "session_id": place.session_id,
+        "sampling_session_seq_id": place.seq_id,
+        **{name: value for name, value in fields.items() if value is not None},
+    }
+
+
+def info_to_json(info: GetInfoResponse, tokenizer_id: str | None) -> dict[str, Any]:
+    data = {"arch": info.model_data.arch, "model_name": info.model_name}
+    return {
+        "type": "get_info",
+        "model_id": info.model_id,
+        "model_name": info.model_name,
+        "is_lora": info.is_lora,
+        "lora_rank": info.lora_rank,
+        "optimizer_config": {"type": "adamw"},
+        "model_data": data if tokenizer_id is None else {**data, "tokenizer_id": tokenizer_id},
+    }
+
+
+def info_from_json(fields: Fields) -> GetInfoResponse:
+    data = fields.object("model_data")
+    return GetInfoResponse(
+        fields.text("model_id"),
+        ModelData(data.text("arch"), data.text("model_name"), data.optional(data.text, "tokenizer_id")),
+        fields.boolean("is_lora"),
+        fields.optional(fields.integer, "lora_rank"),
+    )
+
+
+def _lora_from_json(fields: Fields) -> LoraConfig:
+    with fields:
+        try:
+            return LoraConfig(
+                fields.integer("rank"),
+                fields.optional(lambda name: fields.integer(name, high=2**64 - 1), "seed"),
+                **{name: fields.optional(fields.boolean, name, True) for name in _LORA_SWITCHES},
+            )
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"lora_config: {error}") from None
+
+
+def _check_optimizer(fields: Fields) -> None:
+    config = fields.optional(fields.object, "optimizer_config")
+    if config is None:
+        return
+    with config:
+        kind = config.text("type")
+        config.skip("version")
+        if kind != "adamw":
+            raise UnsupportedError(
+                f"optimizer_config.type={kind[:40]!r} is not offered: AdamW is the one optimizer here, and the update rule of "
+                "Dimuon is not public; leave optimizer_config out"
+            )
+
+
+def _name(fields: Fields, seq_id: int) -> str:
+    """The name of a checkpoint; by default the number of the request, which a repetition has too."""
+    return fields.optional(fields.text, "path", f"{seq_id:06d}")

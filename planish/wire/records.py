@@ -1,0 +1,112 @@
+"""What the server tells of checkpoints, base models and samplers. All of it is JSON; times are ISO 8601 with their zone."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from planish.errors import UserError
+from planish.service import CheckpointInfo, SamplerInfo
+from planish.types import (
+    Checkpoint,
+    CheckpointType,
+    GetServerCapabilitiesResponse,
+    LoraConfig,
+    SupportedModel,
+)
+from planish.wire.fields import Fields
+
+_CHECKPOINT_TYPES: dict[str, CheckpointType] = {"training": "training", "sampler": "sampler", "external": "sampler"}
+
+
+def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": checkpoint.checkpoint_id,
+        "checkpoint_type": checkpoint.checkpoint_type,
+        "time": checkpoint.time.isoformat(),
+        "tinker_path": checkpoint.tinker_path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": checkpoint.user_metadata,
+        "expires_at": None if checkpoint.expires_at is None else checkpoint.expires_at.isoformat(),
+    }
+
+
+def checkpoint_from_json(fields: Fields) -> Checkpoint:
+    """External weights are a sampler's, saved for other programs; planish's own types know no third kind."""
+    kind = fields.text("checkpoint_type")
+    if kind not in _CHECKPOINT_TYPES:
+        raise UserError(f"checkpoint_type={kind[:40]!r} is unknown")
+    return Checkpoint(
+        checkpoint_id=fields.text("checkpoint_id"),
+        checkpoint_type=_CHECKPOINT_TYPES[kind],
+        time=time_from_json(fields, "time"),
+        tinker_path=fields.text("tinker_path"),
+        size_bytes=fields.optional(fields.integer, "size_bytes"),
+        public=fields.optional(fields.boolean, "public", False),
+        user_metadata=fields.optional(fields.strings, "user_metadata"),
+        expires_at=fields.optional(lambda name: time_from_json(fields, name), "expires_at"),
+    )
+
+
+def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
+    return {
+        "base_model": info.base_model,
+        "is_lora": True,
+        "lora_rank": info.lora.rank,
+        "train_unembed": info.lora.train_unembed,
+        "train_mlp": info.lora.train_mlp,
+        "train_attn": info.lora.train_attn,
+        "optimizer_config": {"type": "adamw"},
+        "checkpoint": checkpoint_to_json(info.checkpoint),
+    }
+
+
+def lora_from_weights_info(fields: Fields) -> LoraConfig:
+    """The shape of a checkpoint's adapter."""
+    switches = {
+        name: fields.optional(fields.boolean, name, True) for name in ("train_unembed", "train_mlp", "train_attn")
+    }
+    return LoraConfig(fields.integer("lora_rank"), **switches)
+
+
+def capabilities_to_json(capabilities: GetServerCapabilitiesResponse) -> dict[str, Any]:
+    models = []
+    for model in capabilities.supported_models:
+        fields = {"model_name": model.model_name, "trainable": model.trainable, "sampleable": model.sampleable}
+        models.append(fields | {"max_context_length": model.max_context_length})
+    return {"supported_models": models}
+
+
+def capabilities_from_json(fields: Fields) -> GetServerCapabilitiesResponse:
+    return GetServerCapabilitiesResponse(
+        [
+            SupportedModel(
+                model.text("model_name"),
+                model.optional(model.integer, "max_context_length"),
+                model.optional(model.boolean, "trainable", True),
+                model.optional(model.boolean, "sampleable", True),
+            )
+            for model in fields.objects("supported_models")
+        ]
+    )
+
+
+def sampler_info_to_json(info: SamplerInfo) -> dict[str, Any]:
+    fields = {"sampler_id": info.sampler_id, "base_model": info.base_model}
+    return fields if info.model_path is None else {**fields, "model_path": info.model_path}
+
+
+def sampler_info_from_json(fields: Fields) -> SamplerInfo:
+    return SamplerInfo(fields.text("sampler_id"), fields.text("base_model"), fields.optional(fields.text, "model_path"))
+
+
+def time_from_json(fields: Fields, name: str) -> datetime:
+    text = fields.text(name)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise UserError(f"{fields.path(name)}={text[:40]!r} is no time in ISO 8601 with its zone")
+    return time

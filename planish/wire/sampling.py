@@ -1,0 +1,254 @@
+"""asample: its request, and its answer in both wires.
+
+Undefined logprobs are NaN in planish's arrays. On the wire a prompt logprob that is undefined is NaN in protobuf and null in JSON, and a
+row of likeliest tokens that is undefined is token 0 at -99999.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from planish.errors import UnsupportedError, UserError
+from planish.service import Sample
+from planish.types import (
+    PromptAltTokens,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    StopReason,
+    TensorData,
+    TopkLogprobs,
+)
+from planish.wire.fields import Fields, shown
+from planish.wire.messages import LENGTH, STOP, SampleResponseMessage
+from planish.wire.tensors import (
+    model_input_from_json,
+    model_input_to_json,
+    numbers,
+    tensor_from_json,
+    tensor_from_message,
+    tensor_to_json,
+    tensor_to_message,
+)
+
+UNDEFINED_LOGPROB = -99999.0
+MAX_SAMPLES = 4096
+"""Of one request: each has an id in the acceptance."""
+
+_STOP_REASONS: dict[StopReason, int] = {"stop": STOP, "length": LENGTH}
+_STOP_NAMES: dict[int, StopReason] = {number: name for name, number in _STOP_REASONS.items()}
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """An asample body."""
+
+    seq_id: int
+    """Names the request within its sampling session; copies of one client count from far apart numbers."""
+    operation: Sample
+
+
+def sample_request_from_json(fields: Fields) -> SampleRequest:
+    """Also takes `prompt_only` and `sampling_params.min_p`, which are planish's own."""
+    with fields:
+        fields.skip("type")
+        if fields.optional(fields.boolean, "record_stability_info"):
+            raise UnsupportedError(
+                "record_stability_info serves loss_fn='stable_reinforce', whose formula is not public; leave it out, and "
+                "train with 'importance_sampling', 'ppo' or 'cispo'"
+            )
+        if not fields.has("sampling_session_id"):
+            raise UserError(
+                "sampling_session_id is missing; create a sampling session of base_model or model_path first"
+            )
+        targets = fields.optional(fields.object, "target_prompt_logprobs")
+        operation = Sample(
+            sampler_id=fields.identifier("sampling_session_id"),
+            prompt=model_input_from_json(fields.object("prompt")),
+            num_samples=fields.optional(lambda name: fields.integer(name, 1, MAX_SAMPLES), "num_samples", 1),
+            sampling_params=_params_from_json(fields.object("sampling_params")),
+            prompt_logprobs=fields.optional(fields.boolean, "prompt_logprobs", False),
+            topk_prompt_logprobs=_count(fields, "topk_prompt_logprobs"),
+            topk_sample_logprobs=_count(fields, "topk_sample_logprobs"),
+            target_prompt_logprobs=_targets(tensor_from_json(targets)) if targets is not None else None,
+            prompt_alt_tokens_k=_count(fields, "prompt_alt_tokens_k"),
+            prompt_logprobs_last_n=fields.optional(fields.integer, "prompt_logprobs_last_n"),
+            prompt_only=fields.optional(fields.boolean, "prompt_only", False),
+        )
+        return SampleRequest(fields.integer("seq_id", low=0), operation)
+
+
+def sample_request_to_json(request: SampleRequest) -> dict[str, Any]:
+    op = request.operation
+    fields = {
+        "type": "sample",
+        "sampling_session_id": op.sampler_id,
+        "seq_id": request.seq_id,
+        "prompt": model_input_to_json(op.prompt),
+        "num_samples": op.num_samples,
+        "sampling_params": _params_to_json(op.sampling_params),
+        "prompt_logprobs": op.prompt_logprobs,
+        "topk_prompt_logprobs": op.topk_prompt_logprobs,
+        "topk_sample_logprobs": op.topk_sample_logprobs,
+        "prompt_alt_tokens_k": op.prompt_alt_tokens_k,
+        "prompt_only": op.prompt_only,
+    }
+    if op.target_prompt_logprobs is not None:
+        fields["target_prompt_logprobs"] = tensor_to_json(op.target_prompt_logprobs)
+    if op.prompt_logprobs_last_n is not None:
+        fields["prompt_logprobs_last_n"] = op.prompt_logprobs_last_n
+    return fields
+
+
+def sample_response_to_message(response: SampleResponse) -> bytes:
+    message = SampleResponseMessage(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
+    for sequence in response.sequences:
+        to = message.sequences.add(stop_reason=_STOP_REASONS[sequence.stop_reason])
+        to.tokens = sequence.tokens_np.astype("<i4", copy=False).tobytes()
+        to.logprobs = sequence.logprobs_np.astype("<f4", copy=False).tobytes()
+        if sequence.topk_logprobs_np is not None:
+            _write_topk(to.topk_sampled_logprobs, sequence.topk_logprobs_np)
+    if response.prompt_logprobs_np is not None:
+        message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4", copy=False).tobytes()
+    if response.topk_prompt_logprobs_np is not None:
+        _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs_np)
+    if response.target_prompt_logprobs is not None:
+        message.target_prompt_logprobs.CopyFrom(tensor_to_message(response.target_prompt_logprobs))
+    if response.prompt_alt_tokens is not None:
+        message.prompt_alt_tokens.tokens.CopyFrom(tensor_to_message(response.prompt_alt_tokens.tokens))
+        message.prompt_alt_tokens.logprobs.CopyFrom(tensor_to_message(response.prompt_alt_tokens.logprobs))
+    return message.SerializeToString()
+
+
+def sample_response_from_message(body: bytes, sequence_ids: Sequence[str] | None = None) -> SampleResponse:
+    """`sequence_ids` came with the acceptance of the request; without them, the sequences have empty ids."""
+    message = SampleResponseMessage()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise UserError(f"the body is no SampleResponse in protobuf: {error}") from None
+    ids = [""] * len(message.sequences) if sequence_ids is None else sequence_ids
+    if len(message.sequences) != len(ids):
+        raise UserError(f"the answer has {len(message.sequences)} sequences, and {len(ids)} were accepted")
+    alt = message.prompt_alt_tokens
+    return SampleResponse(
+        sequences=[_sequence(sequence, name) for sequence, name in zip(message.sequences, ids, strict=True)],
+        prompt_logprobs_np=_floats(message.prompt_logprobs) if message.prompt_logprobs else None,
+        topk_prompt_logprobs_np=_topk(message, "topk_prompt_logprobs"),
+        target_prompt_logprobs=(
+            tensor_from_message(message.target_prompt_logprobs, "target_prompt_logprobs")
+            if message.HasField("target_prompt_logprobs")
+            else None
+        ),
+        prompt_alt_tokens=(
+            PromptAltTokens(
+                tensor_from_message(alt.tokens, "prompt_alt_tokens.tokens"),
+                tensor_from_message(alt.logprobs, "prompt_alt_tokens.logprobs"),
+            )
+            if message.HasField("prompt_alt_tokens")
+            else None
+        ),
+        prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+    )
+
+
+def sample_response_to_json(response: SampleResponse) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {"tokens": sequence.tokens, "logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
+            for sequence in response.sequences
+        ],
+    }
+    if response.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = response.prompt_logprobs
+    if response.topk_prompt_logprobs is not None:
+        fields["topk_prompt_logprobs"] = response.topk_prompt_logprobs
+    return fields
+
+
+def _params_from_json(fields: Fields) -> SamplingParams:
+    with fields:
+        try:
+            return SamplingParams(
+                max_tokens=fields.optional(fields.integer, "max_tokens"),
+                seed=fields.optional(lambda name: fields.integer(name, high=2**64 - 1), "seed"),
+                stop=_stop_from_json(fields),
+                temperature=fields.optional(fields.number, "temperature", 1.0),
+                top_k=fields.optional(fields.integer, "top_k", -1),
+                top_p=fields.optional(fields.number, "top_p", 1.0),
+                min_p=fields.optional(fields.number, "min_p", 0.0),
+            )
+        except UserError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise UserError(str(error).replace("SamplingParams.", "sampling_params.")) from None
+
+
+def _stop_from_json(fields: Fields) -> Any:
+    stop = fields.raw("stop")
+    if stop is not None and not isinstance(stop, (str, list)):
+        raise UserError(f"{fields.path('stop')}={shown(stop)}: give a string, a list of strings or a list of token ids")
+    return stop
+
+
+def _params_to_json(params: SamplingParams) -> dict[str, Any]:
+    fields: dict[str, Any] = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+    fields |= {name: value for name in ("max_tokens", "seed") if (value := getattr(params, name)) is not None}
+    if params.stop is not None:
+        fields["stop"] = params.stop if isinstance(params.stop, str) else list(params.stop)
+    if params.min_p:
+        fields["min_p"] = params.min_p
+    return fields
+
+
+def _count(fields: Fields, name: str) -> int:
+    return fields.optional(lambda name: fields.integer(name, 0, 2**31 - 1), name, 0)
+
+
+def _targets(tensor: TensorData) -> TensorData:
+    """Dense: what a CSR tensor does not list is not asked for, which is -1 in a dense one."""
+    if tensor.sparse_crow_indices is None:
+        return tensor
+    return TensorData(tensor.to_numpy(pad_value=-1), tensor.dtype, tensor.shape)
+
+
+def _sequence(message: Any, sequence_id: str) -> SampledSequence:
+    if message.stop_reason not in _STOP_NAMES:
+        raise UserError(f"stop_reason {message.stop_reason} is unknown")
+    return SampledSequence(
+        stop_reason=_STOP_NAMES[message.stop_reason],
+        sequence_id=sequence_id,
+        tokens_np=numbers(message.tokens, "<i4", "tokens").copy(),
+        logprobs_np=_floats(message.logprobs),
+        topk_logprobs_np=_topk(message, "topk_sampled_logprobs"),
+    )
+
+
+def _floats(data: bytes) -> np.ndarray:
+    return numbers(data, "<f4", "logprobs").copy()
+
+
+def _write_topk(message: Any, topk: TopkLogprobs) -> None:
+    undefined = np.isnan(topk.logprobs)
+    message.length, message.k = topk.logprobs.shape
+    message.token_ids = np.where(undefined, 0, topk.token_ids).astype("<i4").tobytes()
+    message.logprobs = np.where(undefined, UNDEFINED_LOGPROB, topk.logprobs).astype("<f4").tobytes()
+
+
+def _topk(message: Any, name: str) -> TopkLogprobs | None:
+    if not message.HasField(name):
+        return None
+    topk = getattr(message, name)
+    ids = numbers(topk.token_ids, "<i4", f"{name}.token_ids")
+    logprobs = _floats(topk.logprobs)
+    if ids.size != topk.length * topk.k or logprobs.size != ids.size:
+        raise UserError(f"{name}: {ids.size} token ids and {logprobs.size} logprobs are not {topk.length} x {topk.k}")
+    logprobs[logprobs == UNDEFINED_LOGPROB] = np.nan
+    shape = (topk.length, topk.k)
+    return TopkLogprobs(ids.reshape(shape).copy(), logprobs.reshape(shape))

@@ -1,0 +1,203 @@
+"""TensorData and token chunks in both encodings: little-endian bytes in protobuf, lists of numbers in JSON.
+
+A CSR tensor stays one; whoever reads it fills it up. Its shape is only a claim, so what it would fill is counted against
+`MAX_DENSE_ELEMENTS` before anything is allocated. Text is the one kind of chunk that planish reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from planish.errors import UnsupportedError, UserError
+from planish.tensors import TensorData, TensorDtype
+from planish.types import EncodedTextChunk, ModelInput
+from planish.wire.fields import Fields
+from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
+
+MAX_DENSE_ELEMENTS = 1 << 26
+"""Of one CSR tensor, filled up."""
+
+_NUMPY: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
+PROTO_DTYPES: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
+_STORED: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
+    FLOAT32: (np.dtype("<f4"), "float32"),
+    INT64: (np.dtype("<i8"), "int64"),
+    INT32: (np.dtype("<i4"), "int64"),
+    BFLOAT16: (np.dtype("<u2"), "float32"),
+}
+_OTHER_CHUNKS = {"image": "images", "image_asset_pointer": "images", "dmel": "audio"}
+
+
+def numbers(data: bytes, dtype: np.dtype[Any] | str, where: str) -> np.ndarray:
+    """Bytes as numbers, not copied."""
+    item = np.dtype(dtype)
+    if len(data) % item.itemsize:
+        raise UserError(f"{where} has {len(data)} bytes, which is no multiple of the {item.itemsize} of {item.name}")
+    return np.frombuffer(data, dtype=item)
+
+
+def stored_numbers(data: bytes, dtype: int, where: str) -> tuple[np.ndarray, TensorDtype]:
+    """The bytes of a tensor as int64 or float32, whatever of the wire's four types they are."""
+    if dtype not in _STORED:
+        raise UserError(f"{where}: dtype {dtype} is unknown; give 1 (float32) or 2 (int64)")
+    item, name = _STORED[dtype]
+    values = numbers(data, item, where)
+    if dtype == BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(_NUMPY[name], copy=False), name
+
+
+def tensor_from_message(message: Any, where: str) -> TensorData:
+    match message.WhichOneof("encoding"):
+        case "dense":
+            values, dtype = stored_numbers(message.dense, message.dtype, where)
+            return _tensor(where, values, dtype, _shape(message.shape, values.size, where))
+        case "sparse_csr":
+            csr = message.sparse_csr
+            values, dtype = stored_numbers(csr.values, message.dtype, f"{where}.values")
+            crow = numbers(csr.crow_indices, "<i8", f"{where}.crow_indices").tolist()
+            col = numbers(csr.col_indices, "<i8", f"{where}.col_indices").tolist()
+            return _sparse(where, values, dtype, list(message.shape), crow, col)
+    raise UserError(f"{where} holds no values: give dense or sparse_csr")
+
+
+def tensor_to_message(tensor: TensorData) -> Any:
+    message = TensorMessage(dtype=PROTO_DTYPES[tensor.dtype], shape=tensor.shape)
+    item = _NUMPY[tensor.dtype]
+    if tensor.sparse_crow_indices is None:
+        message.dense = tensor.to_numpy().astype(item, copy=False).tobytes()
+    else:
+        message.sparse_csr.values = np.asarray(tensor.data, dtype=item).tobytes()
+        message.sparse_csr.crow_indices = np.asarray(tensor.sparse_crow_indices, dtype="<i8").tobytes()
+        message.sparse_csr.col_indices = np.asarray(tensor.sparse_col_indices, dtype="<i8").tobytes()
+    return message
+
+
+def tensor_from_json(fields: Fields) -> TensorData:
+    with fields:
+        where = fields.path("data")
+        dtype = fields.text("dtype")
+        if dtype not in _NUMPY:
+            raise UserError(f"{fields.path('dtype')}={dtype[:40]!r}: give 'float32' or 'int64'")
+        values = _from_list(fields.array("data"), dtype, where)
+        shape = _integers(fields, "shape")
+        crow, col = _integers(fields, "sparse_crow_indices"), _integers(fields, "sparse_col_indices")
+        if crow is None and col is None:
+            return _tensor(where, values, dtype, _shape(shape or (), values.size, fields.path("shape")))
+        if crow is None or col is None or shape is None:
+            raise UserError(f"{where}: a CSR tensor has shape, sparse_crow_indices and sparse_col_indices")
+        return _sparse(where, values, dtype, shape, crow, col)
+
+
+def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
+    fields: dict[str, Any] = {"data": tensor.data, "dtype": tensor.dtype, "shape": tensor.shape}
+    if tensor.sparse_crow_indices is not None:
+        fields |= {
+            "sparse_crow_indices": tensor.sparse_crow_indices,
+            "sparse_col_indices": tensor.sparse_col_indices,
+        }
+    return fields
+
+
+def model_input_from_messages(chunks: Sequence[Any], where: str) -> ModelInput:
+    found = []
+    for index, chunk in enumerate(chunks):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise _unsupported_chunk(f"{where}[{index}]", kind)
+        found.append(EncodedTextChunk(numbers(chunk.encoded_text.tokens, "<i4", f"{where}[{index}].tokens").tolist()))
+    return ModelInput(found)
+
+
+def write_chunks(model_input: ModelInput, chunks: Any) -> None:
+    """Add the chunks of `model_input` to a repeated field of chunk messages."""
+    for chunk in model_input.chunks:
+        try:
+            chunks.add().encoded_text.tokens = np.asarray(chunk.tokens, dtype="<i4").tobytes()
+        except OverflowError:
+            raise UserError("a prompt or model_input holds a token id that no vocabulary has") from None
+
+
+def model_input_from_json(fields: Fields) -> ModelInput:
+    found = []
+    with fields:
+        for chunk in fields.objects("chunks"):
+            with chunk:
+                kind = chunk.optional(chunk.text, "type", "encoded_text")
+                if kind != "encoded_text":
+                    raise _unsupported_chunk(chunk.path("type"), kind)
+                tokens = chunk.array("tokens")
+                _check_integers(tokens, chunk.path("tokens"))
+                found.append(EncodedTextChunk(tokens))
+    return ModelInput(found)
+
+
+def model_input_to_json(model_input: ModelInput) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": chunk.tokens} for chunk in model_input.chunks]}
+
+
+def _tensor(where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int] | None) -> TensorData:
+    try:
+        return TensorData(values, dtype, shape)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _sparse(
+    where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int], crow: list[int], col: list[int]
+) -> TensorData:
+    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_DENSE_ELEMENTS:
+        raise UserError(
+            f"{where}: a CSR tensor of shape {shape[:4]}; it has two dimensions and at most {MAX_DENSE_ELEMENTS} elements"
+        )
+    try:
+        return TensorData(values, dtype, shape, crow, col)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _shape(shape: Sequence[int], size: int, where: str) -> list[int] | None:
+    """A given shape, checked against the number of values; none, which is one dimension, as None."""
+    if not shape:
+        return None
+    if min(shape) < 0 or math.prod(shape) != size:
+        raise UserError(f"{where}: {size} values do not fill the shape {list(shape)[:8]}")
+    return list(shape)
+
+
+def _integers(fields: Fields, name: str) -> list[int] | None:
+    values = fields.optional(fields.array, name)
+    if values is not None:
+        _check_integers(values, fields.path(name))
+    return values
+
+
+def _check_integers(values: list[Any], where: str) -> None:
+    for value in values:
+        if type(value) is not int or not -(2**63) <= value < 2**63:
+            raise UserError(f"{where} holds {str(value)[:40]!r}; give whole numbers")
+
+
+def _from_list(values: list[Any], dtype: TensorDtype, where: str) -> np.ndarray:
+    for value in values:
+        if type(value) is not int and type(value) is not float:
+            raise UserError(f"{where} holds {str(value)[:40]!r}; give one flat list of numbers")
+    if dtype == "float32":
+        with np.errstate(over="ignore"):  # what overflows is not finite, and named where finiteness counts
+            return np.asarray(values, dtype=np.float64).astype(np.float32)
+    for value in values:
+        if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):
+            raise UserError(f"{where} holds {value!r}, which is no int64; give whole numbers")
+    return np.asarray([int(value) for value in values], dtype=np.int64)
+
+
+def _unsupported_chunk(where: str, kind: str | None) -> UserError:
+    if kind in _OTHER_CHUNKS:
+        return UnsupportedError(
+            f"{where} is {_OTHER_CHUNKS[kind]}: the models of this server read text; send encoded_text chunks"
+        )
+    return UserError(f"{where} is no chunk of tokens; send encoded_text chunks")

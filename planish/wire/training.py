@@ -1,0 +1,242 @@
+"""forward_backward, forward and optim_step, in both wires.
+
+The SDK of 0.38 sends and reads forward_backward as protobuf, and says in the body whether it is forward only; that of 0.21
+sends JSON, to another path for forward only. Spans that say which sampler a datum's tokens come from matter to no loss served here, and
+are not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from planish.errors import UnsupportedError, UserError
+from planish.service import ForwardBackward, OptimStep
+from planish.tensors import TensorData
+from planish.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepResponse
+from planish.wire.fields import Fields, check_identifier
+from planish.wire.messages import ForwardBackwardOutputMessage, ForwardBackwardRequestMessage
+from planish.wire.tensors import (
+    PROTO_DTYPES,
+    model_input_from_json,
+    model_input_from_messages,
+    model_input_to_json,
+    numbers,
+    stored_numbers,
+    tensor_from_json,
+    tensor_from_message,
+    tensor_to_json,
+    tensor_to_message,
+    write_chunks,
+)
+
+_ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request stands among those of its model."""
+
+    model_id: str
+    seq_id: int
+    """Counted from 1."""
+
+
+def place_from_json(fields: Fields) -> Place:
+    return Place(fields.identifier("model_id"), fields.integer("seq_id", low=1))
+
+
+def place_from_message(message: Any) -> Place:
+    check_identifier("model_id", message.model_id)
+    if message.seq_id < 1:
+        raise UserError(f"seq_id={message.seq_id}: give a whole number of at least 1")
+    return Place(message.model_id, message.seq_id)
+
+
+def parse_forward_backward(body: bytes) -> Any:
+    """The protobuf message of a request's body."""
+    return _parsed(ForwardBackwardRequestMessage(), body)
+
+
+def forward_backward_from_message(message: Any) -> ForwardBackward:
+    data = [_datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)]
+    return ForwardBackward(message.model_id, data, message.loss_fn, _config(message), message.forward_only)
+
+
+def forward_backward_to_message(operation: ForwardBackward, seq_id: int) -> bytes:
+    """The same operation has the same bytes."""
+    message = ForwardBackwardRequestMessage(
+        model_id=operation.model_id, seq_id=seq_id, loss_fn=operation.loss_fn, forward_only=operation.forward_only
+    )
+    for key, value in operation.loss_fn_config.items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[key].text = value
+        else:
+            message.loss_fn_config[key] = message.loss_fn_config_v2[key].number = float(value)
+    for datum in operation.data:
+        to = message.data.add()
+        write_chunks(datum.model_input, to.model_input)
+        for name, tensor in datum.loss_fn_inputs.items():
+            to.loss_fn_inputs[name].CopyFrom(tensor_to_message(tensor))
+    return message.SerializeToString(deterministic=True)
+
+
+def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBackward:
+    """The body of /forward_backward, or with `forward_only` that of /forward."""
+    with fields:
+        place = place_from_json(fields)
+        with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
+            data = [_datum_from_json(datum) for datum in given.objects("data")]
+            config = given.optional(given.mapping, "loss_fn_config", {})
+            return ForwardBackward(place.model_id, data, given.text("loss_fn"), config, forward_only)
+
+
+def forward_backward_to_json(operation: ForwardBackward, seq_id: int) -> dict[str, Any]:
+    given = {
+        "data": [_datum_to_json(datum) for datum in operation.data],
+        "loss_fn": operation.loss_fn,
+        "loss_fn_config": dict(operation.loss_fn_config),
+    }
+    name = "forward_input" if operation.forward_only else "forward_backward_input"
+    return {"model_id": operation.model_id, "seq_id": seq_id, name: given}
+
+
+def output_to_message(output: ForwardBackwardOutput) -> bytes:
+    """Datums in a row with the same fields, dtypes and trailing shapes share one record."""
+    message = ForwardBackwardOutputMessage(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
+    for _, run in groupby(output.loss_fn_outputs, key=_layout):
+        datums = list(run)
+        record = message.loss_fn_outputs.add(type_tag=output.loss_fn_output_type, num_datums=len(datums))
+        for name in datums[0]:
+            _write_batch(record.fields[name], [datum[name] for datum in datums])
+    return message.SerializeToString()
+
+
+def output_from_message(body: bytes) -> ForwardBackwardOutput:
+    message = _parsed(ForwardBackwardOutputMessage(), body)
+    outputs: list[dict[str, TensorData]] = []
+    for record in message.loss_fn_outputs:
+        columns = {name: _read_batch(batch, name) for name, batch in record.fields.items()}
+        if any(len(column) != record.num_datums for column in columns.values()):
+            raise UserError(f"loss_fn_outputs: a field has not one tensor for each of {record.num_datums} datums")
+        outputs += [{name: column[i] for name, column in columns.items()} for i in range(record.num_datums)]
+    return ForwardBackwardOutput(message.loss_fn_output_type, outputs, dict(message.metrics))
+
+
+def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
+    return {
+        "loss_fn_output_type": output.loss_fn_output_type,
+        "loss_fn_outputs": [{k: tensor_to_json(v) for k, v in datum.items()} for datum in output.loss_fn_outputs],
+        "metrics": output.metrics,
+    }
+
+
+def output_from_json(fields: Fields) -> ForwardBackwardOutput:
+    outputs = [
+        {name: tensor_from_json(datum.object(name)) for name in datum} for datum in fields.objects("loss_fn_outputs")
+    ]
+    metrics = fields.object("metrics")
+    return ForwardBackwardOutput(
+        fields.text("loss_fn_output_type"), outputs, {name: metrics.number(name) for name in metrics}
+    )
+
+
+def optim_step_from_json(fields: Fields) -> OptimStep:
+    with fields:
+        place = place_from_json(fields)
+        fields.skip("type")
+        if fields.has("optimizer_params"):
+            raise UnsupportedError(
+                "optimizer_params: the update rule of Dimuon is not public, and AdamW is the one optimizer here; "
+                "give adam_params"
+            )
+        with fields.object("adam_params") as given:
+            params = {name: given.number(name) for name in _ADAM_FIELDS if given.has(name)}
+    try:
+        return OptimStep(place.model_id, AdamParams(**params))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def optim_step_to_json(operation: OptimStep, seq_id: int) -> dict[str, Any]:
+    params = {name: getattr(operation.adam_params, name) for name in _ADAM_FIELDS}
+    return {"model_id": operation.model_id, "seq_id": seq_id, "type": "optim_step", "adam_params": params}
+
+
+def optim_step_response_from_json(fields: Fields) -> OptimStepResponse:
+    metrics = fields.object("metrics")
+    return OptimStepResponse({name: metrics.number(name) for name in metrics})
+
+
+def _parsed(message: Any, body: bytes) -> Any:
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise UserError(f"the body is no {message.DESCRIPTOR.name} in protobuf: {error}") from None
+    return message
+
+
+def _config(message: Any) -> Mapping[str, float]:
+    """The config of a loss. Clients write numbers twice; strings are only in the newer map, and the loss refuses them by name."""
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    return {
+        key: getattr(value, value.WhichOneof("value") or "number") for key, value in message.loss_fn_config_v2.items()
+    }
+
+
+def _datum_from_message(message: Any, where: str) -> Datum:
+    tensors = {
+        name: tensor_from_message(tensor, f"{where}.loss_fn_inputs[{name[:40]!r}]")
+        for name, tensor in message.loss_fn_inputs.items()
+    }
+    return Datum(model_input_from_messages(message.model_input, f"{where}.model_input"), tensors)
+
+
+def _datum_from_json(fields: Fields) -> Datum:
+    with fields:
+        fields.skip("model_input_spans", "loss_fn_input_spans")
+        inputs = fields.object("loss_fn_inputs")
+        tensors = {name: tensor_from_json(inputs.object(name)) for name in inputs}
+        return Datum(model_input_from_json(fields.object("model_input")), tensors)
+
+
+def _datum_to_json(datum: Datum) -> dict[str, Any]:
+    return {
+        "model_input": model_input_to_json(datum.model_input),
+        "loss_fn_inputs": {name: tensor_to_json(tensor) for name, tensor in datum.loss_fn_inputs.items()},
+    }
+
+
+def _layout(datum: Mapping[str, TensorData]) -> list[tuple[str, str, list[int]]]:
+    """What datums of one record have in common: names, dtypes and trailing shapes of their tensors."""
+    return sorted((name, tensor.dtype, (tensor.shape or [])[1:]) for name, tensor in datum.items())
+
+
+def _write_batch(batch: Any, tensors: Sequence[TensorData]) -> None:
+    arrays = [tensor.to_numpy() for tensor in tensors]
+    batch.dtype = PROTO_DTYPES[tensors[0].dtype]
+    batch.trailing_shape.extend(arrays[0].shape[1:])
+    batch.data = b"".join(array.tobytes() for array in arrays)
+    batch.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8").tobytes()
+
+
+def _read_batch(batch: Any, name: str) -> list[TensorData]:
+    values, dtype = stored_numbers(batch.data, batch.dtype, name)
+    offsets = numbers(batch.offsets, "<i8", f"{name}.offsets")
+    item = len(batch.data) // max(1, values.size)
+    trailing = list(batch.trailing_shape)
+    row = math.prod(trailing)
+    tensors = []
+    for start, end in pairwise(offsets.tolist()):
+        part = values[start // max(1, item) : end // max(1, item)]
+        if row < 1 or part.size % row:
+            raise UserError(f"{name}: {part.size} values do not fill rows of shape {trailing}")
+        tensors.append(TensorData(part, dtype, [part.size // row, *trailing]))
+    return tensors

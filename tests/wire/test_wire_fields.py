@@ -1,0 +1,86 @@
+import orjson
+import pytest
+
+from planish.errors import UserError
+from planish.wire.fields import Fields
+
+
+def of(**values) -> Fields:
+    return Fields.of(orjson.dumps(values))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"x"', b"3", b"\xff", b'{"a": NaN}', b"[" * 100_000])
+def test_a_body_is_one_json_object(body):
+    with pytest.raises(UserError, match="the body is"):
+        Fields.of(body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("text", 1),
+        ("text", "x" * 200_000),
+        ("identifier", "a/b"),
+        ("identifier", ".."),
+        ("identifier", ""),
+        ("identifier", "x" * 300),
+        ("integer", "1"),
+        ("integer", True),
+        ("integer", 1.5),
+        ("integer", 1e300),
+        ("number", "1"),
+        ("number", False),
+        ("boolean", 1),
+        ("array", {}),
+        ("mapping", []),
+        ("object", "x"),
+        ("strings", {"key": 1}),
+    ],
+)
+def test_a_value_of_another_kind_is_named(kind, value):
+    with pytest.raises(UserError, match="wanted"):
+        getattr(of(wanted=value), kind)("wanted")
+
+
+@pytest.mark.parametrize("fields", [of(), of(wanted=None)])
+def test_a_missing_field_is_named(fields):
+    with pytest.raises(UserError, match="wanted is missing"):
+        fields.text("wanted")
+    assert fields.optional(fields.text, "wanted") is None
+    assert fields.optional(fields.text, "wanted", "default") == "default"
+
+
+def test_bounds_of_an_integer():
+    assert of(n=2**63 - 1).integer("n") == 2**63 - 1
+    assert of(n=3.0).integer("n") == 3
+    for value in (2**63, -1, 10):
+        with pytest.raises(UserError, match="n="):
+            of(n=value).integer("n", 0, 9)
+
+
+def test_a_nested_field_is_named_by_its_path():
+    with pytest.raises(UserError, match=r"params\.inner\.name is missing"):
+        of(params={"inner": {}}).object("params").object("inner").text("name")
+    with pytest.raises(UserError, match=r"items\[1\]"):
+        list(of(items=[{}, 3]).objects("items"))
+
+
+def test_a_field_that_is_set_and_unknown_is_refused():
+    with pytest.raises(UserError, match="new_option='fast' is not known"), of(a=1, new_option="fast") as fields:
+        fields.integer("a")
+
+
+def test_an_unknown_field_that_is_empty_is_not_refused():
+    with of(a=1, b=None, c=False, d=0, e="", f=[], g={}) as fields:
+        fields.integer("a")
+
+
+def test_the_first_error_is_the_one_that_is_told():
+    with pytest.raises(UserError, match="a=2"), of(a=2, unknown=1) as fields:
+        fields.integer("a", high=1)
+
+
+def test_a_long_value_is_cut_in_the_error():
+    with pytest.raises(UserError) as caught:
+        of(a="x" * 5000).integer("a")
+    assert len(str(caught.value)) < 250

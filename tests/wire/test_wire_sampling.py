@@ -1,0 +1,255 @@
+"""asample, with the SDK's own encoder and decoder as the judge."""
+
+import contextlib
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker import types as sdk
+from tinker.proto.response_conv import deserialize_sample_response
+from tinker.types._pydantic_types.tensor_data import TensorData as JsonTensor
+from tinker.types.sample_request import SampleRequest as SdkRequest
+from wire_values import MODEL_INPUTS, TOKENS, dense_tensors, plain, wrong_bodies
+
+from planish.errors import UnsupportedError, UserError
+from planish.service import Sample
+from planish.tensors import TensorData
+from planish.types import ModelInput, PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TopkLogprobs
+from planish.wire.fields import Fields
+from planish.wire.sampling import (
+    SampleRequest,
+    sample_request_from_json,
+    sample_request_to_json,
+    sample_response_from_message,
+    sample_response_to_json,
+    sample_response_to_message,
+)
+
+STOPS = st.one_of(
+    st.none(), st.text(min_size=1), st.lists(TOKENS, max_size=3), st.lists(st.text(min_size=1), max_size=3)
+)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.one_of(st.none(), st.integers(1, 10_000)),
+    seed=st.one_of(st.none(), st.integers(-(2**63), 2**64 - 1)),
+    stop=STOPS,
+    temperature=st.floats(0, 100),
+    top_k=st.one_of(st.just(-1), st.integers(1, 1000)),
+    top_p=st.floats(0, 1, exclude_min=True),
+)
+COUNTS = st.integers(0, 30)
+REQUESTS = st.builds(
+    SampleRequest,
+    seq_id=st.integers(0, 2**63 - 1),
+    operation=st.builds(
+        Sample,
+        sampler_id=st.just("s:sample:0"),
+        prompt=MODEL_INPUTS,
+        num_samples=st.integers(1, 64),
+        sampling_params=PARAMS,
+        prompt_logprobs=st.booleans(),
+        topk_prompt_logprobs=COUNTS,
+        topk_sample_logprobs=COUNTS,
+        target_prompt_logprobs=st.one_of(st.none(), dense_tensors("int64")),
+        prompt_alt_tokens_k=COUNTS,
+        prompt_logprobs_last_n=st.one_of(st.none(), COUNTS),
+    ),
+)
+
+
+def sdk_body(request: SampleRequest) -> bytes:
+    op, params = request.operation, request.operation.sampling_params
+    targets = op.target_prompt_logprobs
+    asked = None if targets is None else JsonTensor(data=targets.data, dtype=targets.dtype, shape=targets.shape)
+    stop = params.stop if params.stop is None or isinstance(params.stop, str) else list(params.stop)
+    theirs = SdkRequest(
+        num_samples=op.num_samples,
+        prompt=sdk.ModelInput.from_ints(op.prompt.to_ints()),
+        sampling_params=sdk.SamplingParams(
+            max_tokens=params.max_tokens,
+            seed=params.seed,
+            stop=stop,  # pyright: ignore[reportArgumentType]  (all strings or all ids)
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+        ),
+        sampling_session_id=op.sampler_id,
+        seq_id=request.seq_id,
+        prompt_logprobs=op.prompt_logprobs,
+        topk_prompt_logprobs=op.topk_prompt_logprobs,
+        topk_sample_logprobs=op.topk_sample_logprobs,
+        target_prompt_logprobs=asked,
+        prompt_alt_tokens_k=op.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=op.prompt_logprobs_last_n,
+        record_stability_info=False,
+    )
+    return orjson.dumps(theirs.model_dump(exclude_unset=False, exclude_none=True, mode="json"))
+
+
+@given(REQUESTS)
+def test_what_the_sdk_encodes_is_what_we_read(request):
+    assert plain(sample_request_from_json(Fields.of(sdk_body(request)))) == plain(request)
+
+
+@given(REQUESTS, st.booleans(), st.floats(0, 1))
+def test_request_round_trip(request, prompt_only, min_p):
+    params = SamplingParams(**{**vars(request.operation.sampling_params), "min_p": min_p})
+    operation = Sample(**{**vars(request.operation), "prompt_only": prompt_only, "sampling_params": params})
+    request = SampleRequest(request.seq_id, operation)
+    assert plain(sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))) == plain(request)
+
+
+def floats(count: int) -> np.ndarray:
+    return -np.arange(count, dtype=np.float32) - 0.5
+
+
+def topk(rows: int, k: int, undefined: tuple[int, ...] = ()) -> TopkLogprobs:
+    logprobs = -np.arange(rows * k, dtype=np.float32).reshape(rows, k)
+    ids = np.arange(rows * k, dtype=np.int32).reshape(rows, k) % 7
+    ids[list(undefined)], logprobs[list(undefined)] = 0, np.nan
+    return TopkLogprobs(ids, logprobs)
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> SampleResponse:
+    lengths, k, prompt = draw(st.lists(st.integers(1, 5), max_size=3)), draw(st.integers(0, 3)), draw(st.integers(2, 5))
+    sequences = [
+        SampledSequence(
+            draw(st.sampled_from(["stop", "length"])),
+            f"s:{i}",
+            np.arange(n, dtype=np.int32),
+            floats(n),
+            topk(n, k) if k else None,
+        )
+        for i, n in enumerate(lengths)
+    ]
+    prompt_logprobs = floats(prompt)
+    prompt_logprobs[: draw(st.integers(1, prompt))] = np.nan
+    asked = draw(st.booleans())
+    grid = TensorData(floats(2 * (prompt - 1)), "float32", [prompt - 1, 2])
+    tokens = TensorData(np.arange(2 * (prompt - 1)), "int64", [prompt - 1, 2])
+    return SampleResponse(
+        sequences,
+        prompt_logprobs if asked else None,
+        topk(prompt, k, (0,)) if asked and k else None,
+        grid if asked else None,
+        PromptAltTokens(tokens, grid) if asked else None,
+        draw(st.integers(0, 100)),
+    )
+
+
+@given(responses())
+def test_the_sdk_reads_our_response(response):
+    theirs = deserialize_sample_response(sample_response_to_message(response))
+    assert theirs.prompt_cache_hit_tokens == response.prompt_cache_hit_tokens
+    assert theirs.prompt_logprobs == response.prompt_logprobs
+    assert theirs.topk_prompt_logprobs == response.topk_prompt_logprobs
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens"):
+        assert (getattr(theirs, name) is None) == (getattr(response, name) is None)
+    if theirs.target_prompt_logprobs and response.target_prompt_logprobs:
+        assert theirs.target_prompt_logprobs.tolist() == response.target_prompt_logprobs.tolist()
+    if theirs.prompt_alt_tokens and response.prompt_alt_tokens:
+        assert theirs.prompt_alt_tokens.tokens.tolist() == response.prompt_alt_tokens.tokens.tolist()
+        assert theirs.prompt_alt_tokens.logprobs.tolist() == response.prompt_alt_tokens.logprobs.tolist()
+    for read, written in zip(theirs.sequences, response.sequences, strict=True):
+        assert (read.stop_reason, read.tokens, read.logprobs) == (written.stop_reason, written.tokens, written.logprobs)
+        assert read.topk_logprobs == written.topk_logprobs
+
+
+@given(responses())
+def test_response_round_trip(response):
+    ids = [sequence.sequence_id for sequence in response.sequences]
+    assert plain(sample_response_from_message(sample_response_to_message(response), ids)) == plain(response)
+
+
+@given(responses())
+def test_json_response_says_the_same(response):
+    body = orjson.loads(orjson.dumps(sample_response_to_json(response)))
+    assert [(s["tokens"], s["logprobs"], s["stop_reason"]) for s in body["sequences"]] == [
+        (s.tokens, s.logprobs, s.stop_reason) for s in response.sequences
+    ]
+    assert body.get("prompt_logprobs") == response.prompt_logprobs
+
+
+def test_a_sparse_target_asks_only_for_what_it_lists():
+    sparse = TensorData(np.array([5, 7]), "int64", [3, 2], [0, 1, 1, 2], [0, 1])
+    request = SampleRequest(
+        0, Sample("s:sample:0", ModelInput.from_ints([1, 2, 3, 4]), 1, SamplingParams(), target_prompt_logprobs=sparse)
+    )
+    read = sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
+    assert read.operation.target_prompt_logprobs is not None
+    assert read.operation.target_prompt_logprobs.tolist() == [[5, -1], [-1, -1], [-1, 7]]
+
+
+def test_a_response_with_a_sequence_too_few_is_refused():
+    body = sample_response_to_message(SampleResponse([]))
+    with pytest.raises(UserError, match="0 sequences"):
+        sample_response_from_message(body, ["s:0"])
+
+
+BODY = sample_request_to_json(
+    SampleRequest(
+        3,
+        Sample(
+            "s:sample:0",
+            ModelInput.from_ints([1, 2]),
+            2,
+            SamplingParams(max_tokens=5, seed=1, stop=[3], min_p=0.5),
+            target_prompt_logprobs=TensorData([[3, -1]], "int64"),
+            prompt_logprobs_last_n=1,
+        ),
+    )
+)
+
+
+@pytest.mark.parametrize(("name", "body"), wrong_bodies(BODY, "type"))
+def test_a_wrong_field_is_named(name, body):
+    with pytest.raises(UserError, match=name):
+        sample_request_from_json(Fields.of(orjson.dumps(body)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.5),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 0),
+        ("stop", ""),
+        ("stop", [1, "a"]),
+        ("stop", {}),
+    ],
+)
+def test_a_sampling_param_out_of_range_is_named(field, value):
+    body = {**BODY, "sampling_params": {field: value}}
+    with pytest.raises(UserError, match=rf"sampling_params.{field}"):
+        sample_request_from_json(Fields.of(orjson.dumps(body)))
+
+
+@pytest.mark.parametrize("num_samples", [0, -1, 10**9])
+def test_a_number_of_samples_out_of_range_is_named(num_samples):
+    with pytest.raises(UserError, match="num_samples"):
+        sample_request_from_json(Fields.of(orjson.dumps({**BODY, "num_samples": num_samples})))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [{"type": "image", "data": "", "format": "png"}, {"type": "image_asset_pointer"}, {"type": "dmel", "dmel": ""}],
+)
+def test_other_chunks_than_text_are_refused(chunk):
+    with pytest.raises(UnsupportedError, match=r"prompt.chunks\[0\].*encoded_text"):
+        sample_request_from_json(Fields.of(orjson.dumps({**BODY, "prompt": {"chunks": [chunk]}})))
+
+
+def test_stability_info_is_refused_with_the_remedy():
+    with pytest.raises(UnsupportedError, match="importance_sampling"):
+        sample_request_from_json(Fields.of(orjson.dumps({**BODY, "record_stability_info": True})))
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(body):
+    with contextlib.suppress(UserError):
+        sample_response_from_message(body, [])
