@@ -11,7 +11,7 @@ that model fails too, so a pipelined pair is applied as a whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,6 +147,18 @@ class ReleaseSampler(Operation[None]):
 
 
 @dataclass(frozen=True)
+class DrawnToken:
+    """One token of one sample, at the moment it was drawn."""
+
+    sample: int
+    """0 .. num_samples - 1"""
+    token: int
+    logprob: float
+    topk: Sequence[tuple[int, float]]
+    """The likeliest tokens with their logprobs, as many as `topk_sample_logprobs` asks for."""
+
+
+@dataclass(frozen=True)
 class Sample(Operation[SampleResponse]):
     sampler_id: str
     prompt: ModelInput
@@ -161,6 +173,11 @@ class Sample(Operation[SampleResponse]):
     prompt_logprobs_last_n: int | None = None
     prompt_only: bool = False
     """Draw nothing; answer what was asked about the prompt (`compute_logprobs`)."""
+    on_token: Callable[[DrawnToken], None] | None = field(default=None, repr=False, compare=False)
+    """Called with each token as it is drawn, in the engine's thread: let it be short. If it raises, this operation fails.
+
+    It cannot travel: a client of a server refuses it.
+    """
 
 
 @dataclass(frozen=True)
@@ -209,4 +226,43 @@ class Service(Protocol):
 
     def close(self, finish: bool = True) -> None:
         """Take no more work, and return when the device is free. `finish`: do what is queued first; otherwise it fails."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdapterBytes:
+    """The most memory that one adapter takes."""
+
+    training: int
+    sampling: int
+    """One version, without what trains it."""
+
+
+class HostedService(Service, Protocol):
+    """An engine on this machine, as a server needs it."""
+
+    def check_sample(self, base_model: str, operation: Sample) -> None:
+        """ValueError if `operation` could not be served by any sampler of the base model; nothing is queued."""
+        ...
+
+    def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
+        """What an adapter of this shape would take; the base model is not loaded for it."""
+        ...
+
+    def copy_checkpoint(
+        self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
+    ) -> None:
+        """Make the checkpoint `destination` of the files of `source`; it stays when `source` goes. Metadata are the same."""
+        ...
+
+    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Let a checkpoint expire so long from now; None keeps it."""
+        ...
+
+    def clear_leftovers(self) -> None:
+        """Remove what killed processes left half written."""
+        ...
+
+    def checkpoint_files(self, path: str) -> Mapping[str, Path]:
+        """The files of a checkpoint by name."""
         ...

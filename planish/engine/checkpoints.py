@@ -2,21 +2,18 @@
 
 DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/share/planish/runs. A checkpoint is written aside, fsynced
 and renamed. Replacing one takes two renames, under a lock file of the run; a kill between them leaves the old one under a name from which
-the next reader puts it back. Expired checkpoints are refused, and removed when they are met.
-
-Names are letters, digits and _ . - : and so can be part of a path on any disk and of a URL.
+the next reader puts it back. Expired checkpoints are refused, and removed when they are met. A run without checkpoints has no directory.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 from filelock import FileLock
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from planish.engine.checkpoint_files import (
     ADAPTER,
+    ADAPTER_CONFIG,
     MANIFEST,
     OPTIMIZER,
     Manifest,
@@ -33,14 +31,16 @@ from planish.engine.checkpoint_files import (
     write_manifest,
     write_tensors,
 )
-from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
+from planish.engine.checkpoint_labels import Label, check_label, check_name, check_ttl, is_name
+from planish.errors import CheckpointError, DamagedFileError, StorageError
 from planish.model.lora import LoraLayout
+from planish.runs import write_whole
 from planish.types import Checkpoint, CheckpointPath, CheckpointType
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 _SEGMENT: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
 _TYPE: dict[str, CheckpointType] = {segment: kind for kind, segment in _SEGMENT.items()}
-_MAX_TTL_SECONDS = 10 * 365 * 86400
+
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -55,49 +55,10 @@ class SavedAdapter:
     """Fingerprints of the base model."""
 
 
-@dataclass(frozen=True)
-class Label:
-    """What the caller says about a checkpoint."""
-
-    path: CheckpointPath
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: Mapping[str, str] | None = None
-
-
 def data_directory(data_dir: str | Path | None) -> Path:
     """Where checkpoints are kept."""
     chosen = data_dir or os.environ.get("PLANISH_DATA") or "~/.local/share/planish/runs"
     return Path(chosen).expanduser().absolute()
-
-
-def check_name(argument: str, name: object) -> None:
-    """ValueError unless `name` can name a checkpoint or a run."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UserError(
-            f"{argument}={name!r}: give up to 200 letters, digits and _ . - : without a slash, not beginning with a dot or dash"
-        )
-
-
-def check_label(label: Label) -> None:
-    """ValueError for a label that cannot be right."""
-    check_name("name", label.path.name)
-    ttl = label.ttl_seconds
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int) or not 1 <= ttl <= _MAX_TTL_SECONDS):
-        raise UserError(
-            f"ttl_seconds={ttl!r}: give whole seconds from 1 to {_MAX_TTL_SECONDS} (ten years), or None to keep it"
-        )
-    check_metadata(label.user_metadata)
-
-
-def check_metadata(user_metadata: object) -> None:
-    """ValueError unless it is a mapping of strings to strings."""
-    if user_metadata is None:
-        return
-    if not isinstance(user_metadata, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, str) for key, value in user_metadata.items()
-    ):
-        raise UserError(f"user_metadata={user_metadata!r}: give a dictionary of strings to strings")
 
 
 class CheckpointStore:
@@ -108,22 +69,30 @@ class CheckpointStore:
 
     def save(self, label: Label, adapter: SavedAdapter) -> None:
         """Write one checkpoint. CheckpointError: the name is taken; StorageError: the disk refused, nothing is left behind."""
-        check_label(label)
-        target = self._place(label.path)
-        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with self._locked(target.parent.parent):
-                self._clear_leftovers(target)
-                aside.mkdir()
-                manifest = self._write(aside, label, adapter)
-                self._check_free(label, target, manifest)
-                _put(aside, target)
-        except OSError as error:
-            remedy = f"free space there, or choose another data_dir or PLANISH_DATA (now {self.directory})"
-            raise StorageError(f"the checkpoint {label.path} was not saved: {error}; {remedy}") from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        self._put_new(label, lambda aside: self._write(aside, label, adapter))
+
+    def copy(self, source: CheckpointPath, label: Label) -> None:
+        """A second checkpoint with the files of `source`, which take no more space; `label` decides its time to live and metadata.
+
+        A training checkpoint may be copied as a sampler's, without its optimizer. Errors are those of `manifest` and of `save`.
+        """
+        if source.checkpoint_type == "sampler" and label.path.checkpoint_type == "training":
+            raise CheckpointError(f"{source} has no optimizer state; copy it as sampler weights, not as {label.path}")
+        manifest = self.manifest(source)
+        self._put_new(label, lambda aside: self._link(aside, source, manifest, label))
+
+    def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
+        """Let the checkpoint expire so long from now; None keeps it."""
+        check_ttl(ttl_seconds)
+        self.manifest(path)  # before a lock file is made for a run that is none
+        with self._locked(self._place(path).parent.parent):
+            manifest = replace(self.manifest(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC)))
+            write_whole(self._place(path) / MANIFEST, manifest.to_json())
+
+    def files(self, path: CheckpointPath) -> dict[str, Path]:
+        """The files of a checkpoint by name."""
+        names = (*self.manifest(path).files, MANIFEST)
+        return {name: self._place(path) / name for name in names}
 
     def exists(self, path: CheckpointPath) -> bool:
         """Whether `path` is there and has not expired."""
@@ -171,7 +140,7 @@ class CheckpointStore:
         found = []
         for manifest_path in self.directory.glob(f"{run_id or '*'}/*/*/{MANIFEST}"):
             run, segment, name = manifest_path.parts[-4:-1]
-            if segment in _TYPE and _NAME.fullmatch(run) and _NAME.fullmatch(name):
+            if segment in _TYPE and is_name(run) and is_name(name):
                 path = CheckpointPath(run, _TYPE[segment], name)
                 with suppress(CheckpointError, DamagedFileError):
                     found.append(_record(path, self.manifest(path)))
@@ -192,15 +161,57 @@ class CheckpointStore:
             shutil.rmtree(_previous(target), ignore_errors=True)
             os.rename(target, aside)  # at once, so that nobody sees half of it
             shutil.rmtree(aside)
+            _remove_if_empty(target.parent)
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no checkpoint {path} under {self.directory}") from error
         except OSError as error:
             raise StorageError(f"the checkpoint {path} could not be removed: {error}") from error
 
+    def clear_leftovers(self) -> None:
+        """Remove what killed writers left, in all runs that nobody writes to now."""
+        for leftover in self.directory.glob("*/*/.*.tmp"):
+            with suppress(OSError), FileLock(leftover.parents[1] / _LOCK, timeout=0):
+                shutil.rmtree(leftover)
+            _remove_if_empty(leftover.parent)
+
     def _place(self, path: CheckpointPath) -> Path:
         check_name("the checkpoint path's run", path.run_id)
         check_name("the checkpoint path's name", path.name)
         return self.directory / path.run_id / _SEGMENT[path.checkpoint_type] / path.name
+
+    def _put_new(self, label: Label, write: Callable[[Path], Manifest]) -> None:
+        """Let `write` fill a directory, and make it the checkpoint."""
+        check_label(label)
+        target = self._place(label.path)
+        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with self._locked(target.parent.parent, make=True):
+                target.parent.mkdir(exist_ok=True)
+                self._clear_leftovers(target)
+                aside.mkdir()
+                manifest = write(aside)
+                self._check_free(label, target, manifest)
+                _put(aside, target)
+        except OSError as error:
+            remedy = f"free space there, or choose another data_dir or PLANISH_DATA (now {self.directory})"
+            raise StorageError(f"the checkpoint {label.path} was not saved: {error}; {remedy}") from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _link(self, aside: Path, source: CheckpointPath, manifest: Manifest, label: Label) -> Manifest:
+        kept = {name: file for name, file in manifest.files.items() if name in _files_of(label.path.checkpoint_type)}
+        try:
+            for name in kept:
+                _link_or_copy(self._place(source) / name, aside / name)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"there is no whole checkpoint {source} any more: it was deleted or replaced while it was copied"
+            ) from None
+        now = datetime.now(UTC)
+        metadata = manifest.user_metadata if label.user_metadata is None else dict(label.user_metadata)
+        copied = replace(manifest, time=now, expires_at=label.expires_at(now), user_metadata=dict(metadata), files=kept)
+        write_manifest(aside, copied)
+        return copied
 
     def _write(self, aside: Path, label: Label, adapter: SavedAdapter) -> Manifest:
         now = datetime.now(UTC)
@@ -211,7 +222,7 @@ class CheckpointStore:
             lora=adapter.layout.lora,
             step=int(adapter.state["step"]),
             time=now,
-            expires_at=now + timedelta(seconds=label.ttl_seconds) if label.ttl_seconds is not None else None,
+            expires_at=label.expires_at(now),
             user_metadata=dict(label.user_metadata or {}),
         )
         with_optimizer = label.path.checkpoint_type == "training"
@@ -231,9 +242,22 @@ class CheckpointStore:
         raise name_taken(label.path)
 
     @contextmanager
-    def _locked(self, run: Path) -> Iterator[None]:
-        with FileLock(run / ".lock"):
+    def _locked(self, run: Path, make: bool = False) -> Iterator[None]:
+        """`make`: the run's directory, if there is none."""
+        lock, is_held = FileLock(run / _LOCK), False
+        while not is_held:
+            if make:
+                run.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+                is_held = True
+            except FileNotFoundError:  # somebody deleted the run's last checkpoint just now
+                if not make:
+                    raise
+        try:
             yield
+        finally:
+            lock.release()
 
     def _clear_leftovers(self, target: Path) -> None:
         """What killed writers left; to be called under the lock, so nobody is writing them now."""
@@ -254,6 +278,31 @@ class CheckpointStore:
 
 def name_taken(path: CheckpointPath) -> CheckpointError:
     return CheckpointError(f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first")
+
+
+def _files_of(kind: CheckpointType) -> tuple[str, ...]:
+    return (ADAPTER, ADAPTER_CONFIG, OPTIMIZER) if kind == "training" else (ADAPTER, ADAPTER_CONFIG)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Files of checkpoints never change, so two directories can share one; not on every disk, and not between two."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+        sync(target)
+
+
+def _remove_if_empty(segment: Path) -> None:
+    """Remove a directory of checkpoints without any, and its run's if that holds no others. Not while somebody writes to the run."""
+    run = segment.parent
+    with suppress(OSError), FileLock(run / _LOCK, timeout=0):
+        segment.rmdir()
+        if {entry.name for entry in run.iterdir()} == {_LOCK}:
+            (run / _LOCK).unlink()
+            run.rmdir()
 
 
 def _previous(target: Path) -> Path:

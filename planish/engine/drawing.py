@@ -36,7 +36,7 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
     """One token for each row of float32 logits [B, V].
 
     Temperature 0 takes the likeliest token, and its normalizer is that of the unscaled logits. The normalizer is taken before
-    top_k, top_p and min_p.
+    top_k, top_p and min_p. Of a row with a logit that is not finite, the normalizer is not finite either, and its token means nothing.
     """
     device = logits.device
     temperatures = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
@@ -46,6 +46,7 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
     normalizer = (peak.squeeze(-1) + _chunk_sums(weights).sum(-1).log()).float()
     _filter(weights, params)
     drawn = _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
+    drawn.clamp_(max=logits.shape[1] - 1)  # of a row that is not finite, anything may have come
     greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
     if bool(greedy.any()):
         drawn = torch.where(greedy, logits.argmax(-1), drawn)

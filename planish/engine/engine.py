@@ -17,17 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.engine.base_models import BaseModel, BaseModels
-from planish.engine.checkpoints import (
-    CheckpointStore,
-    Label,
-    check_label,
-    check_metadata,
-    check_name,
-    data_directory,
-    name_taken,
-)
+from planish.engine.checkpoint_labels import Label, check_label, check_metadata, check_name
+from planish.engine.checkpoints import CheckpointStore, data_directory, name_taken
 from planish.engine.owner import DeviceOwner
-from planish.engine.settings import EngineSettings
+from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.tenants import Job, LoadedAdapter, SamplerHandle, Tenant
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import CheckpointError, EngineClosedError, UserError
@@ -35,6 +28,7 @@ from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
 from planish.service import (
+    AdapterBytes,
     CheckpointInfo,
     CreateModel,
     CreateSampler,
@@ -65,6 +59,9 @@ from planish.types import (
 
 R = TypeVar("R")
 
+# Master weights, two moments, gradient; and twice the first three while a step is made.
+_FLOAT_VECTORS = 7
+
 
 class Engine:
     def __init__(
@@ -74,7 +71,8 @@ class Engine:
         settings: EngineSettings | None = None,
     ) -> None:
         """`models` maps names of base models to directories or .gguf files; `data_dir` is where checkpoints are kept."""
-        self._models = BaseModels(models, settings or EngineSettings())
+        self._settings = settings or EngineSettings()
+        self._models = BaseModels(models, self._settings)
         self._store = CheckpointStore(data_directory(data_dir))
         self._tenants: dict[str, Tenant] = {}
         self._handles: dict[str, SamplerHandle] = {}
@@ -115,6 +113,31 @@ class Engine:
 
     def delete_checkpoint(self, path: str) -> None:
         self._store.delete(CheckpointPath.parse(path))
+
+    # What a server needs besides.
+
+    def check_sample(self, base_model: str, operation: Sample) -> None:
+        self._check_request(self._models.get(base_model), operation)
+
+    def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
+        settings = self._settings
+        size = LoraLayout(ModelConfig.from_directory(self._models.directory(base_model)), lora).size
+        compute = choose_dtype(settings.dtype, choose_device(settings.device)).itemsize
+        return AdapterBytes(training=size * (4 * _FLOAT_VECTORS + compute), sampling=size * compute)
+
+    def copy_checkpoint(
+        self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
+    ) -> None:
+        self._store.copy(CheckpointPath.parse(source), Label(CheckpointPath.parse(destination), ttl_seconds, overwrite))
+
+    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        self._store.set_ttl(CheckpointPath.parse(path), ttl_seconds)
+
+    def clear_leftovers(self) -> None:
+        self._store.clear_leftovers()
+
+    def checkpoint_files(self, path: str) -> dict[str, Path]:
+        return self._store.files(CheckpointPath.parse(path))
 
     def close(self, finish: bool = True) -> None:
         self._is_closed = True
@@ -234,14 +257,17 @@ class Engine:
 
     def _check_sample(self, op: Sample) -> SamplerHandle:
         handle = self._handle(op.sampler_id)
+        self._check_request(handle.base, op)
+        return handle
+
+    def _check_request(self, base: BaseModel, op: Sample) -> None:
         for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams), ("num_samples", int)):
             if not isinstance(getattr(op, name), kind):
                 raise UserError(f"{name} is a {type(getattr(op, name)).__name__}; give {kind.__name__}")
-        handle.base.sampler.validate(op)
+        base.sampler.validate(op)
         stop = op.sampling_params.stop
         if isinstance(stop, str) or any(isinstance(item, str) for item in stop or ()):
-            _ = handle.base.tokenizer  # read now, so that a missing one is an error of this call
-        return handle
+            _ = base.tokenizer  # read now, so that a missing one is an error of this call
 
     def _save(self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]) -> Job:
         tenant = self._tenant(op.model_id)

@@ -12,6 +12,7 @@ it finds the sampler's logprobs again.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -32,9 +33,10 @@ from planish.engine.sampling_attention import DecodeAttention, PrefillAttention,
 from planish.engine.sampling_head import RowLayout, SamplingHead
 from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.stopping import StopCondition
+from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
 from planish.model.lora import AdapterRows, LoraWeights
-from planish.service import Sample
+from planish.service import DrawnToken, Sample
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
 
@@ -123,7 +125,7 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> None:
         """Advance every running request by one token, and start what fits."""
-        self._drop_cancelled()
+        self._drop_ended()
         admitted = self._scheduler.admit(self._cache)
         self._prompts.reserve(prompt.capacity for prompt in admitted)
         for prompt in admitted:
@@ -150,7 +152,7 @@ class Sampler:
         self._prompts, self._samples = KVPools(self._shape), KVPools(self._shape)
         self._last_hidden.clear()
         for request in requests:
-            if request.future.set_running_or_notify_cancel():
+            if _claimed(request.future):
                 request.future.set_exception(error)
 
     # Prompts
@@ -276,11 +278,16 @@ class Sampler:
         tops = top_logprobs(logits, drawn.log_normalizer, temperature, most) if most else None
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
         for i, (sample, token, logprob) in enumerate(zip(samples, drawn.tokens.tolist(), logprobs, strict=True)):
+            if not math.isfinite(logprob):
+                _fail(sample.request)
+                continue
             k = sample.request.op.topk_sample_logprobs
             sample.tokens.append(token)
             sample.logprobs.append(min(logprob, 0.0))
             if k:
                 sample.top.append((top_ids[i][:k], top_values[i][:k]))
+            if sample.request.op.on_token is not None:
+                _tell(sample, sample.request.op.on_token)
             if len(sample.tokens) == sample.request.max_tokens or self._stopped(sample):
                 self._finish(sample)
 
@@ -323,11 +330,12 @@ class Sampler:
             prompt_alt_tokens=scores.alternatives if scores else None,
             prompt_cache_hit_tokens=request.prompt.cached,
         )
-        if request.future.set_running_or_notify_cancel():
+        if _claimed(request.future):
             request.future.set_result(response)
 
-    def _drop_cancelled(self) -> None:
-        for request in [request for request in self._requests if request.future.cancelled()]:
+    def _drop_ended(self) -> None:
+        """Take out what was cancelled, or failed because somebody who was told of its tokens raised."""
+        for request in [request for request in self._requests if request.future.done()]:
             self._requests.remove(request)
             for sample in self._scheduler.withdraw(request):
                 self._take_out(sample)
@@ -344,3 +352,33 @@ class Sampler:
         return self._decoder.hidden(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention, adapters, tile=tile
         )
+
+
+def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
+    """Hand on the newest token. An error of the listener's is the end of its own request, not of the batch."""
+    future = sample.request.future
+    if future.done():
+        return
+    top = list(zip(*sample.top[-1], strict=True)) if sample.top else []
+    try:
+        on_token(DrawnToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
+    except Exception as error:
+        if _claimed(future):
+            future.set_exception(error)
+
+
+def _fail(request: Request) -> None:
+    """End a request whose logits are not finite. Others of its batch have rows of their own."""
+    if _claimed(request.future):
+        request.future.set_exception(
+            NonFiniteError(
+                f"sampler_id={request.op.sampler_id!r}: its logits are not finite, so no token can be drawn; its weights are too large: "
+                "go back to an earlier checkpoint and lower learning_rate"
+            )
+        )
+
+
+def _claimed(future: Future[SampleResponse]) -> bool:
+    """Whether there is no answer yet, and nobody gave up waiting for one: then the caller gives it."""
+    is_answered = future.done() and not future.cancelled()
+    return not is_answered and future.set_running_or_notify_cancel()

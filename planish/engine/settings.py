@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -85,9 +86,15 @@ def choose_tiling(
     """The row tiling of the sampler; None if it is not deterministic."""
     if deterministic is False or (deterministic is None and device.type != "cpu"):
         return None
-    found = probe(config, dtype, device)
+    found = _probed(config, dtype, device, torch.get_num_threads())
     # Fixed tiles cost more than a tenth of a rollout, so they are for those who ask.
     return FIXED if found is None and deterministic else found
+
+
+@lru_cache(maxsize=32)
+def _probed(config: ModelConfig, dtype: torch.dtype, device: torch.device, _threads: int) -> RowTiling | None:
+    """Products of equal shapes are looked at once in a process for each number of threads."""
+    return probe(config, dtype, device)
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.engine.sampler import Sampler, SamplerSettings
+from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
 from planish.model.lora import LoraLayout, LoraWeights
-from planish.service import Sample
+from planish.service import DrawnToken, Sample
 from planish.testing import EOS_TOKEN_ID, tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -349,6 +350,82 @@ def test_cancelling_frees_memory_at_any_time(decoder):
         assert futures[5].done()
         assert not sampler.busy
         assert_nothing_left(sampler)
+
+
+def test_tokens_are_told_as_they_are_drawn(decoder):
+    for asked, told_topk in ((0, 0), (3, 3)):
+        told: list[DrawnToken] = []
+        op = request(tokens(30), 3, max_tokens=9, seed=1, topk_sample_logprobs=asked, on_token=told.append)
+        (response,) = run(sampler_of(decoder), op, request(tokens(40), 2))[:1]
+        for index, sequence in enumerate(response.sequences):
+            mine = [drawn for drawn in told if drawn.sample == index]
+            assert [drawn.token for drawn in mine] == sequence.tokens
+            assert [drawn.logprob for drawn in mine] == pytest.approx(sequence.logprobs)
+            assert {len(drawn.topk) for drawn in mine} == {told_topk}
+            if asked:
+                assert [[token for token, _ in drawn.topk] for drawn in mine] == [
+                    [token for token, _ in row] for row in sequence.topk_logprobs
+                ]
+        assert len(told) == 27
+
+
+def test_listening_changes_nothing(decoder):
+    silent, heard = (request(tokens(30), 3, max_tokens=9, seed=1, on_token=hook) for hook in (None, lambda drawn: None))
+    assert drawn(run(sampler_of(decoder), silent)) == drawn(run(sampler_of(decoder), heard))
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+def test_a_listener_that_raises_ends_its_own_request_only(decoder, at):
+    told: list[DrawnToken] = []
+
+    def listen(drawn: DrawnToken) -> None:
+        told.append(drawn)
+        if len(told) == at:
+            raise LookupError("the listener is gone")
+
+    sampler = sampler_of(decoder)
+    futures: list[Future[SampleResponse]] = [Future(), Future()]
+    sampler.submit(request(tokens(30), 1, max_tokens=9, on_token=listen), None, "base", futures[0])
+    sampler.submit(request(tokens(30), 1, max_tokens=9), None, "base", futures[1])
+    while sampler.busy:
+        sampler.step()
+    with pytest.raises(LookupError, match="the listener is gone"):
+        futures[0].result(timeout=0)
+    assert len(told) == at
+    assert len(futures[1].result(timeout=0).sequences[0].tokens) == 9
+    assert_nothing_left(sampler)
+
+
+@pytest.mark.parametrize("size", [float("nan"), 1e20, 1e38])
+def test_logits_that_are_not_finite_end_their_own_requests_only(decoder, tiling, size):
+    """Also for who comes after: keys and values that are not finite lie in slots that others take over."""
+    broken = LoraWeights(
+        adapter(decoder, 1).layout, adapter(decoder, 1).layout.init(1) * 0 + size, decoder.dtype, decoder.device
+    )
+    theirs = [request(tokens(70, seed), 2, seed=seed, max_tokens=70) for seed in range(3)]
+    alone = drawn(run(sampler_of(decoder, tiling), *((op, adapter(decoder, 2), "fine") for op in theirs)))
+    sampler, failing, fine = sampler_of(decoder, tiling), [], []
+    for op in theirs:
+        failing.append(Future())
+        sampler.submit(op, broken, "broken", failing[-1])
+        fine.append(Future())
+        sampler.submit(op, adapter(decoder, 2), "fine", fine[-1])
+    while sampler.busy:
+        sampler.step()
+    for future in failing:
+        with pytest.raises(NonFiniteError, match="lower learning_rate"):
+            future.result(timeout=0)
+    assert drawn([future.result(timeout=0) for future in fine]) == alone
+    assert drawn(run(sampler, *((op, adapter(decoder, 2), "fine") for op in theirs))) == alone
+    after = drawn(
+        run(sampler, *((request(tokens(90, seed), 3, seed=seed, max_tokens=100), None, "base") for seed in range(5)))
+    )
+    fresh = drawn(
+        run(
+            sampler_of(decoder, tiling), *(request(tokens(90, seed), 3, seed=seed, max_tokens=100) for seed in range(5))
+        )
+    )
+    assert after == fresh
 
 
 def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):

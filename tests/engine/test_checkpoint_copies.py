@@ -1,0 +1,200 @@
+"""Copies of checkpoints share files and outlive their source; times to live change; both through the store and the engine."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from planish.engine.adapters import Adapter
+from planish.engine.checkpoint_files import ADAPTER, MANIFEST, OPTIMIZER
+from planish.engine.checkpoint_labels import Label
+from planish.engine.checkpoints import CheckpointStore, SavedAdapter
+from planish.engine.engine import Engine
+from planish.errors import CheckpointError, StorageError, UserError
+from planish.model.config import ModelConfig
+from planish.model.lora import LoraLayout
+from planish.service import Sample
+from planish.testing import VOCAB_SIZE, tiny_model
+from planish.types import AdamParams, CheckpointPath, LoraConfig, ModelInput, SamplingParams
+
+SOURCE = CheckpointPath("run:train:0", "training", "a")
+COPY = CheckpointPath("other:train:3", "training", "b")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def store(tmp_path, adapter) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "data")
+    store.save(Label(SOURCE, user_metadata={"a": "1"}, ttl_seconds=60), saved(adapter))
+    return store
+
+
+@pytest.fixture
+def adapter(model_dir) -> Adapter:
+    layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=2, seed=1))
+    adapter = Adapter(layout, torch.float32, torch.device("cpu"))
+    adapter.add_grad(torch.ones(layout.size))
+    adapter.optim_step(AdamParams())
+    return adapter
+
+
+def saved(adapter: Adapter) -> SavedAdapter:
+    return SavedAdapter(adapter.state(), adapter.layout, "base", "architecture", "weights")
+
+
+def test_a_copy_is_equal_and_outlives_its_source(store, adapter):
+    store.copy(SOURCE, Label(COPY))
+    assert os.path.samefile(store.files(SOURCE)[ADAPTER], store.files(COPY)[ADAPTER])
+    store.delete(SOURCE)
+    state = store.read(COPY, adapter.layout, with_optimizer=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
+    manifest = store.manifest(COPY)
+    assert (manifest.expires_at, manifest.user_metadata, manifest.step) == (None, {"a": "1"}, 1)
+
+
+def test_where_files_cannot_be_shared_they_are_copied(store, adapter, monkeypatch):
+    def refused(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    store.copy(SOURCE, Label(COPY))
+    assert not os.path.samefile(store.files(SOURCE)[ADAPTER], store.files(COPY)[ADAPTER])
+    state = store.read(COPY, adapter.layout, with_optimizer=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
+
+
+def test_a_copy_for_samplers_leaves_the_optimizer_out(store):
+    path = CheckpointPath("run:train:0", "sampler", "pinned")
+    store.copy(SOURCE, Label(path))
+    assert OPTIMIZER not in store.files(path)
+    assert set(store.files(SOURCE)) - set(store.files(path)) == {OPTIMIZER}
+    with pytest.raises(CheckpointError, match="no optimizer state"):
+        store.copy(path, Label(COPY))
+
+
+def test_a_copy_of_nothing_or_onto_something_is_refused(store):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        store.copy(COPY, Label(CheckpointPath("run", "training", "c")))
+    store.copy(SOURCE, Label(COPY))
+    with pytest.raises(CheckpointError, match="exists"):
+        store.copy(SOURCE, Label(COPY))
+    store.copy(SOURCE, Label(COPY, overwrite=True))
+    assert store.manifest(COPY).step == 1
+
+
+def test_a_disk_that_refuses_leaves_no_copy(store, monkeypatch):
+    monkeypatch.setattr("planish.engine.checkpoints.write_manifest", full_disk)
+    with pytest.raises(StorageError, match="was not saved"):
+        store.copy(SOURCE, Label(COPY))
+    assert [record.tinker_path for record in store.records()] == [str(SOURCE)]
+    assert not any(path.name.endswith(".tmp") for path in store.directory.rglob("*"))
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_time_to_live_changes(store):
+    store.set_ttl(SOURCE, None)
+    assert store.manifest(SOURCE).expires_at is None
+    store.set_ttl(SOURCE, 3600)
+    expires_at = store.manifest(SOURCE).expires_at
+    assert expires_at is not None
+    assert abs(expires_at - datetime.now(UTC) - timedelta(hours=1)) < timedelta(seconds=30)
+    assert store.manifest(SOURCE).files.keys() == set(store.files(SOURCE)) - {MANIFEST}
+
+
+@pytest.mark.parametrize("ttl", [0, -1, True, 1.5, "3600", 10**12])
+def test_a_time_to_live_that_is_none_is_refused(store, ttl):
+    with pytest.raises(UserError, match="ttl_seconds"):
+        store.set_ttl(SOURCE, ttl)
+    assert store.manifest(SOURCE).expires_at is not None
+
+
+def test_the_engine_checks_a_sample_without_a_sampler(model_dir, tmp_path):
+    engine = Engine({"tiny": str(model_dir)}, tmp_path)
+    try:
+        good = Sample("none", ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=3))
+        engine.check_sample("tiny", good)
+        with pytest.raises(ValueError, match=str(VOCAB_SIZE)):
+            engine.check_sample("tiny", Sample("none", ModelInput.from_ints([VOCAB_SIZE]), 1, SamplingParams()))
+    finally:
+        engine.close()
+
+
+def test_the_engine_knows_what_an_adapter_takes(model_dir, tmp_path):
+    engine = Engine({"tiny": str(model_dir)}, tmp_path)
+    try:
+        small, large = (engine.adapter_bytes("tiny", LoraConfig(rank=rank)) for rank in (4, 8))
+        layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=4))
+        assert small.training > 4 * 4 * layout.size
+        assert large.training == 2 * small.training
+        assert layout.size * 2 <= small.sampling < small.training
+    finally:
+        engine.close()
+
+
+def test_a_run_without_checkpoints_has_no_directory(store, adapter):
+    second = CheckpointPath(SOURCE.run_id, "sampler", "s")
+    store.save(Label(second), saved(adapter))
+    store.delete(SOURCE)
+    assert store.exists(second)
+    store.delete(second)
+    assert list(store.directory.iterdir()) == []
+    store.save(Label(SOURCE), saved(adapter))
+    assert store.exists(SOURCE)
+
+
+def test_an_expired_checkpoint_that_is_replaced_is_no_deadlock(store, adapter):
+    (store.directory / SOURCE.run_id / "weights" / "a" / MANIFEST).write_text(
+        replace(store.manifest(SOURCE), expires_at=datetime.now(UTC) - timedelta(seconds=1)).to_json()
+    )
+    store.save(Label(SOURCE), saved(adapter))
+    assert store.exists(SOURCE)
+
+
+def test_what_killed_writers_left_is_removed(store):
+    segment = store.directory / SOURCE.run_id / "weights"
+    other = store.directory / "gone:train:0" / "sampler_weights"
+    for leftover in (segment / ".x.0a1b.tmp", other / ".y.0a1b.tmp"):
+        leftover.mkdir(parents=True)
+        (leftover / ADAPTER).write_bytes(b"half")
+    store.clear_leftovers()
+    assert [path.name for path in segment.iterdir()] == ["a"]
+    assert not other.parent.exists()
+
+
+def test_a_time_to_live_of_what_is_not_there_makes_nothing(store):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        store.set_ttl(COPY, 60)
+    assert not (store.directory / COPY.run_id).exists()
+
+
+def test_many_threads_save_and_delete_in_one_run(store, adapter):
+    """Whoever deletes the last checkpoint removes the directory that others are about to write to."""
+    paths = [CheckpointPath("busy:train:0", "sampler", f"n{index}") for index in range(4)]
+
+    def work(path: CheckpointPath) -> None:
+        for _ in range(15):
+            store.copy(SOURCE, Label(path))
+            assert store.exists(path)
+            store.delete(path)
+
+    with ThreadPoolExecutor(len(paths)) as threads:
+        list(threads.map(work, paths))
+    assert not (store.directory / "busy:train:0").exists()
+
+
+def test_a_source_that_goes_while_it_is_copied_is_named(store: CheckpointStore):
+    (store.files(SOURCE)[ADAPTER]).unlink()
+    with pytest.raises(CheckpointError, match="while it was copied"):
+        store.copy(SOURCE, Label(COPY))
+    assert not store.exists(COPY)
