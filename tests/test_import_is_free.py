@@ -5,6 +5,9 @@ import sys
 
 HEAVY = (
     "torch",
+    "httpx2",
+    "prometheus_client",
+    "starlette",
     "transformers",
     "tokenizers",
     "safetensors",

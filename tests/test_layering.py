@@ -28,14 +28,14 @@ LAYERS = (
     ("metric_logs", "plotting"),
     ("wire",),
     ("model",),
+    ("renderers",),
     ("engine",),
     ("client", "server"),
     ("planish",),
-    ("renderers",),
     ("completers", "checkpointing", "evaluators"),
     ("rl", "supervised", "preference"),
     ("tool_use",),
-    ("recipes", "cli", "__main__"),
+    ("recipes", "commands", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the order of layers: what never may know of the engine.

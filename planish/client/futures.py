@@ -47,7 +47,7 @@ class Pending(Generic[T]):
         return await self.result_async()
 
     def future(self) -> Future[T]:
-        """The underlying future. Its callbacks run in the engine's thread: let them be short."""
+        """The underlying future. Its callbacks run in the thread of the engine, or of the connection: let them be short, and wait for nothing."""
         return self._future
 
     def done(self) -> bool:

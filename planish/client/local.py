@@ -1,12 +1,22 @@
-"""The one place where a client reaches for the engine, which is imported at its first use: `import planish` loads no torch."""
+"""The one place where a client reaches for what is behind it: an engine in this process, or a server.
+
+The engine is imported at its first use, and so is the HTTP client (remote_http), so `import planish` loads neither.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planish.client.remote import RemoteService
+from planish.errors import UserError
 from planish.service import Service
+
+URL_VARIABLE = "PLANISH_BASE_URL"
+"""Names the server of clients that are given none. TINKER_BASE_URL is not read: where it is set, for scripts of the public SDK, a
+ServiceClient() without a URL is still an engine in its process."""
 
 
 def start_engine(models: Mapping[str, str] | None, data_dir: str | Path | None, settings: Mapping[str, Any]) -> Service:
@@ -15,3 +25,20 @@ def start_engine(models: Mapping[str, str] | None, data_dir: str | Path | None, 
     from planish.engine.settings import EngineSettings
 
     return Engine(models, data_dir, EngineSettings(**settings))
+
+
+def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]) -> Service:
+    """A session with a server."""
+    return RemoteService(base_url, api_key, user_metadata)
+
+
+def chosen_url(base_url: str | None, engine_options: Mapping[str, Any]) -> str | None:
+    """`base_url`, or what the environment says; None is an engine in this process. UserError if both are asked for."""
+    source, url = ("base_url", base_url) if base_url is not None else (URL_VARIABLE, os.environ.get(URL_VARIABLE))
+    given = [name for name, value in engine_options.items() if value not in (None, "auto")]
+    if url and given:
+        raise UserError(
+            f"{source}={url!r} names a server, and {', '.join(given)} would set up an engine in this process; "
+            "leave one of them out (the server has such options of its own)"
+        )
+    return url or None

@@ -1,4 +1,4 @@
-"""The way in: a ServiceClient is an engine in this process, and makes the clients that train and sample on it."""
+"""The way in: a ServiceClient is an engine in this process or a session with a server, and makes the clients that train and sample on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from planish.client.futures import in_thread
-from planish.client.local import start_engine
+from planish.client.local import chosen_url, connect, start_engine
 from planish.client.rest_client import RestClient
 from planish.client.sampling_client import SamplingClient
 from planish.client.session import Session
@@ -19,7 +19,7 @@ from planish.types import GetServerCapabilitiesResponse, LoraConfig
 
 
 class ServiceClient:
-    """An embedded engine with its own base models, adapters and samplers; all are freed by `close` or the end of a `with` block."""
+    """An engine with its base models, adapters and samplers, near or far; all are freed by `close` or the end of a `with` block."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class ServiceClient:
         project_id: str | None = None,
         *,
         base_url: str | None = None,
+        api_key: str | None = None,
         models: Mapping[str, str] | None = None,
         data_dir: str | Path | None = None,
         dtype: str = "auto",
@@ -38,16 +39,17 @@ class ServiceClient:
         max_batch: int | None = None,
         service: Service | None = None,
     ) -> None:
-        """`models` maps names of base models to directories; `data_dir` is where checkpoints are kept (default: PLANISH_DATA, else
-        ~/.local/share/planish/runs); `user_metadata` goes into every checkpoint. The options from `dtype` on are those of
-        `planish.engine.settings.EngineSettings`; None is a default. `service` is used instead of a new engine, and not closed.
+        """`base_url` is the URL of a server (default: PLANISH_BASE_URL of the environment; without either, the engine is in this
+        process), `api_key` a key of it (default: PLANISH_API_KEY, else TINKER_API_KEY). Scripts are the same near and far.
+
+        For an engine in this process: `models` maps names of base models to directories; `data_dir` is where checkpoints are kept
+        (default: PLANISH_DATA, else ~/.local/share/planish/runs); the options from `dtype` on are those of
+        `planish.engine.settings.EngineSettings`; None is a default.
+
+        `user_metadata` goes into every checkpoint. `service` is used instead of a new engine or session, and not closed.
         """
-        if base_url is not None:
-            raise UnsupportedError(f"base_url={base_url!r}: this version runs in your process only; leave base_url out")
         if project_id is not None:
-            raise UnsupportedError(
-                f"project_id={project_id!r}: there are no projects in an embedded engine; use user_metadata"
-            )
+            raise UnsupportedError(f"project_id={project_id!r}: there are no projects here; use user_metadata")
         settings = {
             "dtype": dtype,
             "device": device,
@@ -57,8 +59,21 @@ class ServiceClient:
             "prefix_cache_bytes": prefix_cache_bytes,
             "max_batch": max_batch,
         }
+        metadata = user_metadata or {}
+        if service is not None:
+            if base_url is not None or api_key is not None:
+                raise UserError(
+                    "base_url and api_key are those of a session, and service is one already; give one of them"
+                )
+            made = service
+        elif url := chosen_url(base_url, {"models": models, "data_dir": data_dir, **settings}):
+            made = connect(url, api_key, metadata)
+        elif api_key is not None:
+            raise UserError("api_key is for a server, and base_url is missing; give both, or neither")
+        else:
+            made = start_engine(models, data_dir, settings)
         self._owns_service = service is None
-        self._session = Session(service or start_engine(models, data_dir, settings), user_metadata or {})
+        self._session = Session(made, metadata)
 
     def __enter__(self) -> Self:
         return self
@@ -119,9 +134,8 @@ class ServiceClient:
         """Sampling from a base model, or from a checkpoint (of either kind) by its path."""
         if model_path is None and base_model is None:
             raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
-        sampler_id = self._session.new_sampler_id()
-        self._session.service.submit(CreateSampler(sampler_id, base_model, model_path)).result()
-        return SamplingClient(self._session, sampler_id)
+        operation = CreateSampler(self._session.new_sampler_id(), base_model, model_path)
+        return SamplingClient(self._session, self._session.service.submit(operation).result())
 
     create_sampling_client_async = in_thread(create_sampling_client)
 

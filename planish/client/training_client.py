@@ -170,9 +170,8 @@ class TrainingClient:
 
     def create_sampling_client(self, model_path: str) -> SamplingClient:
         """A client of a checkpoint."""
-        sampler_id = self._session.new_sampler_id()
-        self._session.service.submit(CreateSampler(sampler_id, model_path=model_path)).result()
-        return SamplingClient(self._session, sampler_id)
+        operation = CreateSampler(self._session.new_sampler_id(), model_path=model_path)
+        return SamplingClient(self._session, self._session.service.submit(operation).result())
 
     create_sampling_client_async = in_thread(create_sampling_client)
 

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server_thread import ServerThread, serving
 
 from planish import ServiceClient
 from planish.testing import tiny_model
@@ -12,8 +13,46 @@ def model_dir(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def server(model_dir, tmp_path_factory) -> Iterator[ServerThread]:
+    with serving(tmp_path_factory.mktemp("server"), {"tiny": model_dir}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def server_url(server) -> str:
+    return server.url
+
+
 @pytest.fixture
-def service_client(model_dir, tmp_path) -> Iterator[ServiceClient]:
+def embedded_client(model_dir, tmp_path) -> Iterator[ServiceClient]:
+    """An engine in this process."""
     client = ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32")
+    yield client
+    client._close(finish=False)
+
+
+@pytest.fixture
+def remote_client(server_url, tmp_path, monkeypatch) -> Iterator[ServiceClient]:
+    """A session with a server."""
+    monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "cache"))
+    client = ServiceClient(base_url=server_url)
+    yield client
+    client._close(finish=False)
+
+
+@pytest.fixture(params=["near", "far"])
+def service_client(request) -> ServiceClient:
+    """Either: what a test of clients shows must hold for both."""
+    return request.getfixturevalue("embedded_client" if request.param == "near" else "remote_client")
+
+
+@pytest.fixture
+def another_client(request, service_client, model_dir, tmp_path) -> Iterator[ServiceClient]:
+    """A second client that sees the checkpoints of the first one."""
+    if request.node.callspec.params["service_client"] == "far":
+        client = ServiceClient(base_url=request.getfixturevalue("server_url"))
+    else:
+        client = ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32")
     yield client
     client._close(finish=False)

@@ -269,9 +269,9 @@ def test_a_stop_string_may_be_a_control_token(training_client):
     assert tokenizer.decode(sequence.tokens[-1:]) in ("<|im_end|>", "<think>")
 
 
-def test_cancelling_an_async_sample_withdraws_it(service_client, training_client):
-    client = training_client.save_weights_and_get_sampling_client()
-    sampler = service_client._session.service._models.get("tiny").sampler
+def test_cancelling_an_async_sample_withdraws_it(embedded_client):
+    client = embedded_client.create_sampling_client(base_model="tiny")
+    sampler = embedded_client._session.service._models.get("tiny").sampler
 
     async def main() -> None:
         prompt = ModelInput.from_ints([1, 2, 3])
@@ -284,8 +284,9 @@ def test_cancelling_an_async_sample_withdraws_it(service_client, training_client
     assert not sampler._samples.in_use()
 
 
-def test_a_dropped_sampling_client_frees_its_version_after_its_requests(service_client, training_client):
-    engine = service_client._session.service
+def test_a_dropped_sampling_client_frees_its_version_after_its_requests(embedded_client):
+    engine = embedded_client._session.service
+    training_client = embedded_client.create_lora_training_client("tiny", rank=4, seed=1)
     client = training_client.save_weights_and_get_sampling_client()
     pending = client.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=50, stop=[]))
     assert len(engine._handles) == 1
@@ -300,9 +301,9 @@ def test_a_dropped_sampling_client_frees_its_version_after_its_requests(service_
     assert engine._handles == {}
 
 
-def test_a_dropped_training_client_frees_its_adapter(service_client):
-    engine = service_client._session.service
-    client = service_client.create_lora_training_client("tiny", rank=4)
+def test_a_dropped_training_client_frees_its_adapter(embedded_client):
+    engine = embedded_client._session.service
+    client = embedded_client.create_lora_training_client("tiny", rank=4)
     update = [client.forward_backward([datum()], "cross_entropy"), client.optim_step(STEP)][1]
     sampling_client = client.save_weights_and_get_sampling_client()
     del client
@@ -315,32 +316,31 @@ def test_a_dropped_training_client_frees_its_adapter(service_client):
 # Checkpoints
 
 
-def test_state_goes_on_where_it_was(service_client, training_client, model_dir, tmp_path):
+def test_state_goes_on_where_it_was(service_client, another_client, training_client):
     for _ in range(2):
         training_client.forward_backward([datum()], "cross_entropy")
         training_client.optim_step(STEP)
     path = training_client.save_state("two", ttl_seconds=3600, user_metadata={"note": "x"}).result(WAIT).path
     assert re.fullmatch(r"tinker://[0-9a-f]+:train:0/weights/two", path)
-    with ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32") as other:
-        resumed = other.create_training_client_from_state_with_optimizer(path)
-        assert resumed.get_info().model_data.model_name == "tiny"
-        assert resumed.get_info().lora_rank == 4
-        steps = []
-        for client in (training_client, resumed):
-            client.forward_backward([datum()], "cross_entropy")
-            steps.append(client.optim_step(STEP).result(WAIT))
-        assert steps[0] == steps[1]
-        assert logprobs(training_client) == logprobs(resumed)
-        fresh = other.create_training_client_from_state(path)
-        fresh.forward_backward([datum()], "cross_entropy")
-        assert fresh.optim_step(STEP).result(WAIT).metrics["step"] == 1
+    resumed = another_client.create_training_client_from_state_with_optimizer(path)
+    assert resumed.get_info().model_data.model_name == "tiny"
+    assert resumed.get_info().lora_rank == 4
+    steps = []
+    for client in (training_client, resumed):
+        client.forward_backward([datum()], "cross_entropy")
+        steps.append(client.optim_step(STEP).result(WAIT))
+    assert steps[0] == steps[1]
+    assert logprobs(training_client) == logprobs(resumed)
+    fresh = another_client.create_training_client_from_state(path)
+    fresh.forward_backward([datum()], "cross_entropy")
+    assert fresh.optim_step(STEP).result(WAIT).metrics["step"] == 1
     assert training_client.load_state(path).result(WAIT).path == path
     rest = service_client.create_rest_client()
     (checkpoint,) = rest.list_checkpoints(training_client.model_id).result().checkpoints
     assert checkpoint.user_metadata == {"note": "x"}
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     rest.delete_checkpoint(training_client.model_id, checkpoint.checkpoint_id).result()
-    assert rest.list_user_checkpoints().result().checkpoints == []
+    assert path not in [checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints]
 
 
 def test_async_forms_of_checkpoints(service_client, training_client):

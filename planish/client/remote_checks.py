@@ -1,0 +1,91 @@
+"""What can be seen to be wrong before it is sent: values of other kinds, ids of nothing. The server finds the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planish.errors import UnsupportedError, UserError
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    ForwardBackwardLater,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from planish.types import AdamParams, CheckpointPath, Datum, LoraConfig, ModelInput, SamplingParams
+
+
+def check(operation: Operation[Any]) -> None:
+    """ValueError, naming the argument, for what cannot be written as a request."""
+    match operation:
+        case CreateModel():
+            _check_kind("lora", operation.lora, LoraConfig)
+            _check_metadata(operation.user_metadata)
+            _check_path(operation.from_path)
+            if operation.from_path is None and operation.base_model is None:
+                raise UserError("base_model is missing; name one, or give from_path")
+        case CreateSampler():
+            _check_path(operation.model_path)
+            if operation.model_path is None and operation.base_model is None:
+                raise UserError("give base_model or model_path")
+        case ForwardBackward():
+            _check_data(operation.data)
+            _check_loss(operation.loss_fn, operation.loss_fn_config)
+        case ForwardBackwardLater():
+            _check_loss(operation.loss_fn, operation.loss_fn_config)
+        case OptimStep():
+            if not isinstance(operation.adam_params, AdamParams):
+                kind = type(operation.adam_params).__name__
+                raise UserError(f"adam_params is a {kind}; give AdamParams(learning_rate=...)")
+        case SaveWeights() | SaveWeightsForSampler():
+            _check_kind("name", operation.name, str)
+            _check_metadata(operation.user_metadata)
+        case LoadWeights():
+            CheckpointPath.parse(operation.path)
+        case Sample():
+            for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams), ("num_samples", int)):
+                _check_kind(name, getattr(operation, name), kind)
+            if operation.on_token is not None:
+                raise UnsupportedError(
+                    "on_token: a server sends a sample when it is whole; its /v1 endpoints stream tokens"
+                )
+
+
+def _check_kind(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is a {type(value).__name__}; give {kind.__name__}")
+
+
+def _check_path(path: str | None) -> None:
+    if path is not None:
+        CheckpointPath.parse(path)
+
+
+def _check_data(data: Any) -> None:
+    if isinstance(data, Datum) or not isinstance(data, Sequence):
+        raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
+
+
+def _check_loss(loss_fn: Any, config: Any) -> None:
+    _check_kind("loss_fn", loss_fn, str)
+    if not isinstance(config, Mapping):
+        raise UserError(f"loss_fn_config is a {type(config).__name__}; give a dictionary of numbers, or None")
+    for key, value in config.items():
+        if not isinstance(value, (int, float, str)):
+            raise UserError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
+
+
+def _check_metadata(user_metadata: Any) -> None:
+    if not isinstance(user_metadata, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, str) for key, value in user_metadata.items()
+    ):
+        raise UserError(f"user_metadata={user_metadata!r}: give a dictionary of strings to strings")

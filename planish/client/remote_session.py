@@ -1,0 +1,91 @@
+"""A client's session with a server: how it begins, is kept alive, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from planish.client.remote_errors import body_of
+from planish.client.remote_link import Link
+from planish.errors import EngineClosedError, PlanishError, UserError
+from planish.wire.client_operations import Posted
+
+WIRE = "planish_wire"
+"""The field of the server's settings that says which version of planish's additions to the protocol it speaks."""
+WIRE_VERSION = 1
+
+_FIRST_CONTACT_SECONDS = 5.0
+_HEARTBEAT_SECONDS = 10.0
+_SILENCE_SECONDS = 120.0
+_GOODBYE_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RemoteSession:
+    session_id: str
+    link: Link
+
+    @classmethod
+    async def begin(cls, link: Link, user_metadata: Mapping[str, str]) -> RemoteSession:
+        """ServerUnreachableError if nobody answers, UserError if it is no server of ours, or takes other keys."""
+        sdk = {"sdk_version": f"planish {version('planish')}"}
+        settings = await _first(link, Posted.json("/client/config", sdk))
+        spoken = settings.get(WIRE, WIRE_VERSION)
+        if spoken != WIRE_VERSION:
+            raise UserError(
+                f"the server at {link.url} speaks version {spoken} of planish's protocol, and this client version "
+                f"{WIRE_VERSION}; install the same planish on both sides"
+            )
+        fields: dict[str, Any] = {"type": "create_session", "tags": [], "user_metadata": dict(user_metadata), **sdk}
+        created = await _first(link, Posted.json("/create_session", fields))
+        if not isinstance(created.get("session_id"), str):
+            raise _stranger(link, "its answer to create_session has no session_id")
+        return cls(created["session_id"], link)
+
+    async def keep_alive(self) -> None:
+        """Tell the server that this client is there, until the session has ended."""
+        posted = Posted.json("/session_heartbeat", {"session_id": self.session_id, "type": "session_heartbeat"})
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            try:
+                await self.link.post(posted, patience=0)
+                heard = time.monotonic()
+            except EngineClosedError as error:
+                _log.warning("%s", error)
+                return
+            except PlanishError as error:
+                if time.monotonic() - heard >= _SILENCE_SECONDS:
+                    _log.warning(
+                        "the server at %s has not answered for %.0f s: %s", self.link.url, _SILENCE_SECONDS, error
+                    )
+                    heard = time.monotonic()
+
+    async def finish(self, reason: str) -> None:
+        """Let the server free what the session holds. If it cannot be told, it finds out by the silence."""
+        posted = Posted.json(f"/sessions/{self.session_id}/finish", {"reason": {"type": reason}, "detail": None})
+        with suppress(PlanishError, TimeoutError):
+            await asyncio.wait_for(self.link.post(posted, patience=0), _GOODBYE_SECONDS)
+
+
+async def _first(link: Link, posted: Posted) -> Mapping[str, Any]:
+    response = await link.post(posted, returned=(404, 405), patience=_FIRST_CONTACT_SECONDS)
+    body = body_of(response)
+    if not response.is_success or (not body and response.content.strip() != b"{}"):
+        raise _stranger(link, f"its answer to {posted.path} is {response.status_code} {response.text[:100]!r}")
+    return body
+
+
+def _stranger(link: Link, why: str) -> UserError:
+    return UserError(
+        f"base_url={link.url}: somebody answers there, but it is no planish server ({why}); give the URL that "
+        "`planish serve` prints"
+    )

@@ -1,0 +1,81 @@
+"""An event loop in a thread of its own, so that blocking and async code can use one connection.
+
+Everything that is awaited runs there, as tasks of one group that ends with the thread. Nothing in it may block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any, ParamSpec, TypeVar
+
+from planish.errors import EngineClosedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoopThread:
+    def __init__(self, name: str, context: AbstractAsyncContextManager[Any]) -> None:
+        """`context` is entered before anything runs, and left when everything has ended."""
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(context)), name=name, daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    async def _main(self, context: AbstractAsyncContextManager[Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._running: set[asyncio.Task[Any]] = set()
+        try:
+            async with context, asyncio.TaskGroup() as self._tasks:
+                self._started.set()
+                await self._stopping.wait()
+                for task in self._running:
+                    task.cancel()
+        finally:
+            self._started.set()
+
+    def spawn(self, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run `function(...)` there, from any thread; nothing if the thread has ended. It must raise nothing but CancelledError."""
+        self.post(lambda: self._begin(function(*args, **kwargs)))
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Call `function(...)` there soon, in the order of the posts; nothing if the thread has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function(...)` there and wait for what it returns; EngineClosedError if the thread ends meanwhile."""
+        assert threading.current_thread() is not self._thread, "a callback of a future waits for the server"
+
+        async def work() -> T:
+            return await function(*args, **kwargs)
+
+        if not self._thread.is_alive():
+            raise _ended()
+        try:
+            return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+        except CancelledError:
+            raise _ended() from None
+
+    def stop(self) -> None:
+        """Cancel what runs and end; waits for the end, except in the thread itself."""
+        self.post(lambda: self._stopping.set())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._stopping.is_set():
+            work.close()
+            return
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+def _ended() -> EngineClosedError:
+    return EngineClosedError("the connection to the server was closed; make a new ServiceClient")

@@ -1,0 +1,1 @@
+"""The subcommands of `planish`, a module each: `add_arguments(parser)` and `run(arguments)`."""

@@ -1,0 +1,142 @@
+"""`planish checkpoints`: list, show, delete, publish, keep for a time, download; of a server, or of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from planish.commands.records import Records, Row, as_json, records_of
+from planish.commands.runs import add_source_arguments
+from planish.commands.tables import print_fields, print_table, size, time, time_left
+from planish.errors import CheckpointError, UserError
+
+_SHOWN = 20
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d{1,9})([smhd]?)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=f"{text}.")
+        add_source_arguments(added)
+        return added
+
+    listing = action("list", "list checkpoints, newest first")
+    listing.add_argument("--run", metavar="RUN", help="of this training run only")
+    listing.add_argument("--limit", type=int, default=_SHOWN, help="most that are listed; 0: all (%(default)s)")
+    action("show", "tell what a checkpoint holds").add_argument("path", metavar="PATH", help="tinker://RUN/KIND/NAME")
+    delete = action("delete", "delete checkpoints for good")
+    delete.add_argument("paths", metavar="PATH", nargs="+")
+    delete.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    action("publish", "let every key of the server read a checkpoint").add_argument("path", metavar="PATH")
+    action("unpublish", "take that back").add_argument("path", metavar="PATH")
+    ttl = action("ttl", "let a checkpoint expire after a time, or keep it")
+    ttl.add_argument("path", metavar="PATH")
+    ttl.add_argument("time", metavar="TIME", help="from now on: seconds, or 30m, 12h, 7d; `never` keeps it")
+    download = action(
+        "download", "get the files of a checkpoint: a PEFT adapter, and of weights/ the optimizer's state too"
+    )
+    download.add_argument("path", metavar="PATH")
+    download.add_argument("--out", type=Path, metavar="DIR", help="an empty or new directory (default: ./NAME)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
+    match arguments.action:
+        case "list":
+            _list(records, arguments)
+        case "show":
+            _show(records, arguments)
+        case "delete":
+            _delete(records, arguments)
+        case "publish" | "unpublish":
+            records.set_public(arguments.path, arguments.action == "publish")
+            _done(arguments, {"path": arguments.path, "public": arguments.action == "publish"})
+        case "ttl":
+            seconds = duration(arguments.time)
+            records.set_ttl(arguments.path, seconds)
+            _done(arguments, {"path": arguments.path, "ttl_seconds": seconds})
+        case "download":
+            _download(records, arguments)
+
+
+def duration(text: str) -> int | None:
+    """Seconds; None is for ever."""
+    if text == "never":
+        return None
+    found = _DURATION.fullmatch(text)
+    seconds = int(found[1]) * _UNITS[found[2] or "s"] if found else 0
+    if not seconds:
+        raise UserError(f"TIME {text!r}: give seconds, or a number with s, m, h or d, or `never`")
+    return seconds
+
+
+def _list(records: Records, arguments: argparse.Namespace) -> None:
+    rows = records.checkpoints(arguments.run, arguments.limit or None)
+    if arguments.json:
+        print(as_json(rows))
+        return
+    print_table(
+        rows,
+        {
+            "path": lambda row: row["tinker_path"],
+            "size": lambda row: size(row["size_bytes"]),
+            "made": lambda row: time(row["time"]),
+            "expires in": lambda row: time_left(row["expires_at"]),
+            "public": lambda row: "yes" if row["public"] else "",
+        },
+        "no checkpoints",
+    )
+
+
+def _show(records: Records, arguments: argparse.Namespace) -> None:
+    path: str = arguments.path
+    row = {"tinker_path": path, **_listed(records, path), **records.shape(path)}
+    print(as_json(row)) if arguments.json else print_fields(row)
+
+
+def _listed(records: Records, path: str) -> Row:
+    """What the list of its run says; of a checkpoint that another key published, there is no list to be seen."""
+    try:
+        rows = records.checkpoints(path.removeprefix("tinker://").partition("/")[0], None)
+    except CheckpointError:
+        return {}
+    return next((row for row in rows if row["tinker_path"] == path), {})
+
+
+def _delete(records: Records, arguments: argparse.Namespace) -> None:
+    paths: list[str] = arguments.paths
+    if not arguments.yes:
+        if not sys.stdin.isatty():
+            raise UserError("nobody can be asked here; give --yes to delete without a question")
+        if input(f"delete {', '.join(paths)} for good? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was deleted")
+            return
+    for path in paths:
+        records.delete(path)
+        _done(arguments, {"path": path, "deleted": True})
+
+
+def _download(records: Records, arguments: argparse.Namespace) -> None:
+    out: Path = (arguments.out or Path(arguments.path.rpartition("/")[2])).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: there is something already; give a directory that is new or empty")
+    out.mkdir(parents=True, exist_ok=True)
+    files = records.download(arguments.path, out)
+    if arguments.json:
+        print(as_json({"path": arguments.path, "files": [str(file) for file in files]}))
+    else:
+        for file in files:
+            print(f"{file}  {size(file.stat().st_size)}")
+
+
+def _done(arguments: argparse.Namespace, row: Row) -> None:
+    """What was changed, as a line."""
+    if arguments.json:
+        print(as_json(row))
+    else:
+        print("  ".join(f"{name}={value}" for name, value in row.items()))

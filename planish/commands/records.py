@@ -1,0 +1,237 @@
+"""Training runs and checkpoints, as a server tells them, or as they lie in this machine's own directory.
+
+Rows are the objects of the server's REST interface; those of the directory are made alike. A server is asked once a question and no session
+is begun, so that looking leaves no trace. The directory is that of `ServiceClient()` without a server; what a server keeps is changed
+through the server only, since it has notes of its own about each checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import orjson
+
+from planish.client.remote_errors import ServerUnreachableError, body_of, refusal
+from planish.client.remote_http import Http, NoAnswerError
+from planish.client.remote_link import API, checked_url
+from planish.engine.checkpoints import CheckpointStore, data_directory
+from planish.errors import CheckpointError, StorageError, UnsupportedError, UserError
+from planish.types import Checkpoint, CheckpointPath
+from planish.wire.records import checkpoint_to_json
+
+Row = Mapping[str, Any]
+_PAGE = 1000
+
+
+class Records(Protocol):
+    """Newest first. Paths are tinker://RUN/KIND/NAME."""
+
+    def runs(self, limit: int | None) -> list[Row]: ...
+
+    def run(self, run_id: str) -> Row: ...
+
+    def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]: ...
+
+    def shape(self, path: str) -> Row:
+        """Base model and adapter of a checkpoint."""
+        ...
+
+    def delete(self, path: str) -> None: ...
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        """From now on; None keeps it."""
+        ...
+
+    def set_public(self, path: str, public: bool) -> None: ...
+
+    def download(self, path: str, directory: Path) -> list[Path]:
+        """Put the files of a checkpoint into a directory that exists."""
+        ...
+
+
+class ServerRecords:
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url = checked_url(url)
+        self._headers = {"X-API-Key": key} if key else {}
+
+    def runs(self, limit: int | None) -> list[Row]:
+        return self._pages("/training_runs", "training_runs", limit)
+
+    def run(self, run_id: str) -> Row:
+        return self._ask("GET", f"/training_runs/{quote(run_id, safe=':')}")
+
+    def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
+        if run_id is None:
+            return self._pages("/checkpoints", "checkpoints", limit)
+        found = self._ask("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")["checkpoints"]
+        return found[:limit]
+
+    def shape(self, path: str) -> Row:
+        return self._ask("POST", "/weights_info", json={"tinker_path": path})
+
+    def delete(self, path: str) -> None:
+        self._ask("DELETE", _endpoint(path))
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        self._ask("PUT", f"{_endpoint(path)}/ttl", json={"ttl_seconds": seconds})
+
+    def set_public(self, path: str, public: bool) -> None:
+        self._ask("POST" if public else "DELETE", f"{_endpoint(path)}/publish")
+
+    def download(self, path: str, directory: Path) -> list[Path]:
+        urls = self._ask("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
+        return [asyncio.run(self._fetched(url, directory / _file_name(name))) for name, url in sorted(urls.items())]
+
+    def _pages(self, path: str, name: str, limit: int | None) -> list[Row]:
+        found: list[Row] = []
+        while limit is None or len(found) < limit:
+            wanted = _PAGE if limit is None else min(_PAGE, limit - len(found))
+            page = self._ask("GET", path, params={"limit": wanted, "offset": len(found)})[name]
+            found += page
+            if len(page) < wanted:
+                break
+        return found
+
+    def _ask(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
+        return asyncio.run(self._asked(method, API + path, **options))
+
+    async def _asked(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
+        http = Http(self._url, self._headers)
+        try:
+            response = await http.request(method, path, **options)
+        except NoAnswerError as error:
+            raise self._unreachable(error) from error
+        finally:
+            await http.close()
+        if not response.is_success:
+            raise refusal(response)
+        return body_of(response)
+
+    async def _fetched(self, url: str, target: Path) -> Path:
+        http, aside = Http(self._url, {}), target.with_name(f".{target.name}.part")
+        try:
+            async with http.stream("GET", url) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise refusal(response)
+                with open(aside, "wb") as file:
+                    async for piece in response.aiter_bytes():
+                        file.write(piece)
+            aside.replace(target)
+        except NoAnswerError as error:
+            raise self._unreachable(error) from error
+        except OSError as error:
+            raise StorageError(f"cannot write {target} ({error}); free space or give another --out") from error
+        finally:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            await http.close()
+        return target
+
+    def _unreachable(self, error: Exception) -> ServerUnreachableError:
+        return ServerUnreachableError(f"no server answers at {self._url} ({error}); check --base-url, or start one")
+
+
+class LocalRecords:
+    """Of the runs of engines in processes of this machine."""
+
+    def __init__(self, data_dir: Path | None) -> None:
+        self._store = CheckpointStore(data_directory(data_dir))
+
+    def runs(self, limit: int | None) -> list[Row]:
+        found = sorted(self._store.records(), key=_run_of)
+        runs = [self._run(run_id, list(mine)) for run_id, mine in groupby(found, key=_run_of)]
+        return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)[:limit]
+
+    def run(self, run_id: str) -> Row:
+        checkpoints = self._store.records(run_id)
+        if not checkpoints:
+            raise CheckpointError(
+                f"{run_id!r}: there is no run of this name with checkpoints; `planish runs` lists them"
+            )
+        return self._run(run_id, checkpoints)
+
+    def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
+        return [checkpoint_to_json(checkpoint) for checkpoint in self._store.records(run_id)[:limit]]
+
+    def shape(self, path: str) -> Row:
+        manifest = self._store.manifest(_parsed(path))
+        return {"base_model": manifest.base_model, "lora_rank": manifest.lora.rank}
+
+    def delete(self, path: str) -> None:
+        self._store.delete(_parsed(path))
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        self._store.set_ttl(_parsed(path), seconds)
+
+    def set_public(self, path: str, public: bool) -> None:
+        raise UnsupportedError("there is nobody to publish to without a server; give --base-url")
+
+    def download(self, path: str, directory: Path) -> list[Path]:
+        files = self._store.files(_parsed(path))
+        try:
+            return [Path(shutil.copyfile(source, directory / name)) for name, source in sorted(files.items())]
+        except OSError as error:
+            raise StorageError(f"cannot write to {directory} ({error}); free space or give another --out") from error
+
+    def _run(self, run_id: str, checkpoints: Sequence[Checkpoint]) -> Row:
+        newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
+        last = {kind: next((c for c in newest if c.checkpoint_type == kind), None) for kind in ("training", "sampler")}
+        return {
+            "training_run_id": run_id,
+            **self.shape(newest[0].tinker_path),
+            "last_request_time": newest[0].time.isoformat(),
+            "last_checkpoint": last["training"] and checkpoint_to_json(last["training"]),
+            "last_sampler_checkpoint": last["sampler"] and checkpoint_to_json(last["sampler"]),
+            "user_metadata": newest[0].user_metadata,
+        }
+
+
+def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None) -> Records:
+    """A server's if one is named, here or in the environment, else those of this machine."""
+    url = base_url or os.environ.get("PLANISH_BASE_URL")
+    if url and data_dir is not None:
+        raise UserError("--data-dir is a directory of this machine, and a server has its own; give one of both")
+    if not url:
+        return LocalRecords(data_dir)
+    return ServerRecords(url, api_key or os.environ.get("PLANISH_API_KEY") or os.environ.get("TINKER_API_KEY"))
+
+
+def as_json(rows: object) -> str:
+    """With line breaks, for programs and for people."""
+    return orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode()
+
+
+def _parsed(path: str) -> CheckpointPath:
+    try:
+        return CheckpointPath.parse(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _run_of(checkpoint: Checkpoint) -> str:
+    return CheckpointPath.parse(checkpoint.tinker_path).run_id
+
+
+def _endpoint(path: str) -> str:
+    """Of a checkpoint; external weights have paths that only a server knows, so they are not parsed here."""
+    prefix, run_id, checkpoint_id = "tinker://", *path.removeprefix("tinker://").partition("/")[::2]
+    if not path.startswith(prefix) or not run_id or checkpoint_id.count("/") != 1:
+        raise CheckpointError(
+            f"{path!r} is no path of a checkpoint; give tinker://RUN/weights/NAME as the list shows it"
+        )
+    return f"/training_runs/{quote(run_id, safe=':')}/checkpoints/{quote(checkpoint_id, safe='/:')}"
+
+
+def _file_name(name: str) -> str:
+    if Path(name).name != name or name.startswith("."):
+        raise CheckpointError(f"the server names a file {name!r}, which is no name of a file")
+    return name

@@ -1,0 +1,59 @@
+"""`planish runs`: training runs of a server, or of this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from planish.commands.records import Records, Row, as_json, records_of
+from planish.commands.tables import print_fields, print_table, time
+
+_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_arguments(parser)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="tell of this run, rather than list all")
+    parser.add_argument("--limit", type=int, default=_SHOWN, help="most runs that are listed; 0: all (%(default)s)")
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whose records are meant, and how they are printed."""
+    parser.add_argument(
+        "--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this machine's own)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="of this machine (default: PLANISH_DATA)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
+    if arguments.run is not None:
+        _tell(records, arguments.run, arguments.json)
+        return
+    rows = records.runs(arguments.limit or None)
+    if arguments.json:
+        print(as_json(rows))
+        return
+    print_table(
+        rows,
+        {
+            "run": lambda row: row["training_run_id"],
+            "base model": lambda row: row["base_model"],
+            "rank": lambda row: str(row["lora_rank"]),
+            "last used": lambda row: time(row["last_request_time"]),
+            "last state": _last_name,
+        },
+        "no training runs",
+    )
+
+
+def _tell(records: Records, run_id: str, as_object: bool) -> None:
+    row = records.run(run_id)
+    print(as_json(row)) if as_object else print_fields(row)
+
+
+def _last_name(row: Row) -> str:
+    last = row["last_checkpoint"] or row["last_sampler_checkpoint"]
+    return "-" if last is None else last["checkpoint_id"]

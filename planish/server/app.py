@@ -1,0 +1,97 @@
+"""The ASGI application: every endpoint of the protocol on one `ServerCore`.
+
+    exchange              one request: key, body, errors
+    routes_session        settings of clients, sessions, telemetry
+    routes_search         search among sessions
+    routes_training       what makes, trains, saves and loads models
+    routes_sampling       samplers and samples
+    routes_futures        results
+    routes_checkpoints    training runs and checkpoints
+    routes_downloads      files of checkpoints and tokenizers
+    routes_refused        what is not offered, and why
+
+Nothing here decides anything: a route decodes a body, calls one method of the core, and encodes what it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from planish.server import (
+    routes_checkpoints,
+    routes_downloads,
+    routes_futures,
+    routes_refused,
+    routes_sampling,
+    routes_search,
+    routes_session,
+    routes_training,
+)
+from planish.server.core import ServerCore
+from planish.server.exchange import API, HttpSettings, HttpState, answered
+
+_GROUPS = (
+    routes_session,
+    routes_search,
+    routes_training,
+    routes_sampling,
+    routes_futures,
+    routes_checkpoints,
+    routes_downloads,
+    routes_refused,
+)
+_STOP_SECONDS = 30.0
+
+_log = logging.getLogger("planish.server")
+
+
+def create_app(core: ServerCore, settings: HttpSettings | None = None, more: Sequence[Route] = ()) -> Starlette:
+    """Its lifespan starts and stops the core; `app.state.http.stopping` sends those away who wait for results.
+
+    `more`: routes of other protocols (openai_routes.routes, metrics_page.metrics_route).
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await core.start()
+        try:
+            yield
+        finally:
+            app.state.http.stopping.set()
+            await core.stop(_STOP_SECONDS)
+
+    health = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", API + "/healthz")]
+    app = Starlette(
+        routes=[*health, *(route for group in _GROUPS for route in group.ROUTES), *more],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _not_here, Exception: _failed},
+    )
+    app.router.redirect_slashes = False
+    app.state.http = HttpState(core, settings or HttpSettings())
+    return app
+
+
+async def healthz(request: Request) -> Response:
+    """Whether requests are accepted; anybody may ask."""
+    healthy = request.app.state.http.core.healthy()
+    return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"[:200]
+    detail = {404: f"there is no endpoint {what}", 405: f"{what}: this path takes another method"}
+    return answered({"detail": detail.get(error.status_code, error.detail)}, error.status_code)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return answered({"detail": f"a fault of the server ({type(error).__name__}); its log has the whole of it"}, 500)

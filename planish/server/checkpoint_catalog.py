@@ -1,0 +1,190 @@
+"""Checkpoints that clients saved: whose they are, who may read them, how long they stay.
+
+A tenant sees its own, and reads others' once they are published. The files know their time to live themselves, and are refused when it is over
+even before they are removed. The server's own checkpoints (private_names.py) are none of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+
+from planish.errors import CheckpointError, UserError
+from planish.server.answers import Page, Tenant
+from planish.server.crash_points import crash_point
+from planish.server.engine_calls import EngineCalls
+from planish.server.errors import Conflict, NotFound
+from planish.server.private_names import is_private
+from planish.server.records import CheckpointRow, change, count, remove, select
+from planish.server.settings import ServerSettings
+from planish.server.store import Store, Transaction
+from planish.service import CheckpointInfo
+from planish.types import Checkpoint, CheckpointPath
+
+_log = logging.getLogger(__name__)
+
+_ALIVE = "(expires IS NULL OR expires > ?)"
+
+
+class CheckpointCatalog:
+    def __init__(self, engine: EngineCalls, store: Store, settings: ServerSettings) -> None:
+        self._engine = engine
+        self._store = store
+        self._settings = settings
+        self._secret = secrets.token_bytes(32)
+        """Of download tokens; they end with the process."""
+
+    async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
+        """The checkpoint, if it is the tenant's or published. NotFound otherwise, or when it has expired."""
+        row = await self._row(path)
+        if row.tenant != tenant.name and not row.public:
+            raise _not_found(path)
+        return row
+
+    async def owned(self, tenant: Tenant, path: str) -> CheckpointRow:
+        """The checkpoint, if it is the tenant's."""
+        row = await self._row(path)
+        if row.tenant != tenant.name:
+            raise _not_found(path)
+        return row
+
+    async def page(self, tenant: Tenant, run_id: str | None, limit: int | None, offset: int) -> Page[Checkpoint]:
+        """The tenant's, or those of one of its runs; newest first."""
+        where, values = f"tenant = ? AND {_ALIVE}", [tenant.name, time.time()]
+        if run_id is not None:
+            where, values = f"{where} AND run = ?", [*values, run_id]
+        order = f"{where} ORDER BY made DESC, path LIMIT ? OFFSET ?"
+        rows, total = await self._store.read(
+            lambda connection: (
+                select(connection, CheckpointRow, order, [*values, -1 if limit is None else limit, offset]),
+                count(connection, CheckpointRow, where, values),
+            )
+        )
+        return Page([row.checkpoint for row in rows], offset, total if limit is None else limit, total)
+
+    async def newest(self, run_id: str) -> dict[str, Checkpoint]:
+        """The last checkpoint of each kind of a run."""
+        where = f"run = ? AND {_ALIVE} ORDER BY made"
+        rows = await self._store.read(lambda db: select(db, CheckpointRow, where, [run_id, time.time()]))
+        return {row.checkpoint.checkpoint_type: row.checkpoint for row in rows}
+
+    async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
+        row = await self.readable(tenant, path)
+        info = await self._engine.checkpoint_info(row.path)
+        return replace(info, checkpoint=row.checkpoint)
+
+    async def files(self, tenant: Tenant, path: str) -> Mapping[str, Path]:
+        row = await self.readable(tenant, path)
+        return await self._engine.checkpoint_files(row.path)
+
+    async def delete(self, tenant: Tenant, path: str) -> None:
+        await self._remove(await self.owned(tenant, path))
+
+    async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
+        row = await self.owned(tenant, path)
+        if bool(row.public) == public:
+            raise Conflict(f"{path} is {'published already' if public else 'not published'}")
+        await self._store.write(lambda transaction: change(transaction, CheckpointRow, row.path, public=int(public)))
+
+    async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
+        row = await self.owned(tenant, path)
+        await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
+        expires = (await self.saved(tenant, row.path)).expires
+        await self._store.write(lambda transaction: change(transaction, CheckpointRow, row.path, expires=expires))
+
+    async def saved(self, tenant: Tenant, path: str) -> CheckpointRow:
+        """The row of a checkpoint that was just saved."""
+        return CheckpointRow.made_of((await self._engine.checkpoint_info(path)).checkpoint, tenant.name)
+
+    async def check_quota(self, tenant: Tenant) -> None:
+        """UserError if the tenant keeps as many bytes as it may."""
+        used = await self._store.read(
+            lambda db: db.execute("SELECT SUM(bytes) FROM checkpoints WHERE tenant = ?", [tenant.name]).fetchone()[0]
+        )
+        if (used or 0) >= self._settings.storage_bytes:
+            raise UserError(
+                f"the checkpoints of this key have {used:,} bytes, and may have {self._settings.storage_bytes:,}; "
+                "delete some, or give ttl_seconds when you save"
+            )
+
+    async def remove_expired(self) -> None:
+        expired = await self._store.read(lambda db: select(db, CheckpointRow, f"NOT {_ALIVE}", [time.time()]))
+        for row in expired:
+            await self._remove(row)
+
+    async def reconcile(self) -> None:
+        """At a start: believe the disk about what is there and when it expires, as a kill in the middle of a change leaves it."""
+        on_disk = {checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()}
+        rows = await self._store.read(lambda db: select(db, CheckpointRow, "1"))
+        lost = [row.path for row in rows if row.path not in on_disk]
+        found = {
+            row.path: CheckpointRow.made_of(on_disk[row.path], row.tenant).expires
+            for row in rows
+            if row.path in on_disk
+        }
+        changed = [row.path for row in rows if row.path in found and row.expires != found[row.path]]
+        if lost:
+            _log.info("%d checkpoints are not on disk any more", len(lost))
+
+        def believe(transaction: Transaction) -> None:
+            for path in lost:
+                remove(transaction, CheckpointRow, path)
+            for path in changed:
+                change(transaction, CheckpointRow, path, expires=found[path])
+
+        await self._store.write(believe)
+
+    def token(self, tenant: Tenant, path: str, seconds: float) -> str:
+        """Lets its holder read the files of one checkpoint for a while, if `tenant` may."""
+        content = orjson.dumps([path, tenant.name, int(time.time() + seconds)]).hex()
+        return f"{content}.{self._signature(content)}"
+
+    async def files_of_token(self, token: str) -> Mapping[str, Path]:
+        content, _, signature = token.partition(".")
+        if not hmac.compare_digest(_bytes(signature), _bytes(self._signature(content))):
+            raise NotFound(
+                "this link is none of this server's, or it was made before its last start; ask for a new one"
+            )
+        path, tenant, until = orjson.loads(bytes.fromhex(content))
+        if until < time.time():
+            raise NotFound("this link is not valid any more; ask for a new one")
+        return await self.files(Tenant(tenant), path)
+
+    def _signature(self, content: str) -> str:
+        return hmac.new(self._secret, _bytes(content), hashlib.sha256).hexdigest()
+
+    async def _row(self, path: str) -> CheckpointRow:
+        parsed = str(CheckpointPath.parse(path))
+        rows = await self._store.read(
+            lambda db: select(db, CheckpointRow, f"path = ? AND {_ALIVE}", [parsed, time.time()])
+        )
+        if not rows:
+            raise _not_found(path)
+        return rows[0]
+
+    async def _remove(self, row: CheckpointRow) -> None:
+        await self._engine.delete_checkpoint(row.path)
+        crash_point("checkpoint deleted before recording")
+        await self._store.keep(lambda transaction: remove(transaction, CheckpointRow, row.path))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+def _not_found(path: str) -> NotFound:
+    return NotFound(f"there is no checkpoint {path[:300]!r}")
+
+
+def check_source(path: str) -> None:
+    """CheckpointError for a path that clients cannot know of."""
+    if is_private(path):
+        raise CheckpointError(f"there is no checkpoint {path[:300]!r}")

@@ -1,0 +1,347 @@
+"""The server without HTTP: sessions, models, samplers, requests and their results, durable and apart by tenant.
+
+    submission -> journal -> training (a lane and a worker for each model) -> engine
+                          -> sampling (a task for each request)
+    replay, snapshots, recovery     what makes a kill a pause
+    residency, fair_gate, limits    who may use the device and its memory
+    retention                       what goes by itself
+
+All methods are called in the event loop and none blocks it. Every lookup is by (tenant, id): another tenant's id raises NotFound. Errors
+are those of errors.py and UserError; `status_of` has their HTTP status. Operations are planish.service's, with ids that name
+session and number: model `{session}:train:{n}`, sampler `{session}:sample:{n}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
+
+from planish.server.answers import (
+    Accepted,
+    Done,
+    Failed,
+    Outcome,
+    Page,
+    SessionRecord,
+    SessionSpec,
+    Tenant,
+    TrainingRun,
+    TryAgain,
+)
+from planish.server.checkpoint_catalog import CheckpointCatalog
+from planish.server.engine_calls import EngineCalls
+from planish.server.errors import Gone, NotFound, Unavailable
+from planish.server.fair_gate import FairGate
+from planish.server.limits import Limits
+from planish.server.measurements import Counters, Measurements, resident_bytes
+from planish.server.publishing import Publishing
+from planish.server.records import ModelRow, SamplerRow, count, select
+from planish.server.recovery import Recovery
+from planish.server.replay import Replay
+from planish.server.requests import Requests
+from planish.server.residency import Residency
+from planish.server.retention import Retention
+from planish.server.sampler_creation import SamplerCreation
+from planish.server.samplers import Samplers
+from planish.server.sampling import Sampling
+from planish.server.sessions import Sessions
+from planish.server.settings import ServerSettings
+from planish.server.snapshots import Snapshots
+from planish.server.store import Store
+from planish.server.submission import Submission
+from planish.server.tenancy import Keyring
+from planish.server.training import Training
+from planish.server.training_runs import TrainingRuns
+from planish.server.training_steps import TrainingSteps
+from planish.service import CheckpointInfo, CreateModel, CreateSampler, HostedService, Operation, Sample, SamplerInfo
+from planish.types import Checkpoint, GetInfoResponse, GetServerCapabilitiesResponse, SampleResponse
+from planish.wire.models import SessionPlace
+
+__all__ = [
+    "Accepted",
+    "Done",
+    "Failed",
+    "Outcome",
+    "Page",
+    "ServerCore",
+    "SessionRecord",
+    "SessionSpec",
+    "Tenant",
+    "TrainingRun",
+    "TryAgain",
+]
+
+_log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 5.0
+
+
+class ServerCore:
+    def __init__(
+        self,
+        service: HostedService,
+        data_dir: Path,
+        base_models: Sequence[str],
+        keys: Mapping[str, str] | None = None,
+        settings: ServerSettings | None = None,
+    ) -> None:
+        """`service` is an Engine as it is; names outside of `base_models` are refused here, with the list, before it hears of them.
+
+        `data_dir`: for database, journal and bodies; UserError if another process holds it. `keys` maps each key to its tenant's name
+        (tenancy.read_keys reads a file of them); None: no key is asked for. The service is closed by `stop`.
+        """
+        settings = settings or ServerSettings()
+        self._keyring = Keyring(keys)
+        self._base_models = tuple(base_models)
+        self._engine = engine = EngineCalls(service)
+        self._store = store = Store(data_dir)
+        self._counters = counters = Counters()
+        self.limits = Limits(settings)
+        self.requests = requests = Requests(store, settings, self.limits, counters)
+        self.residency = Residency(settings.adapter_memory_bytes, counters)
+        self._catalog = catalog = CheckpointCatalog(engine, store, settings)
+        self.samplers = samplers = Samplers(engine, store, self.residency)
+        self.training_gate = FairGate(settings.training_slots, settings.training_share)
+        self.sampling_gate = FairGate(settings.sampling_slots, settings.sampling_share)
+        publishing, snapshots = Publishing(engine, samplers), Snapshots(engine, store, settings, counters)
+        steps = TrainingSteps(engine, requests, self.training_gate, catalog, samplers, publishing, snapshots, counters)
+        replay = Replay(engine, store, requests, publishing, counters)
+        self.training = training = Training(store, self.residency, replay, snapshots, steps, settings)
+        self._sampling = sampling = Sampling(engine, requests, samplers, self.sampling_gate, self.limits, counters)
+        self._sessions = sessions = Sessions(store, training, samplers)
+        self._submission = Submission(
+            base_models, engine, store, sessions, requests, training, sampling, samplers, catalog, settings
+        )
+        self._sampler_creation = SamplerCreation(engine, store, sessions, requests, samplers, catalog, self._submission)
+        self._runs = TrainingRuns(engine, store, requests, catalog, self._submission)
+        self._recovery = Recovery(engine, store, sessions, requests, training, samplers, sampling, catalog)
+        self.retention = Retention(store, sessions, training, samplers, self.residency, catalog, settings)
+        self._cleaning: asyncio.Task[None] | None = None
+        self._is_open = False
+
+    # Life of the process.
+
+    async def start(self) -> None:
+        """Know again what an earlier process left, and go on with it in the background. Requests are taken when this returns."""
+        begun = time.monotonic()
+        recovered = await self._recovery.recover()
+        self._cleaning = asyncio.create_task(self.retention.run(), name="retention")
+        self._is_open = True
+        _log.info(
+            "ready in %.1f s, with %d sessions, %d models, %d samplers and %d unanswered requests of before",
+            time.monotonic() - begun,
+            recovered.sessions,
+            recovered.models,
+            recovered.samplers,
+            recovered.requests,
+        )
+
+    async def stop(self, seconds: float) -> None:
+        """Refuse new requests, finish for up to `seconds` what the engine has, take snapshots, close. The journal keeps the rest."""
+        self._is_open = False
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+            await asyncio.wait([self._cleaning])
+        until = time.monotonic() + seconds
+        await asyncio.gather(self._sampling.stop(seconds), self.training.stop(seconds))
+        await self._sessions.stop()
+        await self._engine.close()
+        _log.info("stopped, %.1f s before it had to", until - time.monotonic())
+        await asyncio.to_thread(self._store.close)
+
+    def healthy(self) -> bool:
+        """Whether requests are accepted."""
+        return self._is_open and self._engine.fault is None
+
+    async def measurements(self) -> Measurements:
+        """What was done since the start, and how much of everything there is now."""
+        counters, residency, requests = self._counters, self.residency, self.requests
+        snapshots = await self._store.read(lambda db: count(db, ModelRow, "snapshot IS NOT NULL"))
+        return Measurements(
+            **{field.name: copy(getattr(counters, field.name)) for field in fields(counters)},
+            queued=requests.queued(),
+            sequences=self.sampling_gate.used,
+            waiting_sequences=self.sampling_gate.waiting,
+            training_operations=self.training_gate.used,
+            waiting_training=self.training_gate.waiting,
+            open_sessions=self._sessions.open_count,
+            open_models=len(self.training.all()),
+            open_samplers=len(self.samplers.all()),
+            adapters_in_memory=sum(resident.memory_bytes > 0 for resident in residency.loaded()),
+            adapter_bytes=residency.used_bytes,
+            request_bytes=requests.operation_bytes,
+            result_bytes=requests.recent_bytes,
+            resident_bytes=resident_bytes(),
+            models_with_snapshot=snapshots,
+            disk=await asyncio.to_thread(self._store.disk),
+            disk_is_full=self._store.is_refused,
+        )
+
+    # Identity and sessions.
+
+    def authenticate(self, key: str | None) -> Tenant:
+        """Unauthorized unless the key is known. Takes the same time for every key."""
+        return self._keyring.tenant(key)
+
+    async def create_session(self, tenant: Tenant, spec: SessionSpec) -> str:
+        """A new session's id."""
+        self._check_open()
+        return await self._sessions.create(tenant, spec)
+
+    async def heartbeat(self, tenant: Tenant, session_id: str) -> None:
+        """Gone when the session has ended."""
+        await self._sessions.touch(tenant, session_id)
+
+    async def finish_session(self, tenant: Tenant, session_id: str, reason: str, detail: str | None) -> None:
+        """`reason`: success, errored or interrupted. Finishing twice is fine."""
+        try:
+            await self._sessions.touch(tenant, session_id)
+        except Gone:
+            return
+        await self._sessions.end(session_id, f"{reason}: {detail}" if detail else reason)
+
+    async def sessions(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
+        """Newest first."""
+        return await self._sessions.page(tenant, limit, offset)
+
+    async def session(self, tenant: Tenant, session_id: str) -> SessionRecord:
+        return await self._sessions.record(tenant, session_id)
+
+    # Requests.
+
+    async def create_model(self, tenant: Tenant, operation: CreateModel) -> Accepted:
+        """Fresh or from a checkpoint. The model id names session and number; a repetition gets the same request id."""
+        self._check_open()
+        return await self._submission.create_model(tenant, operation)
+
+    async def submit_training(self, tenant: Tenant, seq_id: int, operation: Operation[object]) -> Accepted:
+        """An operation of a model that exists, which runs once all lower numbers have.
+
+        The same number with the same operation gets the same request id, with another one BadRequest. An operation that is refused
+        (BadRequest, NotFound) has used up its number.
+        """
+        self._check_open()
+        return await self._submission.submit_training(tenant, seq_id, operation)
+
+    async def reject(
+        self, tenant: Tenant, model_id: str, seq_id: int, error: Exception, kind: str = "forward_backward"
+    ) -> None:
+        """The body of this number could not be read: it is used up, and an optimizer step behind a missing forward_backward fails.
+
+        `kind` as in `Done`. The caller raises `error` after it.
+        """
+        self._check_open()
+        await self._submission.reject(tenant, model_id, seq_id, error, kind)
+
+    async def unload_model(self, tenant: Tenant, model_id: str) -> Accepted:
+        """After what was accepted before; the model takes no more operations. Its checkpoints and samplers stay."""
+        self._check_open()
+        return await self._submission.unload_model(tenant, model_id)
+
+    async def create_sampler(self, tenant: Tenant, operation: CreateSampler) -> str:
+        """Answers the sampler's id when it is ready to sample; a repetition finds it there."""
+        self._check_open()
+        return await self._sampler_creation.create(tenant, operation)
+
+    async def submit_sample(self, tenant: Tenant, seq_id: int, operation: Sample) -> Accepted:
+        """As submit_training, without an order. `operation.sampler_id` is the sampling session."""
+        self._check_open()
+        return await self._submission.submit_sample(tenant, seq_id, operation)
+
+    async def cancel(self, tenant: Tenant, request_id: str) -> None:
+        """Gives up a sample that is not done; other requests, and what is done, stay as they are."""
+        request = self.requests.active(request_id)
+        if request is not None and request.row.tenant == tenant.name:
+            self._sampling.cancel(request_id)
+
+    async def result(self, tenant: Tenant, request_id: str, wait_seconds: float) -> Outcome:
+        """Wait for at most `wait_seconds`. NotFound, or Gone when the result has aged. Results can be read many times."""
+        return await self.requests.outcome(tenant.name, request_id, wait_seconds)
+
+    # What there is.
+
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        models = self._engine.capabilities().supported_models
+        return GetServerCapabilitiesResponse([model for model in models if model.model_name in self._base_models])
+
+    async def model_info(self, tenant: Tenant, model_id: str) -> GetInfoResponse:
+        """Waits for the model's creation if that is under way."""
+        return await self._runs.info(tenant, model_id)
+
+    async def draw(self, tenant: Tenant, operation: Sample) -> SampleResponse:
+        """A sample that is not journaled, for whoever holds a connection. Gone if its sampler was let go."""
+        self._check_open()
+        sampler = self.samplers.get(operation.sampler_id)
+        if sampler is None:
+            raise Gone("the model was let go in this moment; ask again")
+        return await self._sampling.draw(tenant.name, sampler, operation)
+
+    async def sampler_info(self, tenant: Tenant, sampler_id: str) -> SamplerInfo:
+        rows = await self._store.read(
+            lambda db: select(db, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name])
+        )
+        if not rows:
+            raise NotFound(f"sampler_id={sampler_id[:200]!r}: there is no such sampler")
+        return SamplerInfo(sampler_id, rows[0].base_model, rows[0].model_path)
+
+    async def training_runs(self, tenant: Tenant, limit: int, offset: int) -> Page[TrainingRun]:
+        """Newest first."""
+        return await self._runs.page(tenant, limit, offset)
+
+    async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
+        return await self._runs.run(tenant, run_id)
+
+    # Checkpoints: one's own, and for reading those that their owner published. `path` is tinker://RUN/KIND/NAME.
+
+    async def checkpoints(
+        self, tenant: Tenant, run_id: str | None = None, limit: int | None = None, offset: int = 0
+    ) -> Page[Checkpoint]:
+        """Newest first. NotFound for a run that is not the tenant's."""
+        if run_id is not None:
+            await self._submission.model_row(tenant, run_id)
+        return await self._catalog.page(tenant, run_id, limit, offset)
+
+    async def checkpoint_info(self, tenant: Tenant, path: str) -> CheckpointInfo:
+        return await self._catalog.info(tenant, path)
+
+    async def delete_checkpoint(self, tenant: Tenant, path: str) -> None:
+        await self._catalog.delete(tenant, path)
+
+    async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
+        """Conflict if it is so already."""
+        await self._catalog.set_public(tenant, path, public)
+
+    async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
+        """From now on; None: keep it."""
+        await self._catalog.set_ttl(tenant, path, ttl_seconds)
+
+    async def copy_checkpoint(
+        self, tenant: Tenant, source: str, session_id: str, model_seq_id: int, ttl_seconds: int | None
+    ) -> str:
+        """A copy that belongs to the run `{session}:train:{n}`; answers its path. A repetition finds the copy there."""
+        self._check_open()
+        await self._sessions.touch(tenant, session_id)
+        return await self._runs.copy_checkpoint(tenant, source, SessionPlace(session_id, model_seq_id), ttl_seconds)
+
+    async def checkpoint_files(self, tenant: Tenant, path: str) -> Mapping[str, Path]:
+        """The files of a checkpoint by name, for a download."""
+        return await self._catalog.files(tenant, path)
+
+    def download_token(self, tenant: Tenant, path: str, seconds: int) -> str:
+        """Lets whoever holds it read one checkpoint's files for a while, as `tenant` may, without a key."""
+        return self._catalog.token(tenant, path, seconds)
+
+    async def files_of_token(self, token: str) -> Mapping[str, Path]:
+        """NotFound for a token that is false or old."""
+        return await self._catalog.files_of_token(token)
+
+    def _check_open(self) -> None:
+        if not self.healthy():
+            raise Unavailable(
+                "the server is stopping; it goes on with what it accepted at its next start", _RETRY_SECONDS
+            )

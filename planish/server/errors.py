@@ -1,0 +1,69 @@
+"""What the server refuses, each with its HTTP status.
+
+    ServerError          status, message, and after how many seconds a repetition may work
+    |- BadRequest 400    the request is wrong, and will be
+    |- Unauthorized 401  no key, or none that is known here
+    |- NotFound 404      there is no such thing, or it is another tenant's; nobody can tell which
+    |- Conflict 409      it is so already (publishing twice). The SDK repeats a 409, so it is for nothing else
+    |- Gone 410          it was here: a session that ended, a result that has aged
+    |- TooManyRequests 429   a limit of the key; the SDK sends the same request again later
+    `- Unavailable 503   no disk space, stopping, or too much under way; the SDK sends the same request again later
+
+UserError and its kin (planish.errors) are 400 too; `status_of` knows every error.
+"""
+
+from __future__ import annotations
+
+from planish.errors import EngineClosedError, PlanishError, StorageError, UserError
+
+
+class ServerError(PlanishError):
+    """The request was refused and nothing was changed."""
+
+    status = 500
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds; for the header of that name."""
+
+
+class BadRequest(ServerError, UserError):
+    status = 400
+
+
+class Unauthorized(ServerError):
+    status = 401
+
+
+class NotFound(ServerError):
+    status = 404
+
+
+class Conflict(ServerError):
+    status = 409
+
+
+class Gone(ServerError):
+    status = 410
+
+
+class TooManyRequests(ServerError):
+    status = 429
+
+
+class Unavailable(ServerError):
+    status = 503
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status that says what `error` says."""
+    match error:
+        case ServerError():
+            return error.status
+        case UserError():
+            return 400
+        case StorageError() | EngineClosedError():
+            return 503
+        case _:
+            return 500

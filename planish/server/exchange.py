@@ -1,0 +1,253 @@
+"""One HTTP request and its answer: who asks, what the body says, and how an error is told.
+
+Every endpoint is a function of an `Exchange`. `endpoint` makes a route of it: it looks at the key first, and turns every error of ours into
+its status with {"detail": sentence}. Bodies are read under a cap of their own and a cap on what all requests hold together, so
+that no client can fill the memory; work on large bodies is done in a thread, so that the event loop stays free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from planish.errors import PlanishError, UnsupportedError, UserError
+from planish.server.answers import Page, Tenant
+from planish.server.core import ServerCore
+from planish.server.errors import ServerError, Unauthorized, Unavailable, status_of
+from planish.wire.bodies import BodyTooLargeError, open_body, too_large
+from planish.wire.client_errors import ERROR_CLASS, name_of
+from planish.wire.fields import Fields
+
+T = TypeVar("T")
+
+API = "/api/v1"
+MIB = 1 << 20
+SMALL_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 64 * MIB, 256 * MIB
+ALL_BODIES = 1024 * MIB
+"""Of all requests together; one alone may be packed and opened in memory."""
+_INLINE_BODY = 64 * 1024
+_MAX_PAGE = 1000
+_KNOWS_EXTERNAL = (0, 38)
+"""The first release of the SDK that is known to."""
+
+_log = logging.getLogger("planish.server")
+
+
+@dataclass
+class BodyRoom:
+    """How many bytes of bodies are held at the moment, by all requests."""
+
+    limit: int = ALL_BODIES
+    used: int = 0
+
+    def take(self, size: int) -> None:
+        if self.used + size > self.limit:
+            raise Unavailable("too many large requests at once; this one is taken when others are done", 2.0)
+        self.used += size
+
+    def give_back(self, size: int) -> None:
+        self.used -= size
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """How the routes behave."""
+
+    poll_seconds: float = 22.0
+    """How long a request for a result is held. Clients give up at 45 s, and ask again at once after a shorter wait."""
+    tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
+    """Where the tokenizer of each base model is, by the model's name."""
+    longest_context: int = 1 << 17
+    """In tokens, of all base models."""
+    has_keys: bool = True
+    """Whether a key is asked for. Without keys, whoever reaches the server may use it, but no web page."""
+
+
+@dataclass
+class HttpState:
+    """What all requests of one server share."""
+
+    core: ServerCore
+    settings: HttpSettings
+    room: BodyRoom = field(default_factory=BodyRoom)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server begins to stop: whoever waits for a result is sent away at once."""
+    copies: dict[tuple[Tenant, str | None], str] = field(default_factory=dict)
+    """Sessions of recent copies of checkpoints, by tenant and idempotency key."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request of a known tenant."""
+
+    request: Request
+    state: HttpState
+    tenant: Tenant
+
+    @property
+    def core(self) -> ServerCore:
+        return self.state.core
+
+    @property
+    def is_protobuf(self) -> bool:
+        return "application/x-protobuf" in self.request.headers.get("content-type", "")
+
+    @property
+    def takes_protobuf(self) -> bool:
+        return "application/x-protobuf" in self.request.headers.get("accept", "")
+
+    @property
+    def knows_external(self) -> bool:
+        """Whether the client can read a checkpoint of type `external`. Older SDKs take a list that has one for a fault of the server."""
+        version = re.match(r"(\d+)\.(\d+)", self.request.headers.get("x-stainless-package-version", ""))
+        return version is None or (int(version[1]), int(version[2])) >= _KNOWS_EXTERNAL
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the client is a process of this machine."""
+        return self.request.client is not None and is_loopback(self.request.client.host)
+
+    def path(self, name: str) -> str:
+        """A part of the URL."""
+        return self.request.path_params[name]
+
+    def query(self, name: str, default: int, low: int, high: int) -> int:
+        """A whole number of the query string."""
+        text = self.request.query_params.get(name)
+        if text is None:
+            return default
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise UserError(f"{name}={text[:40]!r}: give a whole number from {low} to {high}")
+        return value
+
+    def window(self, default: int) -> tuple[int, int]:
+        """`limit` and `offset` of the query string."""
+        return self.query("limit", default, 0, _MAX_PAGE), self.query("offset", 0, 0, 2**53)
+
+    def check_scope(self) -> None:
+        """A list or a record is asked for among one's own things, or those one may see, which are the same here."""
+        scope = self.request.query_params.get("access_scope", "owned")
+        if scope not in ("owned", "accessible"):
+            raise UserError(f"access_scope={scope[:40]!r}: give 'owned' or 'accessible'")
+        if self.request.query_params.get("project_id"):
+            raise UnsupportedError("project_id: this server has no projects; leave it out")
+
+    @asynccontextmanager
+    async def body(self, limit: int) -> AsyncIterator[bytes]:
+        """The body, opened if it is compressed. It counts against the room of all bodies until the block ends."""
+        held = 0
+        try:
+            pieces = []
+            announced = self.request.headers.get("content-length", "0")
+            if announced.isascii() and announced.isdigit() and int(announced) > limit:
+                raise too_large(limit)
+            async for piece in self.request.stream():
+                self.state.room.take(len(piece))
+                held += len(piece)
+                pieces.append(piece)
+                if held > limit:
+                    raise too_large(limit)
+            packed = b"".join(pieces)
+            encoding = self.request.headers.get("content-encoding", "")
+            opened = await self.compute(packed, lambda: open_body(packed, encoding, limit))
+            if encoding:
+                self.state.room.take(len(opened))
+                held += len(opened)
+            yield opened
+        finally:
+            self.state.room.give_back(held)
+
+    @asynccontextmanager
+    async def fields(self, limit: int = SMALL_BODY) -> AsyncIterator[Fields]:
+        """The body as a JSON object."""
+        async with self.body(limit) as body:
+            yield await self.compute(body, lambda: Fields.of(body))
+
+    async def compute(self, body: bytes, work: Callable[[], T]) -> T:
+        """`work()`, in a thread if the body that it reads is large."""
+        return work() if len(body) <= _INLINE_BODY else await asyncio.to_thread(work)
+
+
+Handler = Callable[[Exchange], Awaitable[Response]]
+
+
+def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
+    """A route under /api/v1 for those who have a key."""
+
+    async def answer(request: Request) -> Response:
+        state: HttpState = request.app.state.http
+        try:
+            if not state.settings.has_keys:
+                refuse_web_pages(request)
+            tenant = state.core.authenticate(request.headers.get("x-api-key"))
+            return await handler(Exchange(request, state, tenant))
+        except PlanishError as error:
+            return refused(error)
+        except ValueError as error:  # as the constructors of planish.types refuse what users give them
+            return refused(UserError(str(error)))
+        except ClientDisconnect:
+            return refused(UserError("the connection was closed before the body was whole"))
+
+    return Route(API + path, answer, methods=[method])
+
+
+def refused(error: PlanishError) -> Response:
+    """The answer to a request that failed: a sentence, and for our own client the kind of error."""
+    status = 413 if isinstance(error, BodyTooLargeError) else status_of(error)
+    if status >= 500:
+        _log.warning("answered %d: %s", status, error)
+    headers = {}
+    if isinstance(error, ServerError) and error.retry_after is not None:
+        headers["Retry-After"] = f"{error.retry_after:g}"
+    return answered({"detail": str(error), ERROR_CLASS: name_of(error)}, status, headers)
+
+
+def answered(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def nothing() -> Response:
+    """The answer where the client expects none."""
+    return Response(status_code=204)
+
+
+def paged(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, Any]:
+    """A page of a list, with its place in the whole."""
+    cursor = {"offset": page.offset, "limit": page.limit, "total_count": page.total}
+    return {name: [to_json(item) for item in page.items], "cursor": cursor}
+
+
+def refuse_web_pages(request: Request) -> None:
+    """Unauthorized for what a page in a browser of this machine sends, from its own site or from a name that leads here."""
+    host = request.url.hostname or ""
+    is_foreign = request.headers.get("origin") is not None and request.headers.get("x-api-key") is None
+    if is_foreign or not is_loopback(host):
+        raise Unauthorized(
+            f"this server has no keys, and is for programs of its own machine: Host {host[:100]!r} or the Origin of a web page "
+            "is refused"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name of the URL, is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

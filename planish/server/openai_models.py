@@ -1,0 +1,191 @@
+"""What a model name means to the OpenAI-compatible endpoints: a base model, or the path of a checkpoint, for one tenant.
+
+Each tenant's samplers belong to a session of its own here, which begins at the first request and ends like any other. A checkpoint that was
+saved again under its name is another sampler; the one before is let go.
+
+Requests are not journaled: whoever waits for them holds a connection to this process. In everything else they are as any other: they
+wait for their tenant's turn, count against its limits, and have their sampler brought into memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from planish.errors import UnknownModelError
+from planish.model.config import ModelConfig
+from planish.renderers import FORMATS, Renderer, get_renderer, recommended_renderer_name
+from planish.renderers.codec import Codec
+from planish.renderers.termination import eos_ids
+from planish.server.answers import SessionSpec, Tenant
+from planish.server.core import ServerCore
+from planish.server.errors import Gone, NotFound
+from planish.server.openai_errors import ModelNotFoundError
+from planish.server.openai_options import check_size
+from planish.server.openai_texts import TokenTexts
+from planish.service import CreateSampler, HostedService, Sample
+from planish.tokenizer import load_tokenizer
+from planish.types import CheckpointPath, SampleResponse
+from planish.wire.models import SessionPlace
+
+_MAX_SAMPLERS = 16
+"""Of checkpoints, for one tenant; the one that was used longest ago goes first."""
+
+
+class BaseTexts:
+    """How one base model reads and writes."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self._name = name
+        self._directory = directory
+        self.tokenizer: Any = load_tokenizer(directory)
+        self.codec = Codec(self.tokenizer)
+        self.tokens = TokenTexts(self.tokenizer)
+        config = ModelConfig.from_directory(directory)
+        self.end_ids = frozenset(config.eos_token_ids) | eos_ids(self.codec)
+        """Tokens that end a sequence."""
+        self.max_context = config.max_context
+        self._renderers: dict[str, Renderer] = {}
+
+    def renderer(self, name: str | None) -> Renderer:
+        """The renderer of this name, or the one that the model is known for. UserError if there is none."""
+        name = name or self._recommended
+        if name not in self._renderers:
+            self._renderers[name] = get_renderer(name, self.tokenizer)
+        return self._renderers[name]
+
+    @cached_property
+    def _recommended(self) -> str:
+        try:
+            return recommended_renderer_name(self._name)
+        except UnknownModelError:
+            return recommended_renderer_name(self._directory)
+
+    def stop(self, ids: frozenset[int], strings: tuple[str, ...]) -> list[str] | list[int]:
+        """What the sampler is told, which takes tokens or strings, not both; a string may be a control token's."""
+        if not strings:
+            return sorted(ids)
+        return [*strings, *filter(None, (self.tokens.of(token)[0] for token in sorted(ids)))]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that a tenant named."""
+
+    name: str
+    base_model: str
+    texts: BaseTexts
+    renderer_name: str | None
+    """What a checkpoint's metadata say that it was trained with."""
+    made: float
+    """When the checkpoint was saved, in seconds; another time is another version. 0 for a base model."""
+
+
+@dataclass
+class _Account:
+    """One tenant's session and its samplers."""
+
+    session_id: str | None = None
+    count: int = 0
+    samplers: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict)
+    """By model name: `Served.made` and id of the sampler."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class OpenAIModels:
+    def __init__(self, core: ServerCore, service: HostedService, directories: Mapping[str, Path]) -> None:
+        """`service` is the core's; `directories` has the base models that are served."""
+        self.core = core
+        self._service = service
+        self._directories = directories
+        self._texts: dict[str, BaseTexts] = {}
+        self._loading = asyncio.Lock()
+        self._accounts: dict[str, _Account] = {}
+
+    async def find(self, tenant: Tenant, name: str) -> Served:
+        """ModelNotFoundError for what is neither a base model nor a checkpoint that the tenant may read."""
+        if name in self._directories:
+            return Served(name, name, await self._base_texts(name), None, 0.0)
+        try:
+            path = str(CheckpointPath.parse(name))
+            info = await self.core.checkpoint_info(tenant, path)
+        except (NotFound, ValueError):
+            raise ModelNotFoundError(
+                f"the model {name[:200]!r} does not exist, or it is not yours; name one of GET /v1/models: a base model, or a "
+                "checkpoint by its tinker:// path"
+            ) from None
+        if info.base_model not in self._directories:
+            raise ModelNotFoundError(f"{path} was made on {info.base_model!r}, which is not served here")
+        metadata = info.checkpoint.user_metadata or {}
+        renderer = metadata.get("renderer_name")
+        return Served(
+            path,
+            info.base_model,
+            await self._base_texts(info.base_model),
+            renderer if renderer in FORMATS else None,
+            info.checkpoint.time.timestamp(),
+        )
+
+    async def sampler(self, tenant: Tenant, model: Served, operations: Sequence[Sample]) -> str:
+        """The id of a sampler of the model. Raises what is wrong with the operations, or keeps them from being taken now."""
+        check_size(operations, model.texts.max_context)
+        self.core.limits.check(tenant.name, 0)
+        for operation in operations:
+            await asyncio.to_thread(self._service.check_sample, model.base_model, operation)
+        return await self._sampler(tenant, model)
+
+    async def draw(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
+        """`operation.sampler_id` means nothing. Cancelling this gives the request up."""
+        self.core.limits.enter(tenant.name, 0)
+        try:
+            self.core.limits.use(tenant.name, operation.prompt.length)
+            return await self.core.draw(tenant, replace(operation, sampler_id=sampler_id))
+        finally:
+            self.core.limits.leave(tenant.name, 0)
+
+    async def _sampler(self, tenant: Tenant, model: Served) -> str:
+        account = self._accounts.setdefault(tenant.name, _Account())
+        async with account.lock:
+            session_id = await self._session(tenant, account)
+            made, sampler_id = account.samplers.get(model.name, (0.0, ""))
+            if made != model.made or self.core.samplers.get(sampler_id) is None:
+                await self._close(account, model.name)
+                is_path = model.name not in self._directories
+                place = SessionPlace(session_id, account.count)
+                account.count += 1
+                names = {"model_path": model.name} if is_path else {"base_model": model.name}
+                sampler_id = await self.core.create_sampler(tenant, CreateSampler(place.sampler_id, **names))
+                account.samplers[model.name] = (model.made, sampler_id)
+                while len(account.samplers) > _MAX_SAMPLERS:
+                    await self._close(account, next(iter(account.samplers)))
+            account.samplers.move_to_end(model.name)
+            return sampler_id
+
+    async def _session(self, tenant: Tenant, account: _Account) -> str:
+        """The tenant's session; a new one if it has none, or it has ended."""
+        if account.session_id is not None:
+            try:
+                await self.core.heartbeat(tenant, account.session_id)
+            except (Gone, NotFound):
+                account.session_id = None
+        if account.session_id is None:
+            account.session_id = await self.core.create_session(tenant, SessionSpec(["openai"]))
+            account.count, account.samplers = 0, OrderedDict()
+        return account.session_id
+
+    async def _close(self, account: _Account, name: str) -> None:
+        _, sampler_id = account.samplers.pop(name, (0.0, ""))
+        sampler = self.core.samplers.get(sampler_id)
+        if sampler is not None:
+            await self.core.samplers.close(sampler, "another one was needed")
+
+    async def _base_texts(self, name: str) -> BaseTexts:
+        async with self._loading:
+            if name not in self._texts:
+                self._texts[name] = await asyncio.to_thread(BaseTexts, name, self._directories[name])
+            return self._texts[name]

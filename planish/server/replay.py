@@ -1,0 +1,135 @@
+"""How a model comes back into memory: its last snapshot, and then, in their order, the requests that were answered since.
+
+What was done is done again, and changes the weights to the same bits. What failed, or was refused, has the effect that it had: a part of
+a gradient that is missing makes the optimizer step behind it fail, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import replace
+
+from planish.errors import EngineClosedError, UserError
+from planish.server import journal
+from planish.server.crash_points import crash_point
+from planish.server.engine_calls import EngineCalls, failed_future
+from planish.server.journal import Row
+from planish.server.journal_codec import result_of
+from planish.server.measurements import Counters
+from planish.server.models import Model
+from planish.server.private_names import loaded_path
+from planish.server.publishing import Publishing
+from planish.server.requests import Requests
+from planish.server.store import Store
+from planish.service import (
+    CreateModel,
+    ForwardBackward,
+    ForwardBackwardLater,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    PublishSampler,
+    UnloadModel,
+)
+from planish.types import AdamParams, OptimStepResponse
+
+_log = logging.getLogger(__name__)
+
+
+class Replay:
+    def __init__(
+        self, engine: EngineCalls, store: Store, requests: Requests, publishing: Publishing, counters: Counters
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._requests = requests
+        self._publishing = publishing
+        self._counters = counters
+
+    async def load(self, model: Model) -> None:
+        """Bring the model to where it is after every request that left its lane."""
+        await asyncio.gather(*model.unwritten.values())  # rows tell what was answered
+        model.forget_adapter()
+        begun = model.snapshot_seq
+        try:
+            if model.row.snapshot is not None:
+                await self._create(model, model.row.snapshot)
+                model.applied = begun
+            crash_point("loaded before replay")
+            rows = await self._store.read(lambda connection: journal.of_model(connection, model.id, begun))
+            for row in rows:
+                if row.seq < model.lane.next_seq:
+                    await self.repeat(model, row)
+                    crash_point("between replayed operations")
+        except BaseException:
+            await self.unload(model)
+            raise
+
+    async def unload(self, model: Model) -> None:
+        """Free what the engine has of it, if it has anything."""
+        model.forget_adapter()
+        with suppress(UserError, EngineClosedError):
+            await self._engine.perform(UnloadModel(model.id))
+            crash_point("unloaded")
+
+    async def repeat(self, model: Model, row: Row) -> None:
+        """Have the effect of a request that was answered."""
+        assert not row.is_to_do, row
+        model.applied = row.seq
+        model.progress.requests += 1
+        if row.is_replayed:
+            await self._do_again(model, row)
+        elif row.state != "done":
+            await self.refuse(model, row.kind)
+
+    async def refuse(self, model: Model, kind: str) -> None:
+        """Have the effect of a request that could not be done."""
+        if kind not in ("forward_backward", "optim_step"):
+            return
+        model.is_dirty = kind == "forward_backward"
+        reason = "it was refused, or never came"
+        missing = ForwardBackwardLater(model.id, failed_future(reason), "cross_entropy")
+        with suppress(ValueError):
+            await self._engine.perform(missing)
+        if kind == "optim_step":
+            with suppress(ValueError):
+                await self._engine.perform(OptimStep(model.id, AdamParams()))
+
+    async def _do_again(self, model: Model, row: Row) -> None:
+        operation = await self._requests.journaled_operation(row)
+        match operation:
+            case CreateModel(from_path=None):
+                await self._engine.perform(operation)
+            case CreateModel(from_path=str(path)):
+                await self._engine.perform(replace(operation, from_path=loaded_path(model.id, row.seq, path)))
+            case LoadWeights(path=path):
+                model.is_dirty = False
+                await self._engine.perform(replace(operation, path=loaded_path(model.id, row.seq, path)))
+            case PublishSampler():
+                await self._publishing.publish_again(model, row.seq, operation)
+            case ForwardBackward():
+                model.is_dirty = True
+                await self._engine.perform(operation)
+            case OptimStep():
+                model.is_dirty = False
+                await self._compare(row, operation, await self._engine.perform(operation))
+        self._counters.replayed += 1
+        model.progress.changes += 1
+        model.progress.bytes += row.body_bytes
+
+    async def _create(self, model: Model, path: str) -> None:
+        await self._engine.perform(
+            CreateModel(model.id, from_path=path, with_optimizer=True, user_metadata=model.row.metadata)
+        )
+
+    async def _compare(self, row: Row, operation: Operation[OptimStepResponse], result: OptimStepResponse) -> None:
+        """Metrics of a step tell its gradient's norm; if that differs from the first time, so may the weights."""
+        stored = await self._store.read(lambda connection: journal.result(connection, row.id))
+        if stored is not None and self._store.body(stored) != result_of(row.kind, operation, result).content:
+            _log.warning(
+                "%s has another result when it is done again: this machine does not repeat its sums. "
+                "The model goes on from weights that may differ in their last bits",
+                row.id,
+            )

@@ -1,0 +1,309 @@
+"""Accepted requests: journaled before they are acknowledged, answered once, and readable until they have aged.
+
+A request that is not answered is in memory, with its operation as long as there is room for it; otherwise the operation is read from
+the journal when its turn comes. A result is given out when it is there and written down behind that: after a crash the request is done
+again, with the same result. A failure is written down first, since what failed once may not fail again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from planish.errors import StorageError
+from planish.server import journal
+from planish.server.answers import Category, Done, Failed, Outcome, TryAgain
+from planish.server.crash_points import crash_point
+from planish.server.errors import BadRequest, Gone, NotFound, Unavailable
+from planish.server.journal import Row
+from planish.server.journal_codec import Entry, done_of, entry, operation_of
+from planish.server.limits import Limits
+from planish.server.measurements import Counters
+from planish.server.settings import ServerSettings
+from planish.server.store import Store, Transaction
+from planish.service import ForwardBackward, Operation, Sample
+
+_INLINE_TOKENS = 4096
+_RETRY_SECONDS = 10.0
+_UNKNOWN_SECONDS = 0.5
+"""A client waits so long for what this process has not heard of yet."""
+_ANSWER_BYTES = 500
+"""That an answer takes in memory beside its content."""
+
+_log = logging.getLogger(__name__)
+
+Also = Callable[[Transaction], None]
+"""What is written in the same transaction."""
+SettledState = Literal["done", "failed", "refused"]
+
+
+@dataclass(eq=False)
+class Request:
+    """One request that is not answered yet, or whose answer is not on disk yet."""
+
+    row: Row
+    operation: Operation[Any] | None
+    answer: asyncio.Future[Done | Failed]
+    acknowledged: asyncio.Future[None]
+    tokens: int = 0
+    written: asyncio.Future[None] | None = None
+    """Its answer is on disk."""
+
+    @property
+    def id(self) -> str:
+        return self.row.id
+
+    @property
+    def seq(self) -> int:
+        return self.row.seq
+
+
+def token_count(operation: Operation[Any]) -> int:
+    """Tokens that are known to be computed for an operation."""
+    match operation:
+        case ForwardBackward():
+            return sum(datum.model_input.length for datum in operation.data)
+        case Sample():
+            return operation.prompt.length
+    return 0
+
+
+class Requests:
+    def __init__(self, store: Store, settings: ServerSettings, limits: Limits, counters: Counters) -> None:
+        self._store = store
+        self._settings = settings
+        self._limits = limits
+        self._counters = counters
+        self._active: dict[str, Request] = {}
+        self._operation_bytes = 0
+        self._recent: OrderedDict[str, tuple[str, Done | Failed]] = OrderedDict()
+        """Answers on disk that were given last, with their tenants."""
+        self._recent_bytes = 0
+
+    @property
+    def unanswered(self) -> int:
+        return sum(not request.answer.done() for request in self._active.values())
+
+    def queued(self) -> Counter[tuple[str, str]]:
+        """Requests that are not answered, by kind and tenant."""
+        open_rows = [request.row for request in self._active.values() if request.written is None]
+        return Counter((row.kind, row.tenant) for row in open_rows)
+
+    @property
+    def operation_bytes(self) -> int:
+        """Of requests that are kept decoded."""
+        return self._operation_bytes
+
+    @property
+    def recent_bytes(self) -> int:
+        """Of answers that are kept in memory."""
+        return self._recent_bytes
+
+    async def encoded(self, operation: Operation[Any], seq: int) -> Entry:
+        if token_count(operation) <= _INLINE_TOKENS:
+            return entry(operation, seq)
+        return await asyncio.to_thread(entry, operation, seq)
+
+    async def repeats(self, request_id: str, digest: bytes) -> bool:
+        """Whether this very request came before, and is not forgotten. BadRequest if it was another one, or was refused."""
+        active = self._active.get(request_id)
+        if active is not None:
+            _check_same(active.row, digest)
+            await asyncio.shield(active.acknowledged)
+            return True
+        row = await self._store.read(lambda connection: journal.row(connection, request_id))
+        if row is not None:
+            _check_same(row, digest)
+        return row is not None
+
+    async def accept(self, row: Row, journaled: Entry, also: Also | None = None) -> Request | None:
+        """Journal a request; None if its id was there already, for the same request (BadRequest: for another).
+
+        Raises TooManyRequests and Unavailable before anything is written.
+        """
+        known = self._active.get(row.id)
+        if known is not None:
+            _check_same(known.row, row.digest)
+            await asyncio.shield(known.acknowledged)
+            return None
+        self.check_room(row.tenant, len(journaled.body))
+        loop = asyncio.get_running_loop()
+        request = Request(row, journaled.operation, loop.create_future(), loop.create_future())
+        request.tokens = token_count(journaled.operation)
+        self._active[row.id] = request
+        self._limits.enter(row.tenant, row.body_bytes)
+        try:
+            found = await self._store.write(lambda transaction: journal.insert(transaction, row, journaled.body, also))
+        except BaseException as error:
+            self._drop(request)
+            request.acknowledged.set_exception(
+                error if isinstance(error, Exception) else Unavailable("it was given up; send it again")
+            )
+            request.acknowledged.exception()  # nobody has to ask for it
+            raise
+        if found is not None:
+            self._drop(request)
+            request.acknowledged.set_result(None)
+            _check_same(found, row.digest)
+            return None
+        self._limits.use(row.tenant, request.tokens)
+        self._counters.accepted[row.kind] += 1
+        self._keep_operation(request)
+        request.acknowledged.set_result(None)
+        crash_point("before acknowledging")
+        return request
+
+    def restore(self, row: Row) -> Request:
+        """An unanswered request of an earlier process."""
+        loop = asyncio.get_running_loop()
+        request = Request(row, None, loop.create_future(), loop.create_future())
+        request.acknowledged.set_result(None)
+        self._active[row.id] = request
+        self._limits.enter(row.tenant, row.body_bytes)
+        return request
+
+    async def operation(self, request: Request) -> Operation[Any]:
+        """What is to be done, from memory or from the journal."""
+        if request.operation is not None:
+            return request.operation
+        return await self.journaled_operation(request.row)
+
+    async def journaled_operation(self, row: Row) -> Operation[Any]:
+        def read(connection: sqlite3.Connection) -> Operation[Any]:
+            return operation_of(row.kind, self._store.body(journal.body(connection, row.id)))
+
+        return await self._store.read(read)
+
+    def release_operation(self, request: Request) -> None:
+        """It is with the engine now."""
+        if request.operation is not None:
+            self._operation_bytes -= request.row.body_bytes
+            request.operation = None
+
+    async def mark(self, request: Request, state: str) -> None:
+        """Write down how far it is, before what comes next is done."""
+        await self._store.keep(lambda transaction: journal.mark(transaction, request.id, state))
+        request.row = request.row.with_state(state)
+
+    def settle(
+        self, request: Request, answer: Done | Failed, also: Also | None = None, state: SettledState | None = None
+    ) -> asyncio.Future[None]:
+        """Give the answer out, and write it down as soon as the disk takes it, which ends the future. The first answer counts.
+
+        A failure, and with `also` what the answer names, is in the database first. `state`: "done" or "failed" by default.
+        """
+        if request.written is not None:
+            return request.written
+        crash_point("before recording a result")
+        self.release_operation(request)
+        self._limits.leave(request.row.tenant, request.row.body_bytes)
+        request.row = request.row.with_state(state or ("done" if isinstance(answer, Done) else "failed"))
+        row = request.row
+        self._counters.answered[row.kind, row.state] += 1
+        if also is None and isinstance(answer, Done):
+            request.answer.set_result(answer)
+        written = self._store.keep(lambda transaction: journal.finish(transaction, row, answer, time.time(), also))
+        request.written = asyncio.ensure_future(self._written(request, answer, written))
+        return request.written
+
+    async def outcome(self, tenant: str, request_id: str, seconds: float) -> Outcome:
+        """Wait for the answer. NotFound if there is no such request; Gone if it was answered so long ago that it is forgotten."""
+        request = self._active.get(request_id)
+        if request is not None and request.row.tenant == tenant:
+            if not request.answer.done():
+                await asyncio.wait([request.answer], timeout=seconds)
+            return request.answer.result() if request.answer.done() else TryAgain()
+        found = self._recent.get(request_id)
+        if found is not None and found[0] == tenant:
+            self._recent.move_to_end(request_id)
+            return found[1]
+        stored = await self._store.read(lambda connection: self._stored_answer(connection, tenant, request_id))
+        if isinstance(stored, TryAgain):
+            await asyncio.sleep(min(seconds, _UNKNOWN_SECONDS))
+        return stored
+
+    def active(self, request_id: str) -> Request | None:
+        return self._active.get(request_id)
+
+    def _stored_answer(self, connection: sqlite3.Connection, tenant: str, request_id: str) -> Outcome:
+        row = journal.row(connection, request_id)
+        if row is None and journal.is_owner(connection, tenant, request_id.rpartition(":")[0]):
+            raise _aged(request_id)
+        if row is None or row.tenant != tenant:
+            raise NotFound(f"request_id={request_id[:200]!r}: there is no such request")
+        match row.state:
+            case "done":
+                result = journal.result(connection, request_id)
+                if result is None:
+                    raise _aged(request_id)
+                try:
+                    return done_of(row.kind, self._store.body(result))
+                except FileNotFoundError:  # it aged between the two looks
+                    raise _aged(request_id) from None
+            case "failed" | "refused":
+                return Failed(row.message or "", row.category or "unknown")
+        return TryAgain()  # between the journal and memory, at a start
+
+    async def _written(self, request: Request, answer: Done | Failed, written: asyncio.Future[None]) -> None:
+        try:
+            await written
+        except StorageError:  # at the end of the process: it is done again at the next start
+            _log.warning("the answer of %s is not on disk", request.id)
+            return
+        if not request.answer.done():
+            request.answer.set_result(answer)
+        if self._active.get(request.id) is request:
+            del self._active[request.id]
+        self._recent[request.id] = (request.row.tenant, answer)
+        self._recent_bytes += _size(answer)
+        while self._recent_bytes > self._settings.result_memory_bytes and len(self._recent) > 1:
+            _, (_, old) = self._recent.popitem(last=False)
+            self._recent_bytes -= _size(old)
+
+    def check_room(self, tenant: str, size: int) -> None:
+        """TooManyRequests or Unavailable if nothing more can be taken now."""
+        self._limits.check(tenant, size)
+        if self._store.is_refused or self._store.free_bytes() < self._settings.reserve_bytes + size:
+            raise Unavailable(
+                "the server's disk is full, and takes no new work until there is space again; what was accepted is kept",
+                _RETRY_SECONDS,
+            )
+
+    def _keep_operation(self, request: Request) -> None:
+        if self._operation_bytes + request.row.body_bytes > self._settings.request_memory_bytes:
+            request.operation = None
+        else:
+            self._operation_bytes += request.row.body_bytes
+
+    def _drop(self, request: Request) -> None:
+        del self._active[request.id]
+        self._limits.leave(request.row.tenant, request.row.body_bytes)
+
+
+def _check_same(row: Row, digest: bytes | None) -> None:
+    if row.state == "refused" and row.digest is None:
+        raise BadRequest(row.message or "this number was refused")
+    if row.digest != digest:
+        raise BadRequest(
+            f"seq_id={row.seq}: another request of {row.owner!r} had this number; count on, and use each number once"
+        )
+
+
+def _aged(request_id: str) -> Gone:
+    return Gone(f"request_id={request_id!r}: its result has aged and was removed")
+
+
+def _size(answer: Done | Failed) -> int:
+    return _ANSWER_BYTES + len(answer.content if isinstance(answer, Done) else answer.message)
+
+
+def failure(error: Exception) -> Failed:
+    """What a client is told of an error."""
+    category: Category = "user" if isinstance(error, ValueError) else "server"
+    return Failed(str(error) or type(error).__name__, category)

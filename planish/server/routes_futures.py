@@ -1,0 +1,78 @@
+"""Results: a request for one is held until it is there, or for `poll_seconds`, after which the client asks again.
+
+What is not there yet is told as 408, which the SDK takes for an invitation to ask again at once and without a word; 200 with the
+same body would be a warning in the user's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+from starlette.responses import Response
+
+from planish.server.answers import Done, Failed, Outcome, TryAgain
+from planish.server.exchange import Exchange, answered, endpoint, nothing
+from planish.server.external_weights import shown_path
+from planish.wire.sampling import sample_response_from_message, sample_response_to_json
+from planish.wire.training import output_from_message, output_to_json
+
+_PROTOBUF = "application/x-protobuf"
+
+
+async def retrieve_future(exchange: Exchange) -> Response:
+    async with exchange.fields() as fields:
+        request_id = fields.identifier("request_id")
+    match await _outcome(exchange, request_id):
+        case Done() as done:
+            return await exchange.compute(done.content, lambda: _result(done, exchange.takes_protobuf))
+        case Failed(message, category):
+            return answered({"error": message, "category": category})
+        case TryAgain(state, reason):
+            answer = {"type": "try_again", "request_id": request_id, "queue_state": state}
+            return answered(answer if reason is None else {**answer, "queue_state_reason": reason}, 408)
+
+
+async def _outcome(exchange: Exchange, request_id: str) -> Outcome:
+    """What became of the request; TryAgain early if the server stops meanwhile."""
+    result = asyncio.ensure_future(
+        exchange.core.result(exchange.tenant, request_id, exchange.state.settings.poll_seconds)
+    )
+    stopping = asyncio.ensure_future(exchange.state.stopping.wait())
+    try:
+        await asyncio.wait((result, stopping), return_when=asyncio.FIRST_COMPLETED)
+        return result.result() if result.done() else TryAgain()
+    finally:
+        result.cancel()
+        stopping.cancel()
+
+
+def _result(done: Done, takes_protobuf: bool) -> Response:
+    if done.media == "json":
+        return Response(_with_shown_path(done), media_type="application/json")
+    if takes_protobuf:
+        return Response(done.content, media_type=_PROTOBUF)
+    if done.kind == "sample":
+        return answered(sample_response_to_json(sample_response_from_message(done.content)))
+    return answered(output_to_json(output_from_message(done.content)))
+
+
+def _with_shown_path(done: Done) -> bytes:
+    """External weights were saved as a sampler's; the client waits for the type and path that it asked for."""
+    if done.kind != "save_weights_for_sampler":
+        return done.content
+    fields = orjson.loads(done.content)
+    path = fields.get("path")
+    if path is None or shown_path(path) == path:
+        return done.content
+    return orjson.dumps({**fields, "type": "save_weights_external", "path": shown_path(path)})
+
+
+async def cancel_future(exchange: Exchange) -> Response:
+    async with exchange.fields() as fields:
+        request_id = fields.identifier("request_id")
+    await exchange.core.cancel(exchange.tenant, request_id)
+    return nothing()
+
+
+ROUTES = [endpoint("/retrieve_future", retrieve_future), endpoint("/cancel_future", cancel_future)]

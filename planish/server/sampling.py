@@ -1,0 +1,121 @@
+"""Sampling: each request is a task that waits for its sampler, for its tenant's turn, and for room in memory, and then for the engine.
+
+Requests have no order. After a crash those that were not answered are drawn again, with the seeds that they were accepted with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from planish.errors import EngineClosedError
+from planish.server.answers import Failed
+from planish.server.crash_points import crash_point
+from planish.server.engine_calls import EngineCalls
+from planish.server.fair_gate import FairGate
+from planish.server.journal_codec import result_of
+from planish.server.limits import Limits
+from planish.server.measurements import Counters
+from planish.server.requests import Request, Requests, failure
+from planish.server.samplers import Sampler, Samplers
+from planish.service import Sample
+from planish.types import SampleResponse
+
+_log = logging.getLogger(__name__)
+
+_INLINE_TOKENS = 4096
+
+
+class Sampling:
+    def __init__(
+        self,
+        engine: EngineCalls,
+        requests: Requests,
+        samplers: Samplers,
+        gate: FairGate,
+        limits: Limits,
+        counters: Counters,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._samplers = samplers
+        self._gate = gate
+        self._limits = limits
+        self._counters = counters
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._loaded: set[str] = set()
+        """Base models that are in memory."""
+        self._is_stopping = False
+
+    async def check(self, sampler: Sampler, operation: Sample) -> None:
+        """ValueError if the request could never be served."""
+        stop = operation.sampling_params.stop
+        reads_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
+        base_model = sampler.row.base_model
+        if reads_text or operation.prompt.length > _INLINE_TOKENS or base_model not in self._loaded:
+            await self._engine.check_sample(base_model, operation)
+            self._loaded.add(base_model)
+        else:
+            self._engine.check_sample_now(base_model, operation)
+
+    def begin(self, sampler: Sampler, request: Request) -> None:
+        task = asyncio.create_task(self._draw(sampler, request), name=f"sample {request.id}")
+        self._tasks[request.id] = task
+        task.add_done_callback(lambda ended: self._ended(request, ended))
+
+    def cancel(self, request_id: str) -> None:
+        """Give a request up, if it is not answered."""
+        task = self._tasks.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(request.id, None)
+        if task.cancelled() and not self._is_stopping:
+            self._requests.settle(request, Failed("it was cancelled", "user"))
+
+    async def stop(self, seconds: float) -> None:
+        """Let what runs be finished for up to so long. What is left is drawn after the next start."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=seconds)
+        self._is_stopping = True
+        left = list(self._tasks.values())
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def _draw(self, sampler: Sampler, request: Request) -> None:
+        try:
+            answer = result_of(request.row.kind, *await self._drawn(sampler, request))
+        except EngineClosedError:
+            return
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                _log.exception("%s failed", request.id)
+            answer = failure(error)
+        self._requests.settle(request, answer)
+
+    async def _drawn(self, sampler: Sampler, request: Request) -> tuple[Sample, SampleResponse]:
+        await sampler.ready.wait()
+        operation = await self._requests.operation(request)
+        assert isinstance(operation, Sample)
+        return operation, await self.draw(request.row.tenant, sampler, operation)
+
+    async def draw(self, tenant: str, sampler: Sampler, operation: Sample) -> SampleResponse:
+        """In the tenant's turn; nothing is journaled, and cancelling it gives it up."""
+        turn = await self._gate.turn(tenant, max(1, operation.num_samples), operation.prompt.length)
+        try:
+            async with self._samplers.held(sampler):
+                crash_point("before running")
+                self._counters.draws += 1
+                self._counters.sequences_at_draws += self._gate.used
+                response = await self._engine.perform(operation)
+        finally:
+            turn.give_back()
+        drawn = sum(len(sequence.tokens_np) for sequence in response.sequences)
+        self._gate.charge(tenant, drawn)
+        self._limits.use(tenant, drawn)
+        self._counters.sampled_tokens[tenant] += drawn
+        self._counters.prompt_tokens[tenant] += operation.prompt.length
+        self._counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens
+        return response

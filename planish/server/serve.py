@@ -1,0 +1,215 @@
+"""`planish serve`: the process. It builds the engine, the core and the application, and runs them on one socket.
+
+Loopback only, unless told otherwise, and then only with keys. Everything that can be wrong is found before requests are taken: models that
+cannot be loaded, a data directory that another server holds, keys that cannot be read. SIGINT or SIGTERM stops the server gracefully: clients
+are told to come again, what runs is finished or kept in the journal, and the status is 0. A second signal ends the process at once, by that
+signal; what was acknowledged is in the journal even then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from types import FrameType
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+
+from planish.engine.engine import Engine
+from planish.errors import UserError
+from planish.model.config import ModelConfig
+from planish.model.listing import list_models
+from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.server import openai_routes, routes_draw
+from planish.server.access import Access, RequestMetrics
+from planish.server.app import create_app
+from planish.server.core import ServerCore
+from planish.server.exchange import HttpSettings
+from planish.server.hub_tokenizers import keep_tokenizer
+from planish.server.logs import set_up
+from planish.server.memory_plan import MemoryPlan, memory_plan
+from planish.server.metrics_page import metrics_route
+from planish.server.serve_options import ServeOptions, add_arguments, options_of
+from planish.server.tenancy import read_keys
+from planish.service import Sample
+from planish.types import ModelInput, SamplingParams
+
+__all__ = ["ServeOptions", "add_arguments", "run", "serve"]
+
+_STOP_SECONDS = 30
+_KEEP_ALIVE_SECONDS = 120
+"""Of a connection without a request: longer than clients keep theirs, or one would send on a connection that is being closed."""
+_BACKLOG = 2048
+
+_NOBODYS_SAMPLE = Sample("nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n"))
+"""For its check, a base model and its tokenizer are loaded."""
+
+_log = logging.getLogger("planish.serve")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What was found to be right before anything was started."""
+
+    options: ServeOptions
+    models: Mapping[str, Path]
+    data_dir: Path
+    keys: Mapping[str, str] | None
+    memory: MemoryPlan
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes; 0 if the server stopped in order."""
+    return serve(options_of(arguments))
+
+
+def serve(options: ServeOptions) -> int:
+    """Run the server; returns its exit status when it has stopped."""
+    prepared = _prepared(options)
+    _raise_file_limit()
+    with _listener(options.host, options.port) as listener:
+        set_up(options.log_format, options.log_level)
+        _tell_plan(prepared)
+        if options.hub_tokenizers:
+            for name, path in prepared.models.items():
+                keep_tokenizer(name, path)
+        engine = Engine({name: str(path) for name, path in prepared.models.items()}, prepared.data_dir, options.engine)
+        server = _Server(_application(engine, prepared), engine, prepared)
+        server.run([listener])
+    return 0 if server.was_ready else 1
+
+
+def _prepared(options: ServeOptions) -> _Prepared:
+    models = _served(options.models)
+    keys = None if options.api_key_file is None else read_keys(options.api_key_file)
+    directory = options.data_dir.expanduser().absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--data-dir {directory}: it cannot be made ({error}); give another") from error
+    memory = memory_plan(list(models.items()), options.engine, options.settings)
+    return _Prepared(options, models, directory, keys, memory)
+
+
+def _application(engine: Engine, prepared: _Prepared) -> Starlette:
+    options, models = prepared.options, prepared.models
+    core = ServerCore(engine, prepared.data_dir, list(models), prepared.keys, options.settings)
+    context = max(ModelConfig.from_directory(path).max_context for path in models.values())
+    http = HttpSettings(options.poll_seconds, models, context, has_keys=prepared.keys is not None)
+    registry = CollectorRegistry()
+    more = [*routes_draw.ROUTES, *openai_routes.routes(core, engine, models), metrics_route(registry)]
+    app = create_app(core, http, more)
+    app.add_middleware(Access, metrics=RequestMetrics(registry), authenticate=core.authenticate)
+    return app
+
+
+class _Server(uvicorn.Server):
+    """Tells when it is ready, loads the models then, and sends those away who wait for results as soon as it is to stop."""
+
+    def __init__(self, app: Starlette, engine: Engine, prepared: _Prepared) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_STOP_SECONDS,
+            )
+        )
+        self.was_ready = False
+        self._engine = engine
+        self._prepared = prepared
+        self._stopping = app.state.http.stopping
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.started and sockets:
+            self.was_ready = True
+            _tell_ready(_url(sockets[0]), self._prepared)
+            Thread(target=self._load, name="planish-load").start()
+
+    def _load(self) -> None:
+        """Have each base model in memory before somebody waits for it. One that cannot be loaded refuses its own requests only."""
+        for name in self._prepared.models:
+            begun = time.monotonic()
+            if self.should_exit:
+                return
+            try:
+                self._engine.check_sample(name, _NOBODYS_SAMPLE)
+            except Exception as error:
+                _log.error("%s cannot be served: %s", name, error)
+            else:
+                _log.info("%s loaded in %.1f s", name, time.monotonic() - begun)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Unlike the method that it replaces, does not let the signal end the process once all is in order."""
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        _log.info("stopping; what runs is finished or kept. Another signal ends it at once")
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+
+def _served(mapping: Mapping[str, str]) -> dict[str, Path]:
+    """Directories of all base models, by name. The embedded one is fetched only if there is no other."""
+    models = {name: resolve_model(name, mapping) for name in mapping}
+    if DEFAULT_MODEL in models:
+        return models
+    if models and not any(entry.name == DEFAULT_MODEL and entry.cached for entry in list_models()):
+        return models
+    return {**models, DEFAULT_MODEL: resolve_model(DEFAULT_MODEL)}
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise UserError(f"cannot listen on --host {host} --port {port} ({error}); give another, or port 0") from error
+
+
+def _url(listener: socket.socket) -> str:
+    """Where clients find the server; by this machine's name if it listens on every address."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _tell_plan(prepared: _Prepared) -> None:
+    for name, path in prepared.models.items():
+        _log.info("base model %s from %s", name, path)
+    _log.info("%s", prepared.memory)
+    _log.info("data in %s", prepared.data_dir)
+
+
+def _tell_ready(url: str, prepared: _Prepared) -> None:
+    file = prepared.options.api_key_file
+    key = "tml-any" if file is None else "KEY"
+    whose = "; without keys, for programs of this machine only" if file is None else f", with a KEY of {file}"
+    _log.info("ready at %s", url)
+    _log.info("the tinker SDK comes here with TINKER_BASE_URL=%s TINKER_API_KEY=%s%s", url, key, whose)
+
+
+def _raise_file_limit() -> None:
+    """Each waiting request is a connection, and each connection a file."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # not on every system
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

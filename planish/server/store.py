@@ -1,0 +1,295 @@
+"""What the server writes down: an SQLite database, and beside it a file for each large body.
+
+One thread writes. It takes all changes that wait, makes them in one transaction and syncs once, so that many requests that come at the same
+time cost one sync. A change is a function of the transaction and is made whole or not at all; if it raises, the others go on.
+
+Bodies from a quarter of a MiB on are files of their own, synced before the transaction that names them (a row of that size is
+written twice by SQLite, to its log and then to its place). A file that no row names is removed at the next start.
+
+A disk that is full refuses `write` with StorageError. What must not be lost, `keep` tries again until it works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from filelock import FileLock, Timeout
+
+from planish.errors import StorageError, UserError
+from planish.runs import sync_directory
+from planish.server.crash_points import crash_point
+from planish.server.measurements import Disk
+from planish.server.schema import SCHEMA, VERSION
+
+R = TypeVar("R")
+
+DATABASE, BODIES = "server.db", "bodies"
+_INLINE_BYTES = 1 << 18
+_GROUP = 512
+_RETRY_SECONDS = 0.5
+_READERS = 2
+
+
+@dataclass(frozen=True)
+class StoredBody:
+    """Where a body is: in its row, or in a file."""
+
+    inline: bytes | None
+    file: str | None = None
+
+
+class Transaction:
+    """What a change can do. Belongs to the writing thread."""
+
+    def __init__(self, connection: sqlite3.Connection, bodies: Path) -> None:
+        self._connection = connection
+        self._bodies = bodies
+        self.written: list[str] = []
+        self.dropped: list[str] = []
+
+    def execute(self, sql: str, values: Any = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, values)
+
+    def store(self, body: bytes) -> StoredBody:
+        if len(body) < _INLINE_BYTES:
+            return StoredBody(body)
+        name = secrets.token_hex(16)
+        self.written.append(name)
+        with open(self._bodies / name, "xb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        return StoredBody(None, name)
+
+    def drop(self, file: str | None) -> None:
+        """Remove a body's file once the row that named it is changed for good."""
+        if file is not None:
+            self.dropped.append(file)
+
+    def reclaim(self, pages: int) -> None:
+        """Give pages of the database that are free back to the disk."""
+        free = self._connection.execute("PRAGMA freelist_count").fetchone()[0]
+        for _ in range(min(pages, free)):
+            self._connection.execute("PRAGMA incremental_vacuum(1)")  # a step of the statement frees one page
+
+    def remove_files(self, names: list[str]) -> None:
+        for name in names:
+            (self._bodies / name).unlink(missing_ok=True)
+
+
+@dataclass
+class _Change(Generic[R]):
+    make: Callable[[Transaction], R]
+    future: Future[R]
+    patient: bool
+    outcome: R | None = None
+    error: Exception | None = None
+
+
+class Store:
+    """One data directory, held by this process until `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        """UserError if another process holds the directory, or if its database is of a later version."""
+        self.directory = directory
+        self._lock = FileLock(directory / ".server.lock", thread_local=False)
+        try:
+            (directory / BODIES).mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"data_dir={directory}: another server is using it; stop that one, or give another directory"
+            ) from error
+        except OSError as error:
+            raise StorageError(f"data_dir={directory}: {error}; give a directory that can be written to") from error
+        try:
+            self._connection = self._opened()
+            self._remove_orphans()
+            sync_directory(directory)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
+        self._local = threading.local()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
+        self.is_refused = False
+        """Whether the disk refused the last transaction."""
+        self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
+        self._thread.start()
+
+    async def write(self, change: Callable[[Transaction], R]) -> R:
+        """Make a change; returns when it is on disk. StorageError: the disk refused it, nothing was changed."""
+        return await asyncio.wrap_future(self._put(change, patient=False))
+
+    def keep(self, change: Callable[[Transaction], R]) -> asyncio.Future[R]:
+        """`write` that is tried until the disk takes it. Changes are made in the order of their calls."""
+        return asyncio.wrap_future(self._put(change, patient=True))
+
+    async def read(self, query: Callable[[sqlite3.Connection], R]) -> R:
+        """Look something up in what is written."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: query(self._reader()))
+
+    def body(self, stored: StoredBody) -> bytes:
+        """Reads the disk: for `read`, or a thread."""
+        if stored.file is None:
+            assert stored.inline is not None
+            return stored.inline
+        return (self.directory / BODIES / stored.file).read_bytes()
+
+    def disk(self) -> Disk:
+        """How much room it takes. Reads the disk: for a thread."""
+        database = sum(path.stat().st_size for path in self.directory.glob(DATABASE + "*"))
+        sizes: list[int] = []
+        for entry in os.scandir(self.directory / BODIES):
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                sizes.append(entry.stat().st_size)
+        return Disk(database, sum(sizes), len(sizes), self.free_bytes())
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.directory).free
+
+    def close(self) -> None:
+        """Write what waits, and let go of the directory."""
+        self._queue.put(None)
+        self._thread.join()
+        self._readers.shutdown()
+        self._connection.close()
+        self._lock.release()
+
+    def _opened(self) -> sqlite3.Connection:
+        connection = self._connected()
+        connection.executescript(
+            "PRAGMA page_size = 16384; PRAGMA auto_vacuum = INCREMENTAL; PRAGMA journal_mode = WAL;"
+        )
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found > VERSION:
+            connection.close()
+            raise UserError(
+                f"data_dir={self.directory}: its database is of a later planish (version {found}, here {VERSION}); update planish"
+            )
+        if found < VERSION:
+            connection.executescript(f"BEGIN; {SCHEMA}; PRAGMA user_version = {VERSION}; COMMIT;")
+        return connection
+
+    def _connected(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.directory / DATABASE, isolation_level=None, check_same_thread=False, timeout=30
+        )
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.row_factory = sqlite3.Row
+        return connection
+
+    def _reader(self) -> sqlite3.Connection:
+        if not hasattr(self._local, "connection"):
+            self._local.connection = self._connected()
+            self._local.connection.execute("PRAGMA query_only = 1")
+        return self._local.connection
+
+    def _remove_orphans(self) -> None:
+        named = self._connection.execute(
+            "SELECT body_file FROM requests WHERE body_file IS NOT NULL "
+            "UNION SELECT result_file FROM requests WHERE result_file IS NOT NULL"
+        )
+        known = {row[0] for row in named}
+        for path in (self.directory / BODIES).iterdir():
+            if path.name not in known:
+                path.unlink()
+
+    def _put(self, change: Callable[[Transaction], R], patient: bool) -> Future[R]:
+        future: Future[R] = Future()
+        self._queue.put(_Change(change, future, patient))
+        return future
+
+    # The writing thread.
+
+    def _run(self) -> None:
+        waiting: list[_Change[Any]] = []
+        closing = False
+        while not closing or waiting:
+            closing = self._receive(waiting) or closing
+            error = self._commit(waiting)
+            self.is_refused = error is not None
+            if error is None:
+                done, waiting = waiting, []
+                _answer(done)
+            else:
+                refused = [change for change in waiting if closing or not change.patient]
+                waiting = [] if closing else [change for change in waiting if change.patient]
+                for change in refused:
+                    change.error = error
+                _answer(refused)
+
+    def _receive(self, waiting: list[_Change[Any]]) -> bool:
+        """Add what has come to `waiting`; whether the end was asked for."""
+        try:
+            # After a refusal, an empty transaction tells soon whether the disk takes something again.
+            item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_refused else None)
+            while item is not None:
+                waiting.append(item)
+                if len(waiting) >= _GROUP:
+                    return False
+                item = self._queue.get_nowait()
+        except Empty:
+            return False
+        return True
+
+    def _commit(self, changes: list[_Change[Any]]) -> StorageError | None:
+        """Make the changes in one transaction. If the disk refuses it, none is made."""
+        transaction = Transaction(self._connection, self.directory / BODIES)
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for change in changes:
+                self._make(change, transaction)
+            if transaction.written:
+                sync_directory(self.directory / BODIES)
+                crash_point("bodies written")
+            crash_point("before commit")
+            self._connection.execute("COMMIT")
+        except Exception as error:  # of whatever kind: the thread must live, and those who wait be told
+            with suppress(sqlite3.Error):
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+            with suppress(OSError):
+                transaction.remove_files(transaction.written)
+            return StorageError(f"the server cannot write to {self.directory} ({error}); free space there")
+        crash_point("after commit")
+        with suppress(OSError):  # it is an orphan then, and goes at the next start
+            transaction.remove_files(transaction.dropped)
+        return None
+
+    def _make(self, change: _Change[Any], transaction: Transaction) -> None:
+        self._connection.execute("SAVEPOINT change")
+        written, dropped = len(transaction.written), len(transaction.dropped)
+        change.outcome, change.error = None, None
+        try:
+            change.outcome = change.make(transaction)
+        except (OSError, sqlite3.OperationalError):
+            raise
+        except Exception as error:
+            change.error = error
+            self._connection.execute("ROLLBACK TO change")
+            transaction.remove_files(transaction.written[written:])
+            del transaction.written[written:], transaction.dropped[dropped:]
+        self._connection.execute("RELEASE change")
+
+
+def _answer(changes: list[_Change[Any]]) -> None:
+    for change in changes:
+        if not change.future.set_running_or_notify_cancel():
+            continue
+        if change.error is not None:
+            change.future.set_exception(change.error)
+        else:
+            change.future.set_result(change.outcome)

@@ -1,0 +1,110 @@
+"""A server in a thread of this process, on a real socket, with the engine, journal and routes that `planish serve` has, and with a
+network in front of it that can be made to fail."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.responses import Response
+
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.server import routes_draw
+from planish.server.app import create_app
+from planish.server.core import ServerCore
+from planish.server.exchange import HttpSettings
+
+Fault = str | Response | None
+"""LOST, BROKEN, another answer, or None where all is well."""
+LOST, BROKEN = "lost", "broken"
+
+
+class ConnectionFailure(Exception):
+    """Raised after the begin of an answer, so that the connection is closed."""
+
+
+@dataclass
+class Network:
+    """Between the clients and the application. `fault` decides what becomes of a request to a path."""
+
+    app: Any
+    fault: Callable[[str], Fault] = lambda path: None
+    paths: list[str] = field(default_factory=list)
+    """Asked for so far."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self.paths.append(scope["path"])
+        fault = self.fault(scope["path"])
+        if fault is None:
+            await self.app(scope, receive, send)
+        elif isinstance(fault, Response):
+            await fault(scope, receive, send)
+        elif fault == LOST:
+            await self._lose(scope, receive, send)
+        else:
+            await self._break(scope, receive, send)
+
+    async def _lose(self, scope: Any, receive: Any, send: Any) -> None:
+        """The server has done it, and the answer does not arrive."""
+
+        async def swallow(message: Any) -> None: ...
+
+        await self.app(scope, receive, swallow)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        raise ConnectionFailure
+
+    async def _break(self, scope: Any, receive: Any, send: Any) -> None:
+        """The first piece of an answer arrives."""
+        sent = 0
+
+        async def begin(message: Any) -> None:
+            nonlocal sent
+            sent += 1
+            if sent <= 2:
+                await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await self.app(scope, receive, begin)
+        raise ConnectionFailure
+
+
+@dataclass(frozen=True)
+class ServerThread:
+    url: str
+    network: Network
+    core: ServerCore
+
+
+@contextmanager
+def serving(
+    data: Path, models: Mapping[str, Path], keys: Mapping[str, str] | None = None, port: int = 0
+) -> Iterator[ServerThread]:
+    """A server for the length of a block, which ends in order."""
+    engine = Engine({name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32"))
+    core = ServerCore(engine, data, list(models), keys)
+    settings = HttpSettings(tokenizer_directories=models, has_keys=keys is not None)
+    app = create_app(core, settings, more=routes_draw.ROUTES)
+    network = Network(app)
+    server = uvicorn.Server(uvicorn.Config(network, lifespan="on", log_level="critical", timeout_graceful_shutdown=5))
+    with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield ServerThread(f"http://127.0.0.1:{listener.getsockname()[1]}", network, core)
+        finally:
+            app.state.http.stopping.set()
+            server.should_exit = True
+            thread.join(30)

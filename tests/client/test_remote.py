@@ -1,0 +1,337 @@
+"""A client of a server, on a network that fails: the same results, patience with an end, and errors that say what to do."""
+
+import http.server
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_thread import BROKEN, LOST, Fault, ServerThread, serving
+from starlette.responses import Response
+
+import planish
+from planish import AdamParams, Datum, EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
+from planish.client import remote_session
+from planish.client.remote import RemoteService
+from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
+from planish.client.remote_link import checked_url
+from planish.client.remote_patience import Patience
+from planish.client.remote_tokenizer import keep_tokenizer
+from planish.service import Sample
+
+WAIT = 60.0
+PROMPT = ModelInput.from_ints([3, 8, 13, 18])
+
+
+def datum() -> Datum:
+    return Datum(PROMPT, {"target_tokens": [8, 13, 18, 23]})
+
+
+def train(client: ServiceClient) -> list[Any]:
+    """Something of everything; all of it is seeded."""
+    training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
+    training_client.forward_backward([datum()], "cross_entropy")
+    stepped = training_client.optim_step(AdamParams(learning_rate=1e-2))
+    output = training_client.forward([datum()], "cross_entropy")
+    sampling_client = training_client.save_weights_and_get_sampling_client()
+    samples = [sampling_client.sample(PROMPT, 2, SamplingParams(max_tokens=5, seed=seed)) for seed in range(6)]
+    path = training_client.save_state("one").result(WAIT).path
+    resumed = client.create_training_client_from_state_with_optimizer(path)
+    resumed.forward_backward([datum()], "cross_entropy")
+    return [
+        stepped.result(WAIT),
+        output.result(WAIT).loss_fn_outputs[0]["logprobs"].tolist(),
+        [[(one.tokens, one.logprobs) for one in sample.result(WAIT).sequences] for sample in samples],
+        sampling_client.compute_logprobs(PROMPT).result(WAIT),
+        resumed.optim_step(AdamParams(learning_rate=1e-2)).result(WAIT),
+        len(client.create_rest_client().list_checkpoints(training_client.model_id).result().checkpoints),
+    ]
+
+
+@contextmanager
+def failing(server: ServerThread, fault: Callable[[str], Fault]) -> Iterator[None]:
+    server.network.fault = fault
+    try:
+        yield
+    finally:
+        server.network.fault = lambda path: None
+
+
+def later(status: int) -> Response:
+    return Response(json.dumps({"detail": "later"}), status, {"Retry-After": "0"}, media_type="application/json")
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> None:
+    """Repetitions come soon."""
+
+    async def soon(self: Patience, at_least: float = 0.0) -> None:
+        await remote_session.asyncio.sleep(0.001)
+
+    monkeypatch.setattr(Patience, "pause", soon)
+    monkeypatch.setattr("planish.client.remote_samplers._RETRY_SECONDS", 0.001)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server) -> list[Any]:
+    with ServiceClient(base_url=server.url) as client:
+        return train(client)
+
+
+FAULTS: dict[str, Callable[[], Fault]] = {
+    "limits": lambda: later(429),
+    "restarts": lambda: later(503),
+    "timeouts": lambda: later(408),
+    "bad gateways": lambda: later(502),
+    "lost answers": lambda: LOST,
+    "broken answers": lambda: BROKEN,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, name):
+    counts: dict[str, itertools.count] = {}
+
+    def every_second_of_a_path(path: str) -> Fault:
+        return FAULTS[name]() if next(counts.setdefault(path, itertools.count())) % 2 == 0 else None
+
+    with ServiceClient(base_url=server.url) as client, failing(server, every_second_of_a_path):
+        assert train(client) == undisturbed
+    assert {"/api/v1/forward_backward", "/api/v1/optim_step", "/api/v1/planish/draw"} <= counts.keys()
+
+
+def test_without_batches_of_samples_the_results_are_the_same(server, undisturbed):
+    """As on another server of the protocol."""
+    missing = Response('{"detail": "Not Found"}', 404, media_type="application/json")
+    with ServiceClient(base_url=server.url) as client:
+        before = len(server.network.paths)
+        with failing(server, lambda path: missing if "/planish/" in path else None):
+            assert train(client) == undisturbed
+    asked = server.network.paths[before:]
+    assert asked.count("/api/v1/planish/draw") <= 2
+    assert asked.count("/api/v1/asample") == 7
+
+
+def test_a_restart_is_a_pause(model_dir, tmp_path, undisturbed, impatient):
+    models = {"tiny": model_dir}
+    with serving(tmp_path / "data", models) as first:
+        client = ServiceClient(base_url=first.url)
+        training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
+        training_client.forward_backward([datum()], "cross_entropy").result(WAIT)
+    # Nobody is there.
+    stepped = training_client.optim_step(AdamParams(learning_rate=1e-2))
+    time.sleep(0.05)
+    assert not stepped.done()
+    with serving(tmp_path / "data", models, port=int(first.url.rpartition(":")[2])), client:
+        assert stepped.result(WAIT) == undisturbed[0]
+        output = training_client.forward([datum()], "cross_entropy").result(WAIT)
+        assert output.loss_fn_outputs[0]["logprobs"].tolist() == undisturbed[1]
+
+
+def test_a_server_that_stays_away_is_an_error(server, impatient):
+    service = RemoteService(server.url, patience_seconds=0.2)
+    client = ServiceClient(service=service)
+    sampling_client = client.create_sampling_client(base_model="tiny")
+    with failing(server, lambda path: LOST):
+        with pytest.raises(ServerUnreachableError, match=r"no server answers at http://127.*planish serve"):
+            client.create_lora_training_client("tiny", rank=4)
+        with pytest.raises(ServerUnreachableError):
+            sampling_client.compute_logprobs(PROMPT).result(WAIT)
+    assert len(sampling_client.compute_logprobs(PROMPT).result(WAIT)) == PROMPT.length
+    service.close(finish=False)
+
+
+def test_a_fault_of_the_server_is_told(server, impatient):
+    with ServiceClient(base_url=server.url) as client:
+        sampling_client = client.create_sampling_client(base_model="tiny")
+        fault = Response('{"detail": "a fault of the server (KeyError)"}', 500)
+        with failing(server, lambda path: fault), pytest.raises(ServerFaultError, match="500.*KeyError"):
+            sampling_client.compute_logprobs(PROMPT).result(WAIT)
+        assert len(sampling_client.compute_logprobs(PROMPT).result(WAIT)) == PROMPT.length
+
+
+# First contact
+
+
+def test_no_server_is_told(monkeypatch):
+    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ServerUnreachableError, match=f"no server answers at http://127.0.0.1:{port}.*planish serve"):
+        ServiceClient(base_url=f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("127.0.0.1:8000", "give a URL such as"),
+        ("ftp://host", "give a URL such as"),
+        ("http://", "give a URL such as"),
+        ("http://host:port", "its port is no number"),
+        ("http://me:secret@host", "a key goes into api_key"),
+        ("http://host/?a=b", "scheme, host, port and path only"),
+        ("http://a\nb", "base_url"),
+    ],
+)
+def test_a_url_that_is_none_is_refused(url, message):
+    with pytest.raises(UserError, match=message):
+        ServiceClient(base_url=url)
+
+
+def test_a_url_may_have_a_path():
+    assert checked_url("https://host/prefix/api/v1/") == "https://host/prefix"
+
+
+@contextmanager
+def stranger(answers: dict[str, tuple[int, bytes]]) -> Iterator[str]:
+    """A server that says the same always."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            status, body = answers.get(self.path, (404, b"<html>nothing here</html>"))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.server_address[1]}"
+        listener.shutdown()
+        thread.join()
+
+
+CONFIG, SESSION = "/api/v1/client/config", "/api/v1/create_session"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({}, "is no planish server.*404.*nothing here"),
+        ({CONFIG: (200, b"<html>")}, "is no planish server"),
+        ({CONFIG: (200, b"{}"), SESSION: (200, b"{}")}, "has no session_id"),
+        ({CONFIG: (200, b'{"planish_wire": 7}')}, "speaks version 7.*same planish on both sides"),
+        ({CONFIG: (401, b'{"detail": "who are you"}')}, "who are you.*api_key"),
+    ],
+)
+def test_who_answers_there_is_told(answers, message):
+    with stranger(answers) as url, pytest.raises(UserError, match=message):
+        ServiceClient(base_url=url)
+
+
+def test_a_wrong_key_is_told(model_dir, tmp_path, monkeypatch):
+    monkeypatch.delenv("PLANISH_API_KEY", raising=False)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-second")
+    with serving(tmp_path / "data", {"tiny": model_dir}, {"tml-first": "a", "tml-second": "b"}) as server:
+        for key in ("tml-third", "x" * 99):
+            with pytest.raises(UserError, match="key.*PLANISH_API_KEY"):
+                ServiceClient(base_url=server.url, api_key=key)
+        with (
+            ServiceClient(base_url=server.url, api_key="tml-first") as first,
+            ServiceClient(base_url=server.url) as second,
+        ):
+            path = first.create_lora_training_client("tiny", rank=2).save_state("mine").result(WAIT).path
+            with pytest.raises(planish.CheckpointError, match="no checkpoint"):
+                second.create_training_client_from_state(path)
+            assert second.create_rest_client().list_user_checkpoints().result().checkpoints == []
+
+
+@pytest.mark.parametrize("key", ["two words", "ключ", "a\nb"])
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(UserError, match="api_key holds something that is no key"):
+        ServiceClient(base_url="http://127.0.0.1:1", api_key=key)
+
+
+def test_the_environment_names_a_server(server, monkeypatch):
+    monkeypatch.setenv("PLANISH_BASE_URL", server.url)
+    with ServiceClient() as client:
+        assert [model.model_name for model in client.get_server_capabilities().supported_models] == ["tiny"]
+    with pytest.raises(UserError, match=r"PLANISH_BASE_URL=.* and models would set up an engine"):
+        ServiceClient(models={"tiny": "/nowhere"})
+
+
+# The session
+
+
+def test_a_session_is_kept_alive_and_ended(server, monkeypatch):
+    monkeypatch.setattr(remote_session, "_HEARTBEAT_SECONDS", 0.01)
+    before = len(server.network.paths)
+    failures = itertools.count()
+    with ServiceClient(base_url=server.url) as client:
+        # A few that fail change nothing.
+        with failing(server, lambda path: LOST if next(failures) < 3 else None):
+            give_up = time.monotonic() + WAIT
+            while server.network.paths[before:].count("/api/v1/session_heartbeat") < 6 and time.monotonic() < give_up:
+                time.sleep(0.01)
+        assert client.create_sampling_client(base_model="tiny").get_base_model() == "tiny"
+    asked = server.network.paths[before:]
+    assert asked.count("/api/v1/session_heartbeat") >= 6
+    assert sum(path.endswith("/finish") for path in asked) == 1
+
+
+def test_a_session_that_the_server_has_ended_says_so(server):
+    with ServiceClient(base_url=server.url) as client:
+        training_client = client.create_lora_training_client("tiny", rank=2)
+        service: Any = client._session.service
+        service._call(service._session.finish, "interrupted")
+        with pytest.raises((EngineClosedError, UserError), match="ended|finished|let go"):
+            training_client.forward([datum()], "cross_entropy").result(WAIT)
+
+
+def test_a_sample_that_is_given_up_is_given_up_there(server):
+    with ServiceClient(base_url=server.url) as client:
+        sampling_client = client.create_sampling_client(base_model="tiny")
+        before = len(server.network.paths)
+        pending = sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=1500, stop=[]))
+        give_up = time.monotonic() + WAIT
+        while "/api/v1/planish/draw" not in server.network.paths[before:] and time.monotonic() < give_up:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert pending.cancel()
+        while "/api/v1/cancel_future" not in server.network.paths[before:] and time.monotonic() < give_up:
+            time.sleep(0.005)
+        assert "/api/v1/cancel_future" in server.network.paths[before:]
+        assert len(sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(WAIT).sequences) == 1
+
+
+def test_a_callback_for_tokens_cannot_travel(server):
+    with ServiceClient(base_url=server.url) as client:
+        sampler = client.create_sampling_client(base_model="tiny")
+        with pytest.raises(planish.UnsupportedError, match="on_token.*stream"):
+            client._session.service.submit(
+                Sample(sampler.sampler_id, PROMPT, 1, SamplingParams(max_tokens=1), on_token=print)
+            )
+
+
+# Tokenizers
+
+
+def test_tokenizers_are_kept_by_what_is_in_them(tmp_path):
+    first = keep_tokenizer({"tokenizer.json": "{}", "config.json": "{}"}, tmp_path)
+    assert {path.name: path.read_text() for path in first.iterdir()} == {"tokenizer.json": "{}", "config.json": "{}"}
+    assert keep_tokenizer({"config.json": "{}", "tokenizer.json": "{}"}, tmp_path) == first
+    assert keep_tokenizer({"tokenizer.json": "{} "}, tmp_path) != first
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", ".hidden", "", "a/b", "x" * 101])
+def test_a_file_that_is_none_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="has a file"):
+        keep_tokenizer({name: "{}"}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(planish.StorageError, match="PLANISH_HOME"):
+        keep_tokenizer({"tokenizer.json": "{}"}, Path(tmp_path / "file"))

@@ -1,0 +1,223 @@
+"""What clients do in a crash test, what they are told, and whether that can be true.
+
+Clients, each a tenant with a session and several models, do a fixed script over HTTP: pipelined and out of order, with failures, checkpoints,
+loads and samplers. They repeat what was not answered, as the SDK does, and remember every answer. The history of a server that is killed
+again and again must be that of one that never was: the same metrics, losses, samples, bit for bit, and the same weights and optimizer
+state at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from core_client import BASE, RANK, adam, drawn, gradient, sample
+from wire_client import Patient, Refused, WireClient
+
+from planish.server.answers import Accepted, Done, Failed
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    PublishSampler,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from planish.types import Datum, LoraConfig, ModelInput
+from planish.wire.sampling import sample_response_from_message
+from planish.wire.training import output_from_message
+
+
+@dataclass
+class History:
+    """What one client was told, by what it asked. Without session ids, so that two histories can be compared."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Done | Failed] = field(default_factory=dict)
+    """By request id."""
+
+    def note(self, question: str, fact: Any) -> None:
+        """Twice the same question must have twice the same answer."""
+        assert self.facts.setdefault(question, fact) == fact, f"{question} was {self.facts[question]}, is {fact}"
+
+
+class CrashClient:
+    """One session, through any number of deaths of the server."""
+
+    def __init__(self, wire: WireClient) -> None:
+        self.history = History()
+        self._wire = Patient(wire)
+        self.session = ""
+        self._samples = 0
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Until the server lives long enough to answer."""
+        return await self._wire.call(method, *args)
+
+    async def answer(self, accepted: Accepted) -> Done | Failed:
+        outcome = await self._wire.answer(accepted.request_id)
+        known = self.history.answers.setdefault(accepted.request_id, outcome)
+        assert known == outcome, f"{accepted.request_id} was {known}, is {outcome}"
+        return outcome
+
+    async def begin(self) -> None:
+        self.session = await self.call("create_session")
+
+    async def create(self, number: int, **options: Any) -> CrashModel:
+        model_id = f"{self.session}:train:{number}"
+        operation = CreateModel(model_id, **{"base_model": BASE, "lora": LoraConfig(RANK, number), **options})
+        answer = await self.answer(await self.call("create_model", operation))
+        assert isinstance(answer, Done), answer
+        return CrashModel(self, model_id, number)
+
+    async def sampler(self, number: int, path: str | None) -> str:
+        sampler_id = f"{self.session}:sample:{number}"
+        return await self.call("create_sampler", CreateSampler(sampler_id, None if path else BASE, path))
+
+    async def draw(self, what: str, sampler_id: str) -> None:
+        """One with a seed, which is compared, and one with the server's, which must stay as it is."""
+        seeded = await self.call("submit_sample", self._samples, sample(sampler_id, seed=self._samples))
+        free = await self.call("submit_sample", self._samples + 1, sample(sampler_id, n=1))
+        self._samples += 2
+        answer = await self.answer(seeded)
+        assert isinstance(answer, Done), answer
+        self.history.note(f"{what} drew", drawn(sample_response_from_message(answer.content)))
+        assert isinstance(await self.answer(free), Done)
+
+    async def other_session(self) -> None:
+        """A session with a model and samplers, which ends while requests are under way."""
+        session, self.session = self.session, await self.call("create_session")
+        model = await self.create(900)
+        await model.step(900)
+        await self.draw("other session", await model.publish(0))
+        await model.send(gradient(model.model_id, 901), adam(model.model_id))
+        await self.call("finish_session", self.session)
+        self.session = session
+
+    async def short_model(self, number: int) -> None:
+        """A model that is unloaded while its last step is under way, which is done nevertheless."""
+        model = await self.create(number)
+        sent = await model.send(gradient(model.model_id, number), adam(model.model_id))
+        unloading = await self.call("unload_model", model.model_id)
+        model.note("last step", await self.answer(sent[-1]))
+        model.note("unloading", await self.answer(unloading))
+
+    async def check_answers(self) -> None:
+        """All of them can still be had, as they were."""
+        for request_id in list(self.history.answers):
+            await self.answer(Accepted(request_id))
+
+
+@dataclass
+class CrashModel:
+    client: CrashClient
+    model_id: str
+    number: int
+    seq: int = 0
+
+    async def send(self, *operations: Operation[Any]) -> list[Accepted]:
+        """At once, the last one first."""
+        numbered = [(self.seq + 1 + index, operation) for index, operation in enumerate(operations)]
+        self.seq += len(operations)
+        sent = [
+            asyncio.create_task(self.client.call("submit_training", seq, operation))
+            for seq, operation in reversed(numbered)
+        ]
+        return [await task for task in reversed(sent)]
+
+    async def do(self, operation: Operation[Any]) -> Done | Failed:
+        return await self.client.answer((await self.send(operation))[0])
+
+    async def step(self, seed: int) -> None:
+        """Two parts of a gradient, one loss without, and the step that applies the parts."""
+        operations = [
+            gradient(self.model_id, seed),
+            gradient(self.model_id, seed + 1000, forward_only=True),
+            gradient(self.model_id, seed + 2000),
+            adam(self.model_id),
+        ]
+        for index, accepted in enumerate(await self.send(*operations)):
+            self.note(f"step {seed} part {index}", await self.client.answer(accepted))
+
+    async def bad_step(self, seed: int) -> None:
+        """A part that cannot be computed: neither it nor the step behind it may have an effect."""
+        data = [Datum(ModelInput.from_ints([99999]), {"target_tokens": [1], "weights": [1.0]})]
+        bad = ForwardBackward(self.model_id, data, "cross_entropy")
+        for index, accepted in enumerate(await self.send(gradient(self.model_id, seed), bad, adam(self.model_id))):
+            self.note(f"bad step {seed} part {index}", await self.client.answer(accepted))
+
+    async def publish(self, number: int) -> str:
+        sampler_id = f"{self.client.session}:sample:{number}"
+        assert isinstance(await self.do(PublishSampler(self.model_id, sampler_id)), Done)
+        return sampler_id
+
+    async def save(self, name: str) -> str:
+        answer = await self.do(SaveWeights(self.model_id, name))
+        assert isinstance(answer, Done), answer
+        return orjson.loads(answer.content)["path"]
+
+    def note(self, question: str, answer: Done | Failed) -> None:
+        self.client.history.note(f"model {self.number} {question}", told(answer))
+
+
+def told(answer: Done | Failed) -> Any:
+    """What an answer says, without ids."""
+    match answer:
+        case Failed():
+            return answer.category
+        case Done(media="protobuf"):
+            output = output_from_message(answer.content)
+            bits = [
+                {name: value.to_numpy().tobytes() for name, value in datum.items()} for datum in output.loss_fn_outputs
+            ]
+            return hashlib.sha256(repr(bits).encode()).hexdigest(), sorted(output.metrics.items())
+    fields = orjson.loads(answer.content)
+    return fields.get("type", fields)
+
+
+async def delete(client: CrashClient, path: str) -> None:
+    """What is gone when it is asked for again was deleted by the call that a kill left unanswered."""
+    with suppress(Refused):
+        await client.call("delete_checkpoint", path)
+    assert path not in await client.call("checkpoints")
+
+
+async def script(client: CrashClient, offset: int) -> list[str]:
+    """What a client does; answers the paths of the last states of its models."""
+    await client.begin()
+    model = await client.create(offset)
+    base = await client.sampler(100, None)
+    for seed in range(3):
+        await model.step(offset + seed)
+        await client.draw(f"version {seed}", await model.publish(seed))
+    await client.draw("base", base)
+    path = await model.save("middle")
+    taken = await model.do(SaveWeights(model.model_id, "middle"))
+    assert isinstance(taken, Failed), taken
+    await model.bad_step(offset + 10)
+    other = await client.create(offset + 50, base_model=None, from_path=path, with_optimizer=True)
+    await asyncio.gather(model.step(offset + 20), other.step(offset + 30))
+    saved = await client.sampler(101, path)
+    await client.draw("saved", saved)
+    await asyncio.gather(client.other_session(), client.short_model(offset + 60))
+    model.note("load", await model.do(LoadWeights(model.model_id, path, with_optimizer=True)))
+    await delete(client, path)
+    await model.step(offset + 40)
+    assert isinstance(await model.do(SaveWeightsForSampler(model.model_id, "weights")), Done)
+    for overwrite in range(2):
+        replaced = SaveWeights(model.model_id, "again", ttl_seconds=3600 + overwrite, overwrite=True)
+        assert isinstance(await model.do(replaced), Done)
+    for number in range(3):
+        await client.draw(f"version {number} later", f"{client.session}:sample:{number}")
+    await client.draw("saved later", saved)
+    await client.check_answers()
+    last = [await model.save("last"), await other.save("last")]
+    found = {path.rpartition("/")[2] for path in await client.call("checkpoints")}
+    client.history.note("checkpoints", found)
+    return last

@@ -1,0 +1,21 @@
+"""What every crash server has before it is forked: all modules, and what this machine's products were found to be like.
+
+Imported by the fork server alone (crash_server.py).
+"""
+
+import tempfile
+from pathlib import Path
+
+import crash_server  # noqa: F401
+import torch
+
+from planish.engine.base_models import BaseModels
+from planish.engine.settings import EngineSettings
+from planish.testing import tiny_model
+
+torch.set_num_threads(1)
+with tempfile.TemporaryDirectory(prefix="planish-crash-") as directory:
+    models = BaseModels(
+        {"tiny": str(tiny_model(Path(directory) / "model"))}, EngineSettings(deterministic=True, device="cpu")
+    )
+    models.get("tiny")

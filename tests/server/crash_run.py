@@ -1,0 +1,203 @@
+"""Kills a server again and again while clients work with it, and checks that nothing was lost or done twice.
+
+    python tests/server/crash_run.py --kills 300 --record crash_run.json
+
+Every round is a new data directory and the whole script of crash_history.py, killed at each named place of planish/server/crash_points.py in
+turn and at random moments, as often as fits into it. At its end the answers that clients got, and the weights and the optimizer state
+of all models, must be bit for bit those of a round without kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from core_client import state
+from crash_history import CrashClient, script
+from crash_server import CrashServer, Start, free_port
+from wire_client import WireClient
+
+from planish.server.crash_points import CRASH_POINTS
+from planish.server.settings import ServerSettings
+from planish.testing import tiny_model
+
+# Small, so that snapshots are taken, adapters leave memory, and large bodies go to files, all within seconds.
+SETTINGS = ServerSettings(replay_seconds=0.2, idle_seconds=0.4, adapter_memory_bytes=3_000_000)
+CALM = ServerSettings()
+KEYS = {"tml-crash-one": "one", "tml-crash-two": "two"}
+"""Each client is a tenant."""
+
+OFTEN = {"before commit", "after commit", "before acknowledging", "before running", "before recording a result"}
+"""Places that are reached so often that the first time would always be the same."""
+
+
+@dataclass
+class Round:
+    """What one round showed."""
+
+    facts: list[dict[str, Any]]
+    states: list[dict[str, bytes]]
+    kills: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The next death: at a place when it was reached so often, or when a time is up before that."""
+
+    crash_at: str | None = None
+    crash_after: float | None = None
+
+    @property
+    def place(self) -> str:
+        return "at random" if self.crash_at is None else self.crash_at.rpartition(":")[0]
+
+
+def kills(seed: int, places: Sequence[str] = CRASH_POINTS) -> Iterator[Kill]:
+    """Every place in turn, and between two of them a random moment; a random moment too if a place is not reached."""
+    chance = random.Random(seed)
+    while True:
+        for name in chance.sample(places, len(places)):
+            count = chance.randrange(1, 30) if name in OFTEN else 1
+            yield Kill(f"{name}:{count}", chance.uniform(0.4, 1.4))
+            yield Kill(None, chance.uniform(0.03, 0.6))
+
+
+class Director:
+    """Starts the server, and again whenever it dies, at the same address."""
+
+    def __init__(
+        self, model_dir: Path, data_dir: Path, deaths: Iterator[Kill], most: int, settings: ServerSettings
+    ) -> None:
+        self.kills: Counter[str] = Counter()
+        self._start = Start(model_dir, data_dir, settings, free_port(), KEYS)
+        self._deaths = deaths
+        self._most = most
+        self._server: CrashServer | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._start.port}"
+
+    async def run(self) -> None:
+        while True:
+            death = next(self._deaths) if self.kills.total() < self._most else Kill()
+            start = replace(self._start, crash_at=death.crash_at, crash_after=death.crash_after)
+            self._server = CrashServer(start)
+            status = await self._server.died()
+            assert status == -signal.SIGKILL, f"the server ended by itself, with status {status}"
+            was_timer = start.timer_mark.exists()
+            start.timer_mark.unlink(missing_ok=True)
+            self.kills["at random" if was_timer else death.place] += 1
+
+    async def end(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            await self._server.died()
+
+
+async def play(
+    model_dir: Path,
+    data_dir: Path,
+    deaths: Iterator[Kill],
+    most: int,
+    settings: ServerSettings,
+    number: int = len(KEYS),
+) -> Round:
+    """One round of the script with up to `most` kills."""
+    director = Director(model_dir, data_dir, deaths, most, settings)
+    wires = [WireClient(director.url, key) for key in list(KEYS)[:number]]
+    clients = [CrashClient(wire) for wire in wires]
+    work = asyncio.gather(*(script(client, 100 * index) for index, client in enumerate(clients)))
+    running = asyncio.create_task(director.run())
+    try:
+        async with asyncio.timeout(300 + 20 * most):
+            await asyncio.wait([work, running], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        paths = work.result()
+    finally:
+        work.cancel()
+        running.cancel()
+        await director.end()
+        await asyncio.gather(*(wire.close() for wire in wires))
+    states = [state(data_dir, path) for own in paths for path in own]
+    return Round([client.history.facts for client in clients], states, director.kills)
+
+
+def differences(seen: Round, expected: Round) -> list[str]:
+    """Where a round is not as it should be."""
+    found = []
+    for index, (ours, theirs) in enumerate(zip(seen.facts, expected.facts, strict=True)):
+        found += [f"client {index}: {key}" for key in theirs.keys() | ours.keys() if ours.get(key) != theirs.get(key)]
+    for index, (ours, theirs) in enumerate(zip(seen.states, expected.states, strict=True)):
+        found += [f"state {index}: {name}" for name in theirs if ours.get(name) != theirs[name]]
+    return found
+
+
+async def campaign(directory: Path, wanted: int, seed: int, most: int, places: Sequence[str]) -> dict[str, Any]:
+    """Rounds until there were `wanted` kills."""
+    model_dir = tiny_model(directory / "model")
+    begun, rounds, total = time.monotonic(), 0, Counter[str]()
+    expected = await play(model_dir, directory / "calm", iter(()), 0, CALM)
+    deaths = kills(seed, places)
+    while total.total() < wanted:
+        data_dir = directory / f"round {rounds}"
+        seen = await play(model_dir, data_dir, deaths, most, SETTINGS)
+        found = differences(seen, expected)
+        total += seen.kills
+        rounds += 1
+        print(
+            f"round {rounds}: {seen.kills.total()} kills, {total.total()} in all, {len(found)} differences", flush=True
+        )
+        if found:
+            raise SystemExit("\n".join(found[:20]))
+        shutil.rmtree(data_dir)
+    return {
+        "kills": total.total(),
+        "rounds": rounds,
+        "seconds": round(time.monotonic() - begun),
+        "seed": seed,
+        "by place": dict(sorted(total.items())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--kills-per-round", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--place", action="append", choices=CRASH_POINTS, help="kill there only, and at random; may be repeated"
+    )
+    parser.add_argument("--record", type=Path, help="a JSON file for the result")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="planish-crash-") as directory:
+        result = asyncio.run(
+            campaign(
+                Path(directory),
+                arguments.kills,
+                arguments.seed,
+                arguments.kills_per_round,
+                arguments.place or CRASH_POINTS,
+            )
+        )
+    text = json.dumps(result, indent=2)
+    print(text)
+    if arguments.record is not None:
+        arguments.record.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

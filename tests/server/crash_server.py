@@ -1,0 +1,117 @@
+"""A server in a process of its own, on a socket, which can be killed and started again.
+
+Every start is a fork of one process that has imported everything, so it takes a fraction of a second. What is served is the whole application,
+on a tiny model, with settings that make everything happen within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from core_client import make_core
+
+import planish.server.crash_points as crash_points
+import planish.server.store as store
+from planish.server.app import create_app
+from planish.server.exchange import HttpSettings
+from planish.server.settings import ServerSettings
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["crash_preload"])
+
+_POLL_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a server process begins."""
+
+    model_dir: Path
+    data_dir: Path
+    settings: ServerSettings
+    port: int
+    keys: Mapping[str, str] | None = None
+    crash_at: str | None = None
+    """NAME:COUNT of a crash point."""
+    crash_after: float | None = None
+    """Seconds of computing, so that it is as far on a busy machine as on an idle one."""
+
+    @property
+    def timer_mark(self) -> Path:
+        """A file that tells that the time was up."""
+        return self.data_dir / "killed at random"
+
+
+class CrashServer:
+    """One process."""
+
+    def __init__(self, start: Start) -> None:
+        self._process: Any = FORKS.Process(target=_serve, args=(start,), daemon=True)
+        with _modules_on_path():
+            self._process.start()
+
+    async def died(self) -> int | None:
+        """Wait for the end of the process; its exit status."""
+        await asyncio.to_thread(self._process.join)
+        return self._process.exitcode
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self, sig: int = signal.SIGKILL) -> None:
+        if self._process.is_alive():
+            os.kill(self._process.pid, sig)
+
+
+@contextmanager
+def _modules_on_path() -> Iterator[None]:
+    """The fork server, which starts with the first process, finds the modules of this directory."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _serve(start: Start) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING)
+    if start.crash_at is not None:
+        crash_points.arm(start.crash_at)
+    if start.crash_after is not None:
+        limit = time.process_time() + start.crash_after
+        threading.Thread(target=_die_at, args=(limit, start.timer_mark), daemon=True).start()
+    store._INLINE_BYTES = 500  # so that there are bodies in files
+    core = make_core(start.model_dir, start.data_dir, start.settings, start.keys)
+    app = create_app(core, HttpSettings(_POLL_SECONDS, has_keys=start.keys is not None))
+    config = uvicorn.Config(app, host="127.0.0.1", port=start.port, lifespan="on", log_level="error", access_log=False)
+    uvicorn.Server(config).run()
+
+
+def _die_at(limit: float, mark: Path) -> None:
+    while time.process_time() < limit:
+        time.sleep(0.002)
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)

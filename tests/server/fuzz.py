@@ -1,0 +1,209 @@
+"""Fuzz a server process of its own: python tests/server/fuzz.py [--requests 100000] [--seed 1] [--connections 24]
+
+One tenant sends requests at random; ids of another are among those it tries. At every tenth of the way the other tenant's weights,
+samples, results, checkpoint files and listings must be what they were, bit for bit; at the end nothing may lie outside of the data
+directory, and the server must still train, sample and stop in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fuzz_requests import SECRET_FILE, Catalogue, Known
+from fuzzing import SECRET, Report, fire
+from server_process import BASE_MODEL, ServerProcess, running_server
+
+from planish.service import ForwardBackward
+from planish.testing import tiny_model
+from planish.types import Datum, ModelInput
+from planish.wire.training import forward_backward_to_json
+
+FUZZING, WITNESS = "tml-fuzzing-key", "tml-witness-key"
+_SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+_SEED_PARAMS = {"max_tokens": 4, "seed": 5}
+_OPTIONS = ("--poll-seconds", "0.2", "--kv-cache-gib", "0.2", "--prefix-cache-gib", "0.1")
+
+
+@dataclass
+class Tenant:
+    """A session with a model that was trained, a sampler, a checkpoint of each kind and requests."""
+
+    http: httpx.Client
+    known: Known
+    seq_id: int = 0
+
+    @property
+    def model(self) -> str:
+        return self.known.models[0]
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self.http.post(f"/api/v1{path}", json=body)
+        assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
+        return answer.json()
+
+    def get(self, path: str) -> dict[str, Any]:
+        answer = self.http.get(f"/api/v1{path}")
+        assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
+        return answer.json()
+
+    def result(self, request: str) -> dict[str, Any]:
+        while (answer := self.http.post("/api/v1/retrieve_future", json={"request_id": request})).status_code == 408:
+            pass
+        assert answer.status_code == 200, answer.text
+        assert "error" not in answer.json(), answer.text
+        return answer.json()
+
+    def done(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The result of a request."""
+        request = self.post(path, body)["request_id"]
+        self.known.requests.append(request)
+        return self.result(request)
+
+    def next(self, **more: Any) -> dict[str, Any]:
+        """The fields of the model's next request."""
+        self.seq_id += 1
+        return {"model_id": self.model, "seq_id": self.seq_id, **more}
+
+    def logprobs(self, forward_only: bool = True) -> list[float]:
+        """The model's, on a fixed datum."""
+        data = [Datum(ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": [2, 3, 4, 5]})]
+        operation = ForwardBackward(self.model, data, "cross_entropy", {}, forward_only)
+        path = "/forward" if forward_only else "/forward_backward"
+        output = self.done(path, forward_backward_to_json(operation, self.next()["seq_id"]))
+        return output["loss_fn_outputs"][0]["logprobs"]["data"]
+
+    def sample(self) -> dict[str, Any]:
+        """The sampler's, with a seed."""
+        number = len(self.known.requests)  # another one each time
+        body = {"sampling_session_id": self.known.samplers[0], "seq_id": number, "num_samples": 2}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        return self.done("/asample", {**body, "prompt": prompt, "sampling_params": _SEED_PARAMS})
+
+
+@contextmanager
+def tenant(server: ServerProcess, key: str) -> Iterator[Tenant]:
+    with httpx.Client(base_url=server.url, headers={"x-api-key": key}, timeout=120) as http:
+        made = Tenant(http, Known(BASE_MODEL))
+        known = made.known
+        session = made.post("/create_session", {"tags": [], "sdk_version": "fuzz"})["session_id"]
+        known.sessions.append(session)
+        known.models.append(f"{session}:train:0")
+        lora = {"rank": 4, "seed": 1}
+        made.done(
+            "/create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": lora}
+        )
+        made.logprobs(forward_only=False)
+        made.done("/optim_step", made.next(adam_params={"learning_rate": 1e-2}))
+        known.paths += [made.done(f"/{kind}", made.next(path="a"))["path"] for kind in _SAVES]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": known.paths[1]}
+        known.samplers.append(made.post("/create_sampling_session", body)["sampling_session_id"])
+        yield made
+
+
+def state(witness: Tenant) -> dict[str, Any]:
+    """Everything of a tenant that another could change: what it computes, and what the server has of it."""
+    run, files = witness.model, {}
+    for path in witness.known.paths:
+        at = path.removeprefix("tinker://").partition("/")[2]
+        for name, url in witness.get(f"/training_runs/{run}/checkpoints/{at}/external_weights_urls")["urls"].items():
+            files[f"{at}/{name}"] = hashlib.sha256(witness.http.get(url).content).hexdigest()
+    run_record = {k: v for k, v in witness.get(f"/training_runs/{run}").items() if k != "last_request_time"}
+    return {
+        "first results": [witness.result(request) for request in witness.known.requests[:3]],
+        "logprobs": witness.logprobs(),
+        "sample": witness.sample(),
+        "files": files,
+        "run": run_record,
+        "checkpoints": witness.get("/checkpoints"),
+        "sessions": [witness.get("/sessions"), witness.get(f"/sessions/{witness.known.sessions[0]}")],
+        "sampler": witness.get(f"/samplers/{witness.known.samplers[0]}"),
+    }
+
+
+def fuzz(directory: Path, count: int, seed: int, connections: int = 24, rounds: int = 10) -> Report:
+    """`count` requests at random, and a look at what they must not have changed."""
+    keys = directory / "keys"
+    keys.write_text(f"fuzzing {FUZZING}\nwitness {WITNESS}\n")
+    (directory / SECRET_FILE).write_text(SECRET)
+    report = Report()
+    options = ("--api-key-file", str(keys), *_OPTIONS)
+    with running_server(directory / "data", tiny_model(directory / "model"), *options) as server:
+        with tenant(server, WITNESS) as witness:
+            before = state(witness)
+            for turn in range(rounds):
+                _round(server, witness.known, random.Random(f"{seed} {turn}"), count // rounds, connections, report)
+                if server.process.poll() is not None:
+                    said = "\n".join(server.output[-20:])
+                    report.faults.insert(0, f"the server ended with status {server.process.returncode}: {said}")
+                    return report
+                print(f"{report.requests} requests, slowest {report.slowest:.1f} s, {report.faults[:3]}", flush=True)
+                after = state(witness)
+                changed = [f"{name}: {before[name]} -> {after[name]}" for name in before if after[name] != before[name]]
+                report.faults += [
+                    f"another tenant's state changed in round {turn}: {change[:2000]}" for change in changed
+                ]
+        status = server.stop()
+        if status != 0:
+            report.faults.append(f"exit status {status}: " + "\n".join(server.output[-20:]))
+        report.faults += [line[-2000:] for line in server.output if _is_fault(line)]
+    report.faults += _outside(directory)
+    return report
+
+
+def _round(
+    server: ServerProcess, others: Known, source: random.Random, count: int, connections: int, report: Report
+) -> None:
+    """With things of its own that are new, as those of before may have been ended, deleted or unloaded."""
+    with tenant(server, FUZZING) as fuzzing:
+        catalogue = Catalogue(source, fuzzing.known, others)
+        asyncio.run(fire(server.url, FUZZING, catalogue, count, report, connections))
+
+
+def _is_fault(line: str) -> bool:
+    """Of the log. Where the HTTP parser has already answered a broken request, the application's answer comes too late, and that is none."""
+    return "Traceback" in line and "h11._util.LocalProtocolError: can't handle event type Response" not in line
+
+
+def _outside(directory: Path) -> list[str]:
+    """Files that were made, or changed, where the server has no business."""
+    strangers = [path for path in directory.iterdir() if path.name not in ("data", "keys", "model", SECRET_FILE)]
+    links = [path for path in (directory / "data").rglob("*") if path.is_symlink()]
+    faults = [f"a file outside of the data directory, or a link: {path}" for path in [*strangers, *links]]
+    if (directory / SECRET_FILE).read_text() != SECRET:
+        faults.append("a file outside of the data directory was written to")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--connections", type=int, default=24)
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        report = fuzz(Path(directory), options.requests, options.seed, options.connections)
+    seconds = time.monotonic() - began
+    print(f"{report.requests} requests in {seconds:.0f} s on {os.cpu_count()} cores; slowest {report.slowest:.1f} s")
+    print("statuses:", dict(sorted(report.statuses.items())))
+    often = [f"{name} {report.answered[name]}/{count}" for name, count in report.endpoints.most_common(60)]
+    print("answered, of all that were sent:", *often, sep="\n  ")
+    print(f"{len(report.faults)} faults", *report.faults[:50], sep="\n")
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

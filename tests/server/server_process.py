@@ -1,0 +1,82 @@
+"""`planish serve` as a process of its own, on a tiny random model, for tests that speak to it over a socket."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+
+COMMAND = (
+    "import argparse, sys; from planish.server import serve; parser = argparse.ArgumentParser(); "
+    "serve.add_arguments(parser); sys.exit(serve.run(parser.parse_args()))"
+)
+BASE_MODEL = "planish/tiny-model"
+START_SECONDS = 60.0
+
+
+@dataclass
+class ServerProcess:
+    """A server that is ready."""
+
+    process: subprocess.Popen[str]
+    url: str
+    output: list[str] = field(default_factory=list)
+    """Lines that it wrote so far."""
+
+    def stop(self, sig: int = signal.SIGTERM, seconds: float = 60.0) -> int:
+        """Send a signal, and wait for the end; the exit status."""
+        self.process.send_signal(sig)
+        return self.process.wait(seconds)
+
+
+def start_server(
+    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None, name: str = BASE_MODEL
+) -> ServerProcess:
+    """A server on any free port; it serves `model`, and has no way to a network."""
+    arguments: Sequence[str] = ("--port", "0", "--data-dir", str(data_dir), "--model", f"{name}={model}", *options)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+    server = ServerProcess(process, "")
+    Thread(target=_read, args=(server,), daemon=True).start()
+    give_up = time.monotonic() + START_SECONDS
+    while not server.url:
+        if process.poll() is not None or time.monotonic() > give_up:
+            process.kill()
+            raise RuntimeError("the server did not start:\n" + "\n".join(server.output))
+        time.sleep(0.02)
+    return server
+
+
+def _read(server: ServerProcess) -> None:
+    assert server.process.stdout is not None
+    with server.process.stdout as lines:
+        for line in lines:
+            server.output.append(line.rstrip("\n"))
+            found = re.search(r'ready at (http://[^\s"]+)', line)
+            if found:
+                server.url = found.group(1)
+
+
+@contextmanager
+def running_server(data_dir: Path, model: Path, *options: str, **more: Mapping[str, str]) -> Iterator[ServerProcess]:
+    """A server for the length of a block; whatever happens in it, the process ends."""
+    server = start_server(data_dir, model, *options, **more)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()

@@ -1,0 +1,237 @@
+"""Mixed traffic of several tenants for some minutes, and what the server takes meanwhile: memory, files, database, threads.
+
+    python tests/server/soak_run.py --minutes 8 --record soak_run.json
+
+Every tenant plays episodes over HTTP: a session with a model that is trained, sampled from, saved, loaded, deleted and unloaded. Settings are
+small (results age within half a minute, samplers without a name take a few MB), so that everything that grows must have been cleaned up
+many times. The run fails if, behind the warm-up of its first third, anything is larger at its end than at its beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sqlite3
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import mean
+
+from core_client import BASE, RANK, adam, gradient, sample
+from crash_server import CrashServer, Start, free_port
+from wire_client import Patient, WireClient
+
+from planish.server.answers import Accepted, Done
+from planish.server.settings import ServerSettings
+from planish.service import CreateModel, CreateSampler, LoadWeights, Operation, PublishSampler, SaveWeights
+from planish.testing import tiny_model
+from planish.types import LoraConfig
+
+SETTINGS = ServerSettings(
+    replay_seconds=1.0,
+    idle_seconds=5.0,
+    adapter_memory_bytes=4_000_000,
+    result_seconds=30.0,
+    result_memory_bytes=1 << 20,
+    ephemeral_bytes=4_000_000,
+)
+_EVERY_SECONDS = 5.0
+_STEPS = 4
+_GROWTH = 1.05
+_SLACK = {
+    "resident_bytes": 8 << 20,
+    "files": 60,
+    "database_bytes": 4 << 20,
+    "rows": 400,
+    "body_bytes": 1 << 20,
+    "checkpoint_bytes": 2 << 20,
+    "open_files": 20,
+    "threads": 8,
+}
+"""What each may be larger by chance: what is under way differs from moment to moment."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the server has at one moment."""
+
+    seconds: float
+    resident_bytes: int
+    files: int
+    database_bytes: int
+    rows: int
+    """Of requests, in the database."""
+    body_bytes: int
+    """Of requests and results, in the database and in files."""
+    checkpoint_bytes: int
+    open_files: int
+    threads: int
+
+
+def look(pid: int, data_dir: Path, begun: float) -> Sight:
+    process = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    sizes: dict[Path, int] = {}
+    for path in data_dir.rglob("*"):
+        try:
+            if path.is_file():
+                sizes[path] = path.stat().st_size
+        except FileNotFoundError:
+            continue
+    database = sqlite3.connect(f"file:{data_dir / 'server.db'}?mode=ro", uri=True)
+    query = "SELECT COUNT(*), SUM(COALESCE(LENGTH(body), 0) + COALESCE(LENGTH(result), 0)) FROM requests"
+    rows, inline = database.execute(query).fetchone()
+    database.close()
+    return Sight(
+        seconds=round(time.monotonic() - begun, 1),
+        resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
+        files=len(sizes),
+        database_bytes=sum(size for path, size in sizes.items() if path.name.startswith("server.db")),
+        rows=rows,
+        body_bytes=(inline or 0) + sum(size for path, size in sizes.items() if path.parent.name == "bodies"),
+        checkpoint_bytes=sum(size for path, size in sizes.items() if "checkpoints" in path.parts),
+        open_files=len(list((process / "fd").iterdir())),
+        threads=int(status["Threads"]),
+    )
+
+
+class Tenant:
+    """One key, which plays episodes until it is told to stop."""
+
+    def __init__(self, url: str, key: str, number: int) -> None:
+        self.wire = WireClient(url, key)
+        self.number = number
+        self.episodes = self.requests = 0
+        self._patient = Patient(self.wire)
+
+    async def play(self, until: float) -> None:
+        while time.monotonic() < until:
+            await self._episode()
+            self.episodes += 1
+
+    async def _episode(self) -> None:
+        session = await self._patient.call("create_session")
+        model_id = f"{session}:train:0"
+        await self._answered("create_model", CreateModel(model_id, BASE, LoraConfig(RANK, self.episodes)))
+        base = await self._patient.call("create_sampler", CreateSampler(f"{session}:sample:0", BASE))
+        model = _Counted(model_id)
+        for step in range(_STEPS):
+            operations = [gradient(model_id, step), gradient(model_id, step + 50), adam(model_id)]
+            await asyncio.gather(*(self._train(model, operation) for operation in operations))
+            published = f"{session}:sample:{step + 1}"
+            await self._train(model, PublishSampler(model_id, published))
+            await self._draw(published, 6)
+        await self._draw(base, 3)
+        await self._train(model, gradient(model_id, 7, forward_only=True))
+        answer = await self._train(model, SaveWeights(model_id, "kept", ttl_seconds=20))
+        path = json.loads(answer.content)["path"]
+        await self._train(model, LoadWeights(model_id, path, with_optimizer=True))
+        await self._patient.call("create_sampler", CreateSampler(f"{session}:sample:90", None, path))
+        await self._draw(f"{session}:sample:90", 2)
+        if self.episodes % 2:
+            await self._patient.call("delete_checkpoint", path)
+            await self._answered("unload_model", model_id)
+        await self._patient.call("finish_session", session)
+
+    async def _train(self, model: _Counted, operation: Operation[object]) -> Done:
+        model.seq += 1
+        return await self._answered("submit_training", model.seq, operation)
+
+    async def _draw(self, sampler_id: str, count: int) -> None:
+        """Several at once, whose prompts have a common beginning; and one that is given up."""
+        prompts = [b"what is " * 12 + bytes([65 + index]) for index in range(count)]
+        drawing = (
+            self._answered("submit_sample", index, sample(sampler_id, prompt, n=4, max_tokens=12))
+            for index, prompt in enumerate(prompts)
+        )
+        given_up = await self._patient.call("submit_sample", 1000, sample(sampler_id, n=1, max_tokens=400))
+        await asyncio.gather(*drawing)
+        await self._patient.call("cancel", given_up.request_id)
+        await self._patient.answer(given_up.request_id)
+
+    async def _answered(self, method: str, *args: object) -> Done:
+        accepted: Accepted = await self._patient.call(method, *args)
+        answer = await self._patient.answer(accepted.request_id)
+        assert isinstance(answer, Done), answer
+        self.requests += 1
+        return answer
+
+
+@dataclass
+class _Counted:
+    model_id: str
+    seq: int = 0
+
+
+async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sight], int, int]:
+    """What was seen, and how many episodes and requests there were."""
+    data_dir, keys = directory / "data", {f"tml-soak-{number}": f"tenant{number}" for number in range(tenants)}
+    start = Start(tiny_model(directory / "model"), data_dir, SETTINGS, free_port(), keys)
+    server = CrashServer(start)
+    begun = time.monotonic()
+    clients = [Tenant(f"http://127.0.0.1:{start.port}", key, number) for number, key in enumerate(keys)]
+    sights: list[Sight] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(_EVERY_SECONDS)
+            sights.append(await asyncio.to_thread(look, server.pid, data_dir, begun))
+            print(json.dumps(asdict(sights[-1])), flush=True)
+
+    watching = asyncio.create_task(watch())
+    try:
+        await asyncio.gather(*(client.play(begun + 60 * minutes) for client in clients))
+    finally:
+        watching.cancel()
+        for client in clients:
+            await client.wire.close()
+        server.kill()
+        await server.died()
+    return sights, sum(client.episodes for client in clients), sum(client.requests for client in clients)
+
+
+def growth(sights: list[Sight]) -> dict[str, dict[str, float]]:
+    """Of each thing the mean in the second and in the last third."""
+    third = len(sights) // 3
+    middle, last = sights[third : 2 * third], sights[2 * third :]
+    return {
+        field.name: {
+            "second third": round(mean(getattr(sight, field.name) for sight in middle)),
+            "last third": round(mean(getattr(sight, field.name) for sight in last)),
+            "most": max(getattr(sight, field.name) for sight in sights),
+        }
+        for field in fields(Sight)
+        if field.name != "seconds"
+    }
+
+
+def grown(found: dict[str, dict[str, float]]) -> list[str]:
+    """What is larger in the last third than in the second, beyond chance."""
+    return [
+        name for name, sizes in found.items() if sizes["last third"] > sizes["second third"] * _GROWTH + _SLACK[name]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--tenants", type=int, default=4)
+    parser.add_argument("--record", type=Path, help="a JSON file for the result")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="planish-soak-") as directory:
+        sights, episodes, requests = asyncio.run(soak(Path(directory), arguments.minutes, arguments.tenants))
+    found = growth(sights)
+    result = {"minutes": arguments.minutes, "episodes": episodes, "requests": requests, "found": found}
+    result["grown"] = grown(found)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if arguments.record is not None:
+        arguments.record.write_text(text + "\n")
+    return 1 if result["grown"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

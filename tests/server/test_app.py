@@ -1,0 +1,669 @@
+"""The endpoints over HTTP, on a real core and engine with a tiny model, without a socket."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import zstandard
+from starlette.testclient import TestClient
+from tinker.proto import tinker_public_pb2 as pb
+
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.server import exchange
+from planish.server.app import create_app
+from planish.server.core import ServerCore
+from planish.server.exchange import HttpSettings
+from planish.service import ForwardBackward
+from planish.testing import tiny_model
+from planish.types import Datum, ModelInput
+from planish.wire.sampling import sample_response_from_message
+from planish.wire.training import forward_backward_to_json, forward_backward_to_message, output_from_message
+
+BASE = "planish/tiny-model"
+KEYS = {"tml-alice-key": "alice", "tml-bob-key": "bob"}
+NO_HEADERS: Mapping[str, str] = {}
+PROTOBUF = {"content-type": "application/x-protobuf", "accept": "application/x-protobuf"}
+
+
+class Caller:
+    """One tenant's calls; paths are those below /api/v1."""
+
+    def __init__(self, client: TestClient, key: str) -> None:
+        self.client, self.headers = client, {"x-api-key": key}
+
+    def call(
+        self, method: str, path: str, body: Any = None, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
+    ) -> Any:
+        content = orjson.dumps(body) if isinstance(body, dict) else body
+        answer = self.client.request(
+            method, f"/api/v1{path}", content=content, headers={**self.headers, **headers}, follow_redirects=False
+        )
+        assert answer.status_code == status, (answer.status_code, answer.text[:500])
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer
+
+    def post(self, path: str, body: Any, status: int = 200, headers: Mapping[str, str] = NO_HEADERS) -> Any:
+        return self.call("POST", path, body, status, headers)
+
+    def get(self, path: str, status: int = 200) -> Any:
+        return self.call("GET", path, None, status)
+
+    def session(self, **more: Any) -> str:
+        body = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session", **more}
+        return self.post("/create_session", body)["session_id"]
+
+    def model(self, session: str | None = None, number: int = 0) -> str:
+        body = {
+            "session_id": session or self.session(),
+            "model_seq_id": number,
+            "base_model": BASE,
+            "lora_config": {"rank": 4, "seed": 1},
+        }
+        accepted = self.post("/create_model", body)
+        assert self.result(accepted)["model_id"] == accepted["model_id"]
+        return accepted["model_id"]
+
+    def sampler(self, session: str | None = None, number: int = 0, **more: Any) -> str:
+        body = {"session_id": session or self.session(), "sampling_session_seq_id": number, "base_model": BASE, **more}
+        return self.post("/create_sampling_session", body)["sampling_session_id"]
+
+    def result(self, accepted: Any, status: int = 200, headers: Mapping[str, str] = NO_HEADERS) -> Any:
+        body = {"request_id": accepted["request_id"], "allow_metadata_only": True}
+        give_up = time.monotonic() + 60
+        while True:
+            answer = self.client.post(
+                "/api/v1/retrieve_future", content=orjson.dumps(body), headers={**self.headers, **headers}
+            )
+            if answer.status_code != 408 or time.monotonic() > give_up:
+                break
+        assert answer.status_code == status, (answer.status_code, answer.text[:500])
+        return answer.json() if "json" in answer.headers["content-type"] else answer.content
+
+    def forward_backward(self, model: str, seq: int, status: int = 200, **more: Any) -> Any:
+        return self.post("/forward_backward", forward_backward_to_message(fb(model, **more), seq), status, PROTOBUF)
+
+    def optim_step(self, model: str, seq: int, status: int = 200, rate: float = 1e-2) -> Any:
+        body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": rate}}
+        return self.post("/optim_step", body, status)
+
+    def sample(self, sampler: str, seq: int, status: int = 200, **more: Any) -> Any:
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": seq,
+            "num_samples": 2,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "sampling_params": {"max_tokens": 4, "seed": 1},
+        }
+        return self.post("/asample", {**body, **more}, status)
+
+
+def fb(
+    model: str, tokens: tuple[int, ...] = (1, 2, 3), loss_fn: str = "cross_entropy", **inputs: Any
+) -> ForwardBackward:
+    targets = {"target_tokens": [2, 3, 4][: len(tokens)], **inputs}
+    return ForwardBackward(model, [Datum(ModelInput.from_ints(tokens), targets)], loss_fn)
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def client_of(data: Path, model: Path, keys: dict[str, str] | None) -> TestClient:
+    engine = Engine({BASE: str(model)}, data, EngineSettings(dtype="float32"))
+    app = create_app(
+        ServerCore(engine, data, [BASE], keys), HttpSettings(2.0, {BASE: model}, 2048, has_keys=keys is not None)
+    )
+    return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Iterator[TestClient]:
+    with client_of(tmp_path_factory.mktemp("data"), model_directory, KEYS) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alice(client: TestClient) -> Caller:
+    return Caller(client, "tml-alice-key")
+
+
+@pytest.fixture(scope="module")
+def bob(client: TestClient) -> Caller:
+    return Caller(client, "tml-bob-key")
+
+
+# Who may ask
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/api/v1/healthz"])
+def test_health_needs_no_key(client: TestClient, path: str):
+    answer = client.get(path)
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"x-api-key": ""}, {"x-api-key": "tml-other"}, {"x-api-key": "tml-alice-key "}]
+)
+def test_a_key_that_is_not_known_is_refused(client: TestClient, headers: dict[str, str]):
+    for method, path in (
+        ("POST", "/client/config"),
+        ("GET", "/sessions"),
+        ("POST", "/retrieve_future"),
+        ("GET", "/audit"),
+    ):
+        answer = client.request(method, f"/api/v1{path}", headers=headers, content=b"{}")
+        known = headers.get("x-api-key", "").strip() in KEYS
+        assert answer.status_code == (401 if not known else answer.status_code)
+        assert "key" in answer.json().get("detail", "key")
+
+
+def test_without_keys_web_pages_are_refused(tmp_path: Path, model_directory: Path):
+    with client_of(tmp_path, model_directory, None) as client:
+        assert client.post("/api/v1/client/config", content=b"{}").status_code == 200
+        assert client.get("/api/v1/sessions", headers={"host": "localhost:8000"}).status_code == 200
+        for headers in (
+            {"origin": "https://example.com"},
+            {"host": "example.com"},
+            {"host": "example.com", "x-api-key": "k"},
+        ):
+            answer = client.post("/api/v1/create_session", content=b"{}", headers=headers)
+            assert (answer.status_code, "web page" in answer.json()["detail"]) == (401, True)
+
+
+def test_another_tenants_things_are_not_there(alice: Caller, bob: Caller):
+    model = alice.model()
+    sampler, session = alice.sampler(), model.split(":")[0]
+    accepted = alice.post("/save_weights", {"model_id": model, "seq_id": 1, "path": "mine"})
+    path = alice.result(accepted)["path"]
+    bob.post("/get_info", {"model_id": model}, 404)
+    bob.forward_backward(model, 2, 404)
+    bob.optim_step(model, 2, 404)
+    bob.sample(sampler, 0, 404)
+    bob.get(f"/samplers/{sampler}", 404)
+    bob.get(f"/sessions/{session}", 404)
+    bob.post("/session_heartbeat", {"session_id": session}, 404)
+    bob.post("/retrieve_future", {"request_id": accepted["request_id"]}, 404)
+    bob.get(f"/training_runs/{model}", 404)
+    for method, end in (("DELETE", ""), ("POST", "/publish"), ("GET", "/archive"), ("GET", "/external_weights_urls")):
+        bob.call(method, f"/training_runs/{model}/checkpoints/weights/mine{end}", None, 404)
+    bob.call("PUT", f"/training_runs/{model}/checkpoints/weights/mine/ttl", {"ttl_seconds": 3600}, 404)
+    assert bob.get("/checkpoints")["checkpoints"] == []
+    assert alice.get("/checkpoints")["checkpoints"][0]["tinker_path"] == path
+    # What is published can be read, and used, but not changed.
+    alice.call("POST", f"/training_runs/{model}/checkpoints/weights/mine/publish", None, 204)
+    assert bob.post("/weights_info", {"tinker_path": path})["lora_rank"] == 4
+    bob.call("DELETE", f"/training_runs/{model}/checkpoints/weights/mine", None, 404)
+    alice.forward_backward(model, 2)
+
+
+# What is not there
+
+
+def test_an_unknown_endpoint_is_named(alice: Caller, client: TestClient):
+    assert "/api/v1/nothing" in alice.get("/nothing", 404)["detail"]
+    assert "another method" in alice.get("/create_session", 405)["detail"]
+    assert "detail" in client.get("/elsewhere").json()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/auth/token"),
+        ("GET", "/auth/apikey/me"),
+        ("POST", "/create_custom_loss"),
+        ("POST", "/join_sampling_session"),
+        ("POST", "/retrieve_futures"),
+        ("PUT", "/sessions/s/project"),
+        ("GET", "/sessions/s/trace_export"),
+        ("GET", "/audit"),
+        ("GET", "/billing/usage/events"),
+        ("GET", "/billing/usage/checkpoints/current"),
+    ],
+)
+def test_what_is_not_offered_is_refused_with_a_sentence(alice: Caller, method: str, path: str):
+    assert alice.call(method, path, {}, 404)["detail"].startswith("not offered: ")
+
+
+# Bodies
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)])
+def test_a_compressed_body(alice: Caller, encoding: str, pack: Any):
+    model = alice.model()
+    body = pack(forward_backward_to_message(fb(model), 1))
+    accepted = alice.post("/forward_backward", body, headers=PROTOBUF | {"content-encoding": encoding})
+    assert output_from_message(alice.result(accepted, headers=PROTOBUF)).metrics["loss:sum"] > 0
+
+
+def test_a_body_that_is_too_large_is_refused(alice: Caller, client: TestClient):
+    large = b" " * (exchange.SMALL_BODY + 1)
+    assert "larger than" in alice.post("/create_session", large, 413)["detail"]
+    assert (
+        "larger than"
+        in alice.post("/create_session", zstandard.compress(large), 413, {"content-encoding": "zstd"})["detail"]
+    )
+    assert client.app.state.http.room.used == 0  # type: ignore[attr-defined]
+
+
+def test_when_all_bodies_are_too_large_together_it_says_come_again(alice: Caller, client: TestClient, monkeypatch):
+    monkeypatch.setattr(client.app.state.http.room, "limit", 10)  # type: ignore[attr-defined]
+    answer = alice.post("/session_heartbeat", {"session_id": "s" * 40}, 503)
+    assert "when others are done" in answer["detail"]
+    assert client.app.state.http.room.used == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"session_id": 3}', b'{"session_id": "../x"}'])
+def test_a_malformed_body_is_refused_with_a_sentence(alice: Caller, body: bytes):
+    assert len(alice.post("/session_heartbeat", body, 400)["detail"]) > 10
+
+
+# Sessions
+
+
+def test_life_of_a_session(alice: Caller):
+    session = alice.session(display_name="Night Run", user_metadata={"a": "b"})
+    assert alice.post("/session_heartbeat", {"session_id": session, "type": "session_heartbeat"}) == {
+        "type": "session_heartbeat"
+    }
+    model, sampler = alice.model(session), alice.sampler(session)
+    record = alice.get(f"/sessions/{session}")
+    assert record["training_run_ids"] == [model]
+    assert record["sampler_ids"] == [sampler]
+    assert (record["user_metadata"], record["display_name"]) == ({"a": "b"}, "Night Run")
+    assert alice.get("/sessions?limit=1")["sessions"] == [session]
+    finish = {"reason": {"type": "success"}, "detail": None}
+    alice.post(f"/sessions/{session}/finish", finish, 204)
+    alice.post(f"/sessions/{session}/finish", finish, 204)
+    alice.post("/session_heartbeat", {"session_id": session}, 410)
+    alice.post(f"/sessions/{session}/finish", {"reason": {"type": "bored"}}, 400)
+
+
+def test_search_among_sessions(alice: Caller):
+    names = ["Search Alpha", "Search Beta", "Search alpha two"]
+    sessions = [alice.session(display_name=name, user_metadata={"set": "search"}) for name in names]
+    found = alice.post("/sessions/search", {"display_name": "ALPHA search"})["sessions"]
+    assert [item["session_id"] for item in found] == [sessions[2], sessions[0]]
+    first = alice.post("/sessions/search", {"user_metadata": {"set": "search"}, "limit": 2})
+    second = alice.post(
+        "/sessions/search", {"user_metadata": {"set": "search"}, "limit": 2, "cursor": first["next_cursor"]}
+    )
+    assert [item["session_id"] for item in first["sessions"] + second["sessions"]] == sessions[::-1]
+    assert second["next_cursor"] is None
+    assert alice.post("/sessions/search", {"session_id": sessions[1]})["sessions"][0]["status"] == {"type": "active"}
+    alice.post(f"/sessions/{sessions[1]}/finish", {"reason": {"type": "success"}}, 204)
+    active = {"user_metadata": {"set": "search"}, "statuses": [{"type": "active"}]}
+    assert len(alice.post("/sessions/search", active)["sessions"]) == 2
+
+
+def test_clients_are_told_how_to_behave(alice: Caller):
+    config = alice.post("/client/config", {"sdk_version": "0.38.0"})
+    assert config["parallel_fwdbwd_chunks"] is False
+    assert config["proto_compress_fwdbwd"] is False
+    assert config["fwdbwd_max_chunk_bytes_count"] < exchange.TRAINING_BODY
+    assert alice.post("/client/dynamic_config", {})["sample_cancel_enabled"] is True
+    assert alice.post("/telemetry", {"events": []}) == {"status": "accepted"}
+    models = alice.get("/get_server_capabilities")["supported_models"]
+    assert [(model["model_name"], model["max_context_length"]) for model in models] == [(BASE, 2048)]
+
+
+def test_an_unknown_base_model_is_refused_with_the_list(alice: Caller):
+    session = alice.session()
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "someone/else"}
+    assert BASE in alice.post("/create_model", body, 400)["detail"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "someone/else"}
+    assert BASE in alice.post("/create_sampling_session", body, 400)["detail"]
+
+
+# Training
+
+
+def test_a_training_step(alice: Caller):
+    model = alice.model()
+    losses = []
+    for seq in range(1, 7, 2):
+        first, second = alice.forward_backward(model, seq), alice.optim_step(model, seq + 1)
+        losses.append(output_from_message(alice.result(first, headers=PROTOBUF)).metrics["loss:sum"])
+        assert alice.result(second)["metrics"]["grad_norm"] > 0
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_numbers_may_come_late(alice: Caller):
+    model = alice.model()
+    later = [alice.optim_step(model, 3), alice.forward_backward(model, 2)]
+    alice.post("/retrieve_future", {"request_id": later[0]["request_id"]}, 408)
+    later.append(alice.forward_backward(model, 1))
+    assert alice.result(later[0])["metrics"]["step"] == 1
+
+
+def test_a_repetition_is_the_same_request(alice: Caller):
+    model = alice.model()
+    first = alice.forward_backward(model, 1)
+    assert alice.forward_backward(model, 1) == first
+    assert alice.forward_backward(model, 1, 400, tokens=(9, 9, 9))["detail"]
+    step = alice.optim_step(model, 2)
+    assert alice.optim_step(model, 2) == step
+    assert alice.result(step)["metrics"]["step"] == 1
+    session, number = model.split(":")[0], 0
+    body = {"session_id": session, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 4, "seed": 1}}
+    assert alice.post("/create_model", body)["model_id"] == model
+    alice.post("/create_model", {**body, "lora_config": {"rank": 8, "seed": 1}}, 400)
+
+
+def test_a_refused_number_is_used_up(alice: Caller):
+    model = alice.model()
+    body = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
+    body.data.add().model_input.add().image.data = b"png"
+    assert "encoded_text" in alice.post("/forward_backward", body.SerializeToString(), 400, PROTOBUF)["detail"]
+    accepted = alice.forward_backward(model, 2)
+    assert output_from_message(alice.result(accepted, headers=PROTOBUF)).metrics["loss:sum"] > 0
+
+
+def test_a_step_after_a_refused_gradient_is_not_made(alice: Caller):
+    """What was pipelined together is applied as a whole or not at all."""
+    model = alice.model()
+    alice.forward_backward(model, 1)
+    body = pb.ForwardBackwardRequest(model_id=model, seq_id=2, loss_fn="cross_entropy")
+    body.data.add().model_input.add().image.data = b"png"
+    alice.post("/forward_backward", body.SerializeToString(), 400, PROTOBUF)
+    failed = alice.result(alice.optim_step(model, 3))
+    assert failed["category"] == "user"
+    step = alice.forward_backward(model, 4), alice.optim_step(model, 5)
+    assert alice.result(step[1])["metrics"]["step"] == 1
+
+
+def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
+    model = alice.model()
+    alice.forward_backward(model, 1)
+    alice.post("/save_weights", {"model_id": model, "seq_id": 2, "path": 5}, 400)
+    body = pb.ForwardBackwardRequest(model_id=model, seq_id=3, loss_fn="cross_entropy", forward_only=True)
+    body.data.add().model_input.add().image.data = b"png"
+    alice.post("/forward_backward", body.SerializeToString(), 400, PROTOBUF)
+    assert alice.result(alice.optim_step(model, 4))["metrics"]["step"] == 1
+
+
+def test_a_request_that_fails_by_itself_is_a_failed_future(alice: Caller):
+    model = alice.model()
+    inputs: dict[str, Any] = {"logprobs": [-200.0] * 3, "advantages": [1.0] * 3}
+    failed = alice.result(alice.forward_backward(model, 1, loss_fn="importance_sampling", **inputs), headers=PROTOBUF)
+    assert failed["category"] == "user"
+    assert "finite" in failed["error"]
+
+
+@pytest.mark.parametrize("path", ["/forward_backward", "/forward"])
+def test_json_in_and_out(alice: Caller, path: str):
+    """The wire of the SDK of 0.21."""
+    model = alice.model()
+    operation = ForwardBackward(model, fb(model).data, "cross_entropy", {}, forward_only=path == "/forward")
+    accepted = alice.post(path, forward_backward_to_json(operation, 1))
+    as_json = alice.result(accepted)
+    as_protobuf = output_from_message(
+        alice.result(accepted, headers={"accept": "application/x-protobuf, application/json"})
+    )
+    assert as_json["metrics"] == as_protobuf.metrics
+    data = np.asarray(as_json["loss_fn_outputs"][0]["logprobs"]["data"], np.float32)
+    np.testing.assert_array_equal(data, as_protobuf.loss_fn_outputs[0]["logprobs"].to_numpy())
+
+
+def test_info_names_the_tokenizer_to_clients_of_this_machine_only(alice: Caller, model_directory: Path):
+    model = alice.model()
+    info = alice.post("/get_info", {"model_id": model})
+    assert info["model_data"]["tokenizer_id"] == str(model_directory)
+    far = TestClient(alice.client.app, base_url="http://server", client=("192.168.1.7", 1))
+    info = Caller(far, "tml-alice-key").post("/get_info", {"model_id": model})
+    assert "tokenizer_id" not in info["model_data"]
+    assert Caller(far, "tml-alice-key").post("/client/config", {})["proto_compress_fwdbwd"] is True
+
+
+def test_tokenizer_files(alice: Caller, model_directory: Path):
+    files = alice.get(f"/tokenizer?base_model={BASE}")["files"]
+    assert files["tokenizer.json"] == (model_directory / "tokenizer.json").read_text()
+    assert BASE in alice.get("/tokenizer?base_model=other", 404)["detail"]
+
+
+def test_unload(alice: Caller):
+    model = alice.model()
+    alice.forward_backward(model, 1)
+    assert alice.result(alice.post("/unload_model", {"model_id": model}))["type"] == "unload_model"
+
+
+# Sampling
+
+
+def test_sample(alice: Caller):
+    sampler = alice.sampler()
+    accepted = alice.sample(sampler, 0, prompt_logprobs=True, topk_prompt_logprobs=2)
+    assert len(set(accepted["sample_sequence_ids"])) == 2
+    response = sample_response_from_message(alice.result(accepted, headers=PROTOBUF))
+    as_json = alice.result(accepted)
+    assert [s["tokens"] for s in as_json["sequences"]] == [s.tokens for s in response.sequences]
+    assert as_json["prompt_logprobs"] == response.prompt_logprobs
+    assert alice.sample(sampler, 0, prompt_logprobs=True, topk_prompt_logprobs=2) == accepted
+    alice.sample(sampler, 0, 400, prompt_logprobs=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_samples": 10**7}, "num_samples"),
+        ({"sampling_params": {"max_tokens": 10**6}}, "max_tokens"),
+        ({"sampling_params": {"stop": [10**6]}}, "stop"),
+        ({"prompt": {"chunks": []}}, "prompt"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [10**6]}]}}, "prompt"),
+        ({"topk_prompt_logprobs": 10**6}, "topk_prompt_logprobs"),
+        ({"record_stability_info": True}, "record_stability_info"),
+        ({"beam_width": 4}, "beam_width"),
+        ({"sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
+    ],
+)
+def test_an_option_that_cannot_be_served_is_named(alice: Caller, change: dict[str, Any], named: str):
+    assert named in alice.sample(alice.sampler(), 0, 400, **change)["detail"]
+
+
+def test_a_sampler_of_weights_in_training(alice: Caller):
+    model = alice.model()
+    body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    result = alice.result(alice.post("/save_weights_for_sampler", body))
+    assert result["sampling_session_id"] == f"{model.split(':')[0]}:sample:0"
+    assert alice.get(f"/samplers/{result['sampling_session_id']}")["base_model"] == BASE
+    alice.result(alice.sample(result["sampling_session_id"], 0), headers=PROTOBUF)
+
+
+def test_cancel(alice: Caller):
+    sampler = alice.sampler()
+    accepted = alice.sample(sampler, 0, num_samples=64, sampling_params={"max_tokens": 2000, "stop": []})
+    alice.post("/cancel_future", {"request_id": accepted["request_id"]}, 204)
+    assert "error" in alice.result(accepted)
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def run(alice: Caller) -> str:
+    """A model with one checkpoint of each kind, named a."""
+    model = alice.model()
+    for seq, kind in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), start=1):
+        path = alice.result(alice.post(f"/{kind}", {"model_id": model, "seq_id": seq, "path": "a"}))["path"]
+        assert (
+            path
+            == f"tinker://{model}/{kind.removeprefix('save_').replace('weights_for_sampler', 'sampler_weights').replace('weights_external', 'external_weights')}/a"
+        )
+    return model
+
+
+def test_listing(alice: Caller, run: str):
+    kinds = {item["checkpoint_type"]: item for item in alice.get(f"/training_runs/{run}/checkpoints")["checkpoints"]}
+    assert {kind: item["checkpoint_id"] for kind, item in kinds.items()} == {
+        "training": "weights/a",
+        "sampler": "sampler_weights/a",
+        "external": "external_weights/a",
+    }
+    record = alice.get(f"/training_runs/{run}")
+    assert (record["base_model"], record["lora_rank"], record["model_owner"]) == (BASE, 4, "alice")
+    assert record["last_checkpoint"]["checkpoint_id"] == "weights/a"
+    page = alice.get("/training_runs?limit=1")
+    assert (len(page["training_runs"]), page["cursor"]["limit"]) == (1, 1)
+    assert page["cursor"]["total_count"] >= 1
+    page = alice.get("/checkpoints?limit=2&offset=1")
+    assert (len(page["checkpoints"]), page["cursor"]["offset"]) == (2, 1)
+    for query in ("limit=x", "limit=-1", "offset=1e9", "limit=99999"):
+        assert query.split("=")[0] in alice.get(f"/checkpoints?{query}", 400)["detail"]
+
+
+def test_older_clients_are_told_of_types_that_they_know(alice: Caller, run: str):
+    path = f"/training_runs/{run}/checkpoints"
+    for version, kind in (("0.21.0", "sampler"), ("0.38.1", "external"), ("1.0.0", "external")):
+        listed = alice.call("GET", path, headers={"x-stainless-package-version": version})["checkpoints"]
+        kinds = {item["checkpoint_id"]: item["checkpoint_type"] for item in listed}
+        assert kinds["external_weights/a"] == kind
+
+
+def test_there_are_no_projects_and_no_access_by_token(alice: Caller, run: str):
+    for path in ("/training_runs", f"/training_runs/{run}", "/sessions", f"/sessions/{run.split(':')[0]}"):
+        assert alice.get(f"{path}?access_scope=accessible")
+        assert "access_scope" in alice.get(f"{path}?access_scope=mine", 400)["detail"]
+        assert "no projects" in alice.get(f"{path}?project_id=p", 400)["detail"]
+    copy = {"source_path": f"tinker://{run}/weights/a", "destination_project_id": "p"}
+    header = {"x-tinker-weights-access-token": "secret"}
+    assert "published" in alice.post("/copy_weights", copy, 400, header)["detail"]
+    assert "published" in alice.post("/copy_weights", {**copy, "weights_access_token": "secret"}, 400)["detail"]
+    load = {"session_id": alice.session(), "model_seq_id": 0, "path": f"tinker://{run}/weights/a", "optimizer": True}
+    assert "published" in alice.post("/load_weights", {**load, "weights_access_token": "secret"}, 400)["detail"]
+
+
+def test_time_to_live(alice: Caller, run: str):
+    at = f"/training_runs/{run}/checkpoints/weights/a"
+    alice.call("PUT", f"{at}/ttl", {"ttl_seconds": 3600}, 204)
+    expires = {
+        c["checkpoint_id"]: c["expires_at"] for c in alice.get(f"/training_runs/{run}/checkpoints")["checkpoints"]
+    }
+    assert expires["weights/a"] is not None
+    assert expires["sampler_weights/a"] is None
+    alice.call("PUT", f"{at}/ttl", {"ttl_seconds": None}, 204)
+    alice.call("PUT", f"{at}/ttl", {"ttl_seconds": 0}, 400)
+
+
+def test_publishing_twice_is_a_conflict(alice: Caller, run: str):
+    at = f"/training_runs/{run}/checkpoints/sampler_weights/a/publish"
+    alice.call("POST", at, None, 204)
+    alice.call("POST", at, None, 409)
+    alice.call("DELETE", at, None, 204)
+    alice.call("DELETE", at, None, 409)
+
+
+def test_copy_and_delete(alice: Caller, run: str):
+    body = {"source_path": f"tinker://{run}/weights/a", "destination_project_id": "archive"}
+    first = alice.post("/copy_weights", body, headers={"x-idempotency-key": "k1"})["tinker_path"]
+    assert alice.post("/copy_weights", body, headers={"x-idempotency-key": "k1"})["tinker_path"] == first
+    assert alice.post("/copy_weights", body, headers={"x-idempotency-key": "k2"})["tinker_path"] != first
+    session = alice.session()
+    path = alice.post("/copy_weights", {"source_path": first, "session_id": session, "model_seq_id": 3})["tinker_path"]
+    assert path.startswith(f"tinker://{session}:train:3/weights/")
+    copied, checkpoint = path.removeprefix("tinker://").split("/", 1)
+    alice.call("DELETE", f"/training_runs/{copied}/checkpoints/{checkpoint}", None, 204)
+    alice.call("DELETE", f"/training_runs/{copied}/checkpoints/{checkpoint}", None, 404)
+    alice.post("/copy_weights", {"source_path": first}, 400)
+
+
+def test_a_model_from_a_checkpoint(alice: Caller, run: str):
+    session = alice.session()
+    body = {"session_id": session, "model_seq_id": 0, "path": f"tinker://{run}/weights/a", "optimizer": True}
+    result = alice.result(alice.post("/load_weights", body))
+    assert (result["model_id"], result["path"]) == (f"{session}:train:0", body["path"])
+    body = {"model_id": result["model_id"], "seq_id": 1, "path": body["path"], "optimizer": False}
+    assert alice.result(alice.post("/load_weights", body))["path"] == body["path"]
+    assert alice.sampler(session, model_path=f"tinker://{run}/sampler_weights/a", base_model=None)
+
+
+def test_external_weights_and_their_files(alice: Caller, run: str, client: TestClient):
+    urls = alice.get(f"/training_runs/{run}/checkpoints/external_weights/a/external_weights_urls")["urls"]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
+    for name, url in urls.items():
+        answer = client.get(url)
+        assert answer.status_code == 200, url
+        assert int(answer.headers["content-length"]) == len(answer.content) > 0
+        assert name != "adapter_config.json" or answer.json()["r"] == 4
+    url = urls["adapter_config.json"]
+    assert client.get(url.replace("adapter_config.json", "planish.json2")).status_code == 404
+    assert client.get(url.replace("adapter_config.json", "..%2f..%2fserver.db")).status_code == 404
+    token = url.split("/downloads/")[1].split("/")[0]
+    assert client.get(url.replace(token, token[:-2] + "xx")).status_code == 404
+    info = alice.post("/weights_info", {"tinker_path": f"tinker://{run}/external_weights/a"})
+    assert info["base_model"] == BASE
+
+
+def test_an_archive(alice: Caller, run: str, client: TestClient):
+    answer = alice.call("GET", f"/training_runs/{run}/checkpoints/sampler_weights/a/archive", None, 302)
+    data = client.get(answer.headers["location"])
+    assert int(data.headers["content-length"]) == len(data.content)
+    with tarfile.open(fileobj=io.BytesIO(data.content)) as tar:
+        assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= set(tar.getnames())
+        member = tar.extractfile("adapter_config.json")
+        assert member is not None
+        assert orjson.loads(member.read())["r"] == 4
+
+
+def test_names_of_external_weights_cannot_be_given(alice: Caller, run: str):
+    body = {"model_id": run, "seq_id": 4, "path": "external:b"}
+    assert "external" in alice.post("/save_weights_for_sampler", body, 400)["detail"]
+    alice.call("DELETE", f"/training_runs/{run}/checkpoints/sampler_weights/external:a", None, 400)
+
+
+@pytest.mark.parametrize(
+    "checkpoint", ["weights", "weights/a/b", "weights/..", "weights/../../x", "other/a", "weights/%2e%2e"]
+)
+def test_an_id_that_leads_elsewhere_is_refused(alice: Caller, run: str, checkpoint: str):
+    answer = alice.client.request(
+        "DELETE", f"/api/v1/training_runs/{run}/checkpoints/{checkpoint}", headers=alice.headers
+    )
+    assert answer.status_code in (400, 404, 405)
+    assert answer.json()["detail"]
+
+
+# Results
+
+
+def test_a_result_is_waited_for(alice: Caller):
+    model = alice.model()
+    accepted = alice.forward_backward(model, 2)
+    threading.Timer(0.5, alice.forward_backward, (model, 1)).start()
+    began = time.monotonic()
+    answer = alice.post(
+        "/retrieve_future", {"request_id": accepted["request_id"]}, headers={"accept": "application/x-protobuf"}
+    )
+    assert output_from_message(answer.content).metrics["loss:sum"] > 0
+    assert 0.3 < time.monotonic() - began < 2.0
+
+
+def test_what_is_not_there_yet_says_try_again(alice: Caller):
+    model = alice.model()
+    accepted = alice.optim_step(model, 2)
+    began = time.monotonic()
+    answer = alice.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
+    assert 1.5 < time.monotonic() - began < 10
+    assert answer["type"] == "try_again"
+    assert answer["request_id"] == accepted["request_id"]
+    assert answer["queue_state"] in ("active", "paused_capacity", "paused_rate_limit")
+
+
+def test_a_stop_sends_those_away_who_wait(tmp_path: Path, model_directory: Path):
+    with client_of(tmp_path, model_directory, None) as client:
+        caller = Caller(client, "tml-any-key")
+        accepted = caller.optim_step(caller.model(), 2)
+        state = client.app.state.http  # type: ignore[attr-defined]
+        client.portal.call(state.stopping.set)  # type: ignore[union-attr]
+        began = time.monotonic()
+        caller.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
+        assert time.monotonic() - began < 1.0

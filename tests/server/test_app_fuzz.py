@@ -1,0 +1,13 @@
+"""A little fuzzing of every endpoint of a real process; tests/server/fuzz.py does it hundreds of times as long."""
+
+from pathlib import Path
+
+from fuzz import fuzz
+
+
+def test_random_requests_are_answered_or_refused(tmp_path: Path):
+    report = fuzz(tmp_path, count=600, seed=1, connections=8, rounds=1)
+    assert report.faults == []
+    assert report.requests == 600
+    assert report.statuses["200"] > 60
+    assert len(report.endpoints) > 40

@@ -1,0 +1,218 @@
+"""Checkpoints through the core: listed, described, kept, copied, downloaded; and training runs and sessions."""
+
+import time
+
+import pytest
+from core_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, state
+
+from planish.server.errors import BadRequest, Gone, NotFound
+from planish.server.settings import ServerSettings
+from planish.service import SaveWeightsForSampler
+
+
+def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            first, second = await client.model(user_metadata={"task": "a"}), await client.model()
+            paths = [await first.save(name, user_metadata={"name": name}) for name in "ab"]
+            await first.run(SaveWeightsForSampler(first.model_id, "s", 3600))
+            paths += [f"tinker://{first.model_id}/sampler_weights/s", await second.save("c")]
+            page = await core.checkpoints(TENANT)
+            assert [item.tinker_path for item in page.items] == paths[::-1]
+            assert (await core.checkpoints(TENANT, first.model_id)).total == 3
+            part = await core.checkpoints(TENANT, limit=2, offset=1)
+            assert [item.tinker_path for item in part.items] == paths[2:0:-1]
+            assert (part.total, part.offset, part.limit) == (4, 1, 2)
+            assert page.items[3].user_metadata == {"task": "a", "name": "a"}
+            assert page.items[1].expires_at is not None
+            assert (page.items[3].size_bytes or 0) > 1000
+            runs = await core.training_runs(TENANT, 10, 0)
+            assert [item.training_run_id for item in runs.items] == [second.model_id, first.model_id]
+            seen = runs.items[1]
+            assert (seen.base_model, seen.lora_rank, seen.user_metadata) == (BASE, RANK, {"task": "a"})
+            assert seen.last_checkpoint is not None
+            assert seen.last_checkpoint.tinker_path == paths[1]
+            assert seen.last_sampler_checkpoint is not None
+            with pytest.raises(NotFound):
+                await core.checkpoints(TENANT, "no:train:0")
+
+    run(scenario())
+
+
+def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            model = await (await Client.start(core)).model()
+            path = await model.save("a", ttl_seconds=3600)
+            info = await core.checkpoint_info(TENANT, path)
+            assert (info.base_model, info.lora.rank) == (BASE, RANK)
+            await core.set_ttl(TENANT, path, None)
+            assert (await core.checkpoint_info(TENANT, path)).checkpoint.expires_at is None
+            await core.set_ttl(TENANT, path, 7200)
+            expires = (await core.checkpoint_info(TENANT, path)).checkpoint.expires_at
+            assert expires is not None
+            assert abs(expires.timestamp() - time.time() - 7200) < 30
+            with pytest.raises(ValueError, match="ttl_seconds"):
+                await core.set_ttl(TENANT, path, -1)
+            await core.delete_checkpoint(TENANT, path)
+            for call in (core.delete_checkpoint(TENANT, path), core.checkpoint_info(TENANT, path)):
+                with pytest.raises(NotFound):
+                    await call
+            await model.save("a")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "path", ["", "a", "tinker://../../x/weights/a", "tinker://a/weights/..", "tinker://a/b/c", "/etc/passwd"]
+)
+def test_paths_that_are_none_are_refused(model_dir, data_dir, path):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            with pytest.raises((ValueError, NotFound)):
+                await core.checkpoint_info(TENANT, path)
+            with pytest.raises((ValueError, NotFound)):
+                await core.delete_checkpoint(TENANT, path)
+
+    run(scenario())
+
+
+def test_what_has_expired_is_not_there_any_more(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            path = await model.save("a", ttl_seconds=1)
+            kept = await model.save("b")
+            time.sleep(1.1)
+            with pytest.raises(NotFound):
+                await core.checkpoint_info(TENANT, path)
+            assert [item.tinker_path for item in (await core.checkpoints(TENANT)).items] == [kept]
+            await core.retention.round()
+            assert not (data_dir / "checkpoints" / model.model_id / "weights" / "a").exists()
+
+    run(scenario())
+
+
+def test_a_copy_is_a_run_of_its_own(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model(user_metadata={"renderer": "x"})
+            await model.step()
+            path = await model.save("a")
+            copy = await core.copy_checkpoint(TENANT, path, client.session_id, 8, None)
+            assert copy == f"tinker://{client.session_id}:train:8/weights/a"
+            assert await core.copy_checkpoint(TENANT, path, client.session_id, 8, None) == copy
+            before = state(data_dir, path)
+            await core.delete_checkpoint(TENANT, path)
+            assert state(data_dir, copy) == before
+            twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
+            assert (await twin.step())["step"] == 2
+            found = await core.training_run(TENANT, f"{client.session_id}:train:8")
+            assert (found.base_model, found.lora_rank, found.user_metadata) == (BASE, RANK, {"renderer": "x"})
+            other = await model.save("b")
+            with pytest.raises(ValueError, match="in use"):
+                await core.copy_checkpoint(TENANT, other, client.session_id, 8, None)
+            with pytest.raises(ValueError, match="in use"):
+                await core.copy_checkpoint(TENANT, other, client.session_id, 0, None)
+
+    run(scenario())
+
+
+def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            model = await (await Client.start(core)).model()
+            path = await model.save("a")
+            token = core.download_token(TENANT, path, 60)
+            files = await core.files_of_token(token)
+            assert {"adapter_model.safetensors", "adapter_config.json"} <= files.keys()
+            assert all(file.is_file() for file in files.values())
+            old = core.download_token(TENANT, path, -1)
+            for false in (old, token[:-1], token + "0", "", "a.b", token.replace(".", ""), "\udc80"):
+                with pytest.raises(NotFound):
+                    await core.files_of_token(false)
+            await core.delete_checkpoint(TENANT, path)
+            with pytest.raises(NotFound):
+                await core.files_of_token(token)
+
+    run(scenario())
+
+
+def test_a_session_goes_with_what_it_made_but_for_named_checkpoints(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client, other = await Client.start(core), await Client.start(core)
+            model = await client.model()
+            await model.step()
+            path, sampler = await model.save("a"), await model.publish()
+            record = await core.session(TENANT, client.session_id)
+            assert (record.training_run_ids, record.sampler_ids) == ([model.model_id], [sampler])
+            assert record.ended is None
+            last = [await model.submit(op) for op in (gradient(model.model_id, 9), adam(model.model_id))]
+            await core.finish_session(TENANT, client.session_id, "success", None)
+            await core.finish_session(TENANT, client.session_id, "success", None)
+            await core._sessions.cleared()
+            for request_id in last:
+                assert (await client.done(request_id)) is not None
+            for call in (
+                core.heartbeat(TENANT, client.session_id),
+                client.sample(sampler),
+                client.model(),
+                model.publish(),
+            ):
+                with pytest.raises(Gone):
+                    await call
+            assert (await core.session(TENANT, client.session_id)).ended is not None
+            assert [item.tinker_path for item in (await core.checkpoints(TENANT)).items] == [path]
+            left = {file.name for file in (data_dir / "checkpoints").glob("*/*/*")}
+            assert left == {"a"}
+            assert core.residency.loaded() == []
+            await core.heartbeat(TENANT, other.session_id)
+            assert (await core.sessions(TENANT, 10, 0)).items == [other.session_id, client.session_id]
+            with pytest.raises(NotFound):
+                await core.session(TENANT, "nothing")
+
+    run(scenario())
+
+
+def test_a_session_of_which_nothing_is_heard_ends(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(session_seconds=0.5)) as core:
+            silent, heard = await Client.start(core), await Client.start(core)
+            time.sleep(0.6)
+            await core.heartbeat(TENANT, heard.session_id)
+            await core.retention.round()
+            with pytest.raises(Gone, match="nothing was heard"):
+                await core.heartbeat(TENANT, silent.session_id)
+            await core.heartbeat(TENANT, heard.session_id)
+
+    run(scenario())
+
+
+def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_dir):
+    async def scenario() -> None:
+        settings = ServerSettings(result_seconds=0.3, ephemeral_bytes=100_000, result_memory_bytes=1)
+        async with running(model_dir, data_dir, settings) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            samplers = [await model.publish() for _ in range(4)]
+            await client.sample(samplers[0], 0)
+            request = f"{model.model_id}:1"
+            await client.answer(request)
+            await model.save("wait")  # behind the writing of the samplers
+            time.sleep(0.4)
+            await core.retention.round()
+            with pytest.raises(Gone):
+                await client.answer(request)
+            with pytest.raises(Gone):
+                await client.answer(f"{samplers[0]}:0")
+            await client.sample(samplers[0], 1)  # it was used last
+            with pytest.raises(Gone, match="save weights under a name"):
+                await client.sample(samplers[1], 0)
+            with pytest.raises(BadRequest):
+                await model.submit(SaveWeightsForSampler(model.model_id, "x"), 1)
+
+    run(scenario())

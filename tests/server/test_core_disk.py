@@ -1,0 +1,64 @@
+"""A full disk refuses new work, loses nothing that was accepted, and is left behind when there is space."""
+
+import asyncio
+
+import pytest
+from core_client import TENANT, Client, gradient, run, running, sample, state
+
+from planish.server.answers import Done
+from planish.server.errors import Unavailable
+from planish.server.settings import ServerSettings
+
+
+def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(reserve_bytes=1000)) as core:
+            client = await Client.start(core)
+            model, sampler = await client.model(), await client.sampler()
+            before = await model.submit(gradient(model.model_id))
+            monkeypatch.setattr(core._store, "free_bytes", lambda: 999)
+            calls = [
+                model.submit(gradient(model.model_id), 2),
+                core.submit_sample(TENANT, 0, sample(sampler)),
+                client.model(),
+                client.sampler(),
+            ]
+            for call in calls:
+                with pytest.raises(Unavailable, match="disk is full") as refused:
+                    await call
+                assert refused.value.retry_after
+            assert isinstance(await client.answer(before), Done)
+            monkeypatch.undo()
+            await client.done(await model.submit(gradient(model.model_id), 2))
+            await client.sample(sampler)
+
+    run(scenario())
+
+
+def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypatch):
+    async def play(name: str, full: bool) -> dict[str, bytes]:
+        data_dir = tmp_path / name
+        refusing = False
+
+        def refuse(place: str) -> None:
+            if refusing and place == "before commit":
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            request = await model.submit(gradient(model.model_id))
+            refusing = full
+            assert isinstance(await client.answer(request), Done)  # told, though it is not on disk
+            if full:
+                await asyncio.sleep(0.1)
+                with pytest.raises(Unavailable):
+                    await model.submit(gradient(model.model_id), 2)
+                refusing = False
+                while core._store.is_refused:
+                    await asyncio.sleep(0.05)
+            await model.step(1)
+            return state(data_dir, await model.save("last"))
+
+    assert run(play("full", True)) == run(play("free", False))

@@ -1,0 +1,213 @@
+"""Sampling through the core: as the engine draws, many at once, in turns, and given up on demand."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from core_client import BASE, TENANT, Client, drawn, gradient, run, running, sample
+
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.errors import UnknownModelError
+from planish.server.answers import Done, Failed, TryAgain
+from planish.server.errors import BadRequest, NotFound
+from planish.server.settings import ServerSettings
+from planish.service import CreateSampler, PublishSampler, Sample, SaveWeightsForSampler
+from planish.types import ModelInput, SamplingParams
+
+
+def test_draws_are_those_of_the_engine_alone(model_dir, data_dir):
+    engine = Engine({BASE: str(model_dir)}, data_dir / "alone", EngineSettings(deterministic=True))
+    engine.submit(CreateSampler("s", BASE)).result()
+    alone = engine.submit(sample("s", seed=7)).result()
+    engine.close()
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            response = await client.sample(await client.sampler(), seed=7)
+            assert drawn(response) == drawn(alone)
+            assert [sequence.sequence_id for sequence in response.sequences] == [
+                f"{client.session_id}:sample:0:0:{index}" for index in range(2)
+            ]
+
+    run(scenario())
+
+
+def test_a_repetition_is_the_same_request_even_without_a_seed(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            sampler = await client.sampler()
+            accepted = await asyncio.gather(*[core.submit_sample(TENANT, 5, sample(sampler)) for _ in range(3)])
+            assert len({one.request_id for one in accepted}) == 1
+            await client.done(accepted[0].request_id)
+            again = await core.submit_sample(TENANT, 5, sample(sampler))
+            assert again == accepted[0]
+            with pytest.raises(BadRequest, match="another request"):
+                await core.submit_sample(TENANT, 5, sample(sampler, n=3))
+            large = await core.submit_sample(TENANT, 2**63 - 1, sample(sampler))
+            assert isinstance(await client.answer(large.request_id), Done)
+
+    run(scenario())
+
+
+def test_a_request_that_could_never_be_served_is_refused_at_once(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            sampler = await client.sampler()
+            for bad in (
+                Sample(sampler, ModelInput.from_ints([99999]), 1, SamplingParams(1)),
+                sample(sampler, max_tokens=5000),
+            ):
+                with pytest.raises(ValueError, match=r"99999|5000"):
+                    await core.submit_sample(TENANT, 0, bad)
+            await client.sample(sampler, 0, stop=["text"])
+            with pytest.raises(NotFound):
+                await core.submit_sample(TENANT, 0, sample(f"{client.session_id}:sample:77"))
+
+    run(scenario())
+
+
+def test_samplers_are_made_once(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            operation = CreateSampler(f"{client.session_id}:sample:0", BASE)
+            ids = await asyncio.gather(*[core.create_sampler(TENANT, operation) for _ in range(3)])
+            assert set(ids) == {operation.sampler_id}
+            for other in (
+                CreateSampler(operation.sampler_id, None, "tinker://a/weights/b"),
+                CreateSampler(operation.sampler_id, "other"),
+            ):
+                with pytest.raises(BadRequest, match="in use"):
+                    await core.create_sampler(TENANT, other)
+            with pytest.raises(UnknownModelError):
+                await core.create_sampler(TENANT, CreateSampler(f"{client.session_id}:sample:1", "some/model"))
+            with pytest.raises(NotFound):
+                await core.create_sampler(
+                    TENANT, CreateSampler(f"{client.session_id}:sample:1", None, "tinker://a/weights/b")
+                )
+            with pytest.raises(NotFound):
+                await core.create_sampler(TENANT, CreateSampler("other:sample:1", BASE))
+            info = await core.sampler_info(TENANT, operation.sampler_id)
+            assert (info.base_model, info.model_path) == (BASE, None)
+            with pytest.raises(NotFound):
+                await core.sampler_info(TENANT, "nothing")
+            model = await client.model()
+            with pytest.raises(BadRequest, match="in use"):
+                await model.submit(PublishSampler(model.model_id, operation.sampler_id))
+
+    run(scenario())
+
+
+def test_a_published_sampler_has_the_weights_of_its_moment(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.step()
+            published = await model.publish()
+            named = await model.save("now")
+            first = drawn(await client.sample(published, 0, seed=1))
+            assert first == drawn(await client.sample(await client.sampler(None, named), 0, seed=1))
+            for seed in range(3):
+                await model.step(seed)
+            assert drawn(await client.sample(published, 1, seed=1)) == first
+            assert drawn(await client.sample(await model.publish(), 0, seed=1)) != first
+
+    run(scenario())
+
+
+def test_a_sampler_outlives_its_checkpoint(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(adapter_memory_bytes=1)) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.step()
+            path = await model.save("now")
+            sampler = await client.sampler(None, path)
+            first = drawn(await client.sample(sampler, 0, seed=1))
+            await core.delete_checkpoint(TENANT, path)
+            await model.step()
+            assert drawn(await client.sample(sampler, 1, seed=1)) == first
+            with pytest.raises(NotFound):
+                await client.sampler(None, path)
+
+    run(scenario())
+
+
+def test_many_requests_at_once(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(request_memory_bytes=20_000)) as core:
+            client = await Client.start(core)
+            sampler = await client.sampler()
+            accepted = await asyncio.gather(
+                *[
+                    core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=2, seed=seq % 5))
+                    for seq in range(500)
+                ]
+            )
+            answers = await asyncio.gather(*[client.done(one.request_id) for one in accepted])
+            assert len(set(answers)) <= 5 * 3  # prompt_cache_hit_tokens may differ, tokens not
+            assert core.requests.unanswered == 0
+
+    run(scenario())
+
+
+def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model_dir, data_dir):
+    async def scenario() -> None:
+        keys = {"tml-anna-key": "anna", "tml-ben-key-": "ben"}
+        async with running(model_dir, data_dir, ServerSettings(sampling_slots=4), keys=keys) as core:
+            anna, ben = [await Client.start(core, core.authenticate(key)) for key in keys]
+            samplers = [await client.sampler() for client in (anna, ben)]
+            long = [
+                await core.submit_sample(anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[]))
+                for seq in range(12)
+            ]
+            await ben.sample(samplers[1], 0, n=1, max_tokens=2)
+            states = [await core.result(anna.tenant, one.request_id, 0) for one in long]
+            assert sum(isinstance(state, TryAgain) for state in states) >= 4
+
+    run(scenario())
+
+
+def test_a_request_is_given_up_on_demand(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as core:
+            client = await Client.start(core)
+            sampler = await client.sampler()
+            running_one, waiting = [
+                await core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[]))
+                for seq in range(2)
+            ]
+            await asyncio.sleep(0.1)
+            for one in (waiting, running_one):
+                await core.cancel(TENANT, one.request_id)
+                answer = await client.answer(one.request_id)
+                assert answer == Failed("it was cancelled", "user")
+            await core.cancel(TENANT, "nothing")
+            response = await client.sample(sampler, 3)
+            await core.cancel(TENANT, f"{sampler}:3")
+            assert len(response.sequences) == 2
+
+    run(scenario())
+
+
+def test_what_is_asked_about_a_prompt_is_answered(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.run(gradient(model.model_id, forward_only=True))
+            path = (await model.run(SaveWeightsForSampler(model.model_id, "s"))).decode()
+            assert "sampler_weights/s" in path
+            sampler = await client.sampler()
+            question = Sample(
+                sampler, ModelInput.from_ints([1, 2, 3]), 1, SamplingParams(1), prompt_logprobs=True, prompt_only=True
+            )
+            accepted = await core.submit_sample(TENANT, 0, question)
+            assert len(await client.done(accepted.request_id)) >= 3 * np.dtype(np.float32).itemsize
+
+    run(scenario())

@@ -1,0 +1,183 @@
+"""Tenants: nothing of one can be seen, used or changed by another, and one's limits are not another's."""
+
+import asyncio
+
+import pytest
+from core_client import Client, adam, gradient, run, running, sample
+
+from planish.server.answers import Failed, Tenant
+from planish.server.errors import Conflict, NotFound, TooManyRequests, Unauthorized
+from planish.server.settings import ServerSettings
+from planish.service import CreateModel, CreateSampler, LoadWeights, SaveWeights
+
+KEYS = {"tml-anna-key": "anna", "tml-ben-key-": "ben"}
+
+
+async def two(core) -> tuple[Client, Client]:
+    anna, ben = [await Client.start(core, core.authenticate(key)) for key in KEYS]
+    return anna, ben
+
+
+def test_what_is_anothers_is_not_there(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, keys=KEYS) as core:
+            anna, ben = await two(core)
+            model = await anna.model()
+            await model.step()
+            path, sampler = await model.save("a"), await model.publish()
+            request_id = f"{model.model_id}:1"
+            await anna.sample(sampler)
+            run_id = model.model_id
+            theirs = [
+                core.heartbeat(ben.tenant, anna.session_id),
+                core.finish_session(ben.tenant, anna.session_id, "success", None),
+                core.session(ben.tenant, anna.session_id),
+                core.create_model(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
+                core.create_model(ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)),
+                core.submit_training(ben.tenant, 5, adam(run_id)),
+                core.unload_model(ben.tenant, run_id),
+                core.create_sampler(ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")),
+                core.create_sampler(ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)),
+                core.submit_sample(ben.tenant, 5, sample(sampler)),
+                core.result(ben.tenant, request_id, 0),
+                core.result(ben.tenant, f"{sampler}:0", 0),
+                core.model_info(ben.tenant, run_id),
+                core.sampler_info(ben.tenant, sampler),
+                core.training_run(ben.tenant, run_id),
+                core.checkpoints(ben.tenant, run_id),
+                core.checkpoint_info(ben.tenant, path),
+                core.delete_checkpoint(ben.tenant, path),
+                core.set_public(ben.tenant, path, True),
+                core.set_ttl(ben.tenant, path, 3600),
+                core.copy_checkpoint(ben.tenant, path, ben.session_id, 7, None),
+                core.copy_checkpoint(anna.tenant, path, ben.session_id, 7, None),
+                core.checkpoint_files(ben.tenant, path),
+            ]
+            for call in theirs:
+                with pytest.raises(NotFound):
+                    await call
+            await core.cancel(ben.tenant, f"{sampler}:0")
+            await core.reject(ben.tenant, run_id, 20, ValueError("no"))
+            assert (await core.sessions(ben.tenant, 10, 0)).items == [ben.session_id]
+            assert (await core.training_runs(ben.tenant, 10, 0)).total == 0
+            assert (await core.checkpoints(ben.tenant)).total == 0
+            assert (await model.step(3))["step"] == 2
+            with pytest.raises(Unauthorized):
+                core.authenticate("tml-other-key")
+
+    run(scenario())
+
+
+def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, keys=KEYS) as core:
+            anna, ben = await two(core)
+            model = await anna.model()
+            await model.step()
+            path = await model.save("a")
+            await core.set_public(anna.tenant, path, True)
+            with pytest.raises(Conflict):
+                await core.set_public(anna.tenant, path, True)
+            twin = await ben.model(base_model=None, from_path=path, with_optimizer=True)
+            assert (await twin.step(1))["step"] == 2
+            await twin.run(LoadWeights(twin.model_id, path))
+            await ben.sample(await ben.sampler(None, path))
+            assert (await core.checkpoint_info(ben.tenant, path)).checkpoint.public
+            assert "adapter_model.safetensors" in await core.checkpoint_files(ben.tenant, path)
+            for call in (core.delete_checkpoint(ben.tenant, path), core.set_public(ben.tenant, path, False)):
+                with pytest.raises(NotFound):
+                    await call
+            await core.set_public(anna.tenant, path, False)
+            with pytest.raises(Conflict):
+                await core.set_public(anna.tenant, path, False)
+            with pytest.raises(NotFound):
+                await core.checkpoint_info(ben.tenant, path)
+            assert (await twin.step(2))["step"] == 1  # the optimizer was not loaded
+
+    run(scenario())
+
+
+def test_a_limit_of_one_tenant_is_not_anothers(model_dir, data_dir):
+    async def scenario() -> None:
+        settings = ServerSettings(max_queued_requests=3, sampling_slots=1)
+        async with running(model_dir, data_dir, settings, keys=KEYS) as core:
+            anna, ben = await two(core)
+            sampler, other = await anna.sampler(), await ben.sampler()
+            accepted = [
+                await core.submit_sample(anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[]))
+                for seq in range(3)
+            ]
+            with pytest.raises(TooManyRequests) as refused:
+                await core.submit_sample(anna.tenant, 3, sample(sampler))
+            assert refused.value.retry_after is not None
+            assert (
+                await core.submit_sample(anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])) == accepted[1]
+            )
+            await ben.sample(other)
+            for one in accepted:
+                await anna.done(one.request_id)
+            await anna.sample(sampler, 3)
+
+    run(scenario())
+
+
+def test_a_number_that_met_a_limit_is_not_used_up(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=600)) as core:
+            model = await (await Client.start(core)).model()
+            request = gradient(model.model_id)
+            refused, again = 0, 0.0
+            for seq in range(1, 30):
+                try:
+                    await model.submit(request, seq)
+                except TooManyRequests as error:
+                    refused, again = seq, error.retry_after or 0.0
+                    break
+            assert refused
+            assert 0 < again < 60
+            core.limits.use(model.client.tenant.name, -1000)  # a minute later
+            assert await model.submit(request, refused) == f"{model.model_id}:{refused}"
+
+    run(scenario())
+
+
+def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(storage_bytes=150_000), keys=KEYS) as core:
+            anna, ben = await two(core)
+            model, other = await anna.model(), await ben.model()
+            await model.save("a")
+            await model.save("b")
+            answer = await anna.answer(await model.submit(SaveWeights(model.model_id, "c")))
+            assert isinstance(answer, Failed)
+            assert answer.category == "user"
+            assert "delete some" in answer.message
+            await other.save("a")
+            await core.delete_checkpoint(anna.tenant, f"tinker://{model.model_id}/weights/a")
+            await model.save("c")
+
+    run(scenario())
+
+
+def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_first(model_dir, data_dir):
+    """Each of three tenants asks for 1,000 tokens at once; when half of all are drawn, each has had about a third of them."""
+    lengths, wanted = {"long": 100, "middling": 25, "short": 5}, 1000
+    keys = {f"tml-{name}-key": name for name in lengths}
+
+    async def scenario() -> dict[str, int]:
+        settings = ServerSettings(sampling_slots=4, sampling_share=2)
+        async with running(model_dir, data_dir, settings, keys) as core:
+            for name, length in lengths.items():
+                client = await Client.start(core, Tenant(name))
+                sampler = await client.sampler()
+                for seq in range(wanted // length):
+                    asked = sample(sampler, b"x", n=1, max_tokens=length, stop=[])
+                    await core.submit_sample(client.tenant, seq, asked)
+            while sum((served := (await core.measurements()).sampled_tokens).values()) < 1.5 * wanted:
+                await asyncio.sleep(0.005)
+            return dict(served)
+
+    served = run(scenario())
+    assert set(served) == set(lengths)
+    assert min(served.values()) > 250, served
+    assert max(served.values()) < 750, served

@@ -1,0 +1,46 @@
+"""A few of the kills of crash_run.py: a server that dies while clients work, at places that matter and at a random moment, loses nothing."""
+
+import asyncio
+
+import pytest
+from crash_run import CALM, SETTINGS, Kill, Round, differences, kills, play
+
+from planish.server.crash_points import CRASH_POINTS, arm
+
+KILLS = (
+    Kill("before commit:12"),
+    Kill("snapshot saved before recording:1"),
+    Kill("between replayed operations:1"),
+    Kill("sampler saved before recording:2"),
+    Kill(crash_after=0.3),
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_server_that_is_killed_tells_and_keeps_what_one_does_that_is_not(model_dir, tmp_path):
+    async def scenario() -> None:
+        undisturbed = await play(model_dir, tmp_path / "calm", iter(()), 0, CALM, 1)
+        killed = await play(model_dir, tmp_path / "killed", iter(KILLS), len(KILLS), SETTINGS, 1)
+        assert differences(killed, undisturbed) == []
+        assert killed.kills.total() >= 3
+
+    asyncio.run(scenario())
+
+
+def test_what_differs_is_named():
+    expected = Round([{"step 1": 0.5, "step 2": 0.25}], [{"master": b"12"}])
+    assert differences(expected, expected) == []
+    seen = Round([{"step 1": 0.5, "step 3": 0.25}], [{"master": b"13"}])
+    assert sorted(differences(seen, expected)) == ["client 0: step 2", "client 0: step 3", "state 0: master"]
+
+
+def test_every_place_gets_its_turn():
+    deaths = kills(seed=0)
+    named = [next(deaths).place for _ in range(2 * len(CRASH_POINTS))]
+    assert set(named) == {*CRASH_POINTS, "at random"}
+
+
+@pytest.mark.parametrize("setting", ["nowhere:1", "before commit:x", ""])
+def test_a_place_that_is_none_is_refused(setting):
+    with pytest.raises(ValueError, match="NAME:COUNT|invalid literal"):
+        arm(setting)

@@ -1,0 +1,524 @@
+"""The OpenAI-compatible endpoints with OpenAI's own client, on a real socket."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import uvicorn
+
+from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.renderers import get_renderer
+from planish.server import openai_routes, routes_draw
+from planish.server.app import create_app
+from planish.server.core import ServerCore
+from planish.server.exchange import HttpSettings
+from planish.service import CreateSampler, DrawnToken, Operation, Sample
+from planish.testing import EOS_TOKEN_ID
+from planish.tokenizer import load_tokenizer
+from planish.types import SampledSequence, SampleResponse
+
+BASE, CHAT, THINKER = "tiny/base", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B"
+KEYS = {"tml-first": "first", "tml-second": "second"}
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+WAIT = 60.0
+
+
+class ScriptedEngine(Engine):
+    """Draws as it is told, where it is told."""
+
+    script: list[int] | None = None
+    error: Exception | None = None
+
+    def submit(self, operation: Operation[Any]) -> Future[Any]:
+        if not isinstance(operation, Sample) or self.script is None:
+            return super().submit(operation)
+        answer: Future[Any] = Future()
+        for token in self.script:
+            if operation.on_token is not None:
+                operation.on_token(DrawnToken(0, token, -1.0, ()))
+        if self.error is not None:
+            answer.set_exception(self.error)
+        else:
+            logprobs = np.full(len(self.script), -1.0, np.float32)
+            sequence = SampledSequence("stop", "", np.array(self.script, np.int64), logprobs)
+            answer.set_result(SampleResponse(sequences=[sequence]))
+        return answer
+
+    @contextmanager
+    def saying(self, text: str, tokenizer: Any, error: Exception | None = None) -> Iterator[None]:
+        self.script = [*tokenizer.encode(text, add_special_tokens=False), EOS_TOKEN_ID]
+        self.error = error
+        try:
+            yield
+        finally:
+            self.script = self.error = None
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    core: ServerCore
+    engine: ScriptedEngine
+    tokenizer: Any
+
+    def client(self, key: str = "tml-first", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT, **options)
+
+    def drawn(self, model: str, prompt: list[int], params: SamplingParams, n: int = 1) -> SampleResponse:
+        """What the engine draws when it is asked directly."""
+        name = f"direct-{time.monotonic_ns()}"
+        self.engine.submit(CreateSampler(name, base_model=model)).result(WAIT)
+        return self.engine.submit(Sample(name, ModelInput.from_ints(prompt), n, params)).result(WAIT)
+
+    def is_idle(self) -> bool:
+        return self.core.sampling_gate.used == 0 and not self.core.limits.queued()
+
+
+@pytest.fixture(scope="module")
+def served(model_dir, tmp_path_factory) -> Iterator[Served]:
+    models: dict[str, Path] = dict.fromkeys((BASE, CHAT, THINKER), model_dir)
+    data = tmp_path_factory.mktemp("openai")
+    engine = ScriptedEngine(
+        {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32", deterministic=True)
+    )
+    core = ServerCore(engine, data, list(models), KEYS)
+    more = [*routes_draw.ROUTES, *openai_routes.routes(core, engine, models)]
+    app = create_app(core, HttpSettings(tokenizer_directories=models), more)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="warning", timeout_graceful_shutdown=5))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", core, engine, load_tokenizer(model_dir))
+        app.state.http.stopping.set()
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def client(served) -> Iterator[openai.OpenAI]:
+    with served.client() as client:
+        yield client
+
+
+def test_a_message_is_what_the_engine_draws(served, client):
+    answer = client.chat.completions.create(
+        model=CHAT, messages=HELLO, max_completion_tokens=12, seed=5, temperature=0.8, logprobs=True, top_logprobs=3
+    )
+    renderer = get_renderer("qwen3_instruct", served.tokenizer)
+    prompt = renderer.build_generation_prompt(HELLO).to_ints()
+    params = SamplingParams(12, seed=5, stop=renderer.get_stop_sequences(), temperature=0.8)
+    [sequence] = served.drawn(CHAT, prompt, params).sequences
+    [choice] = answer.choices
+    assert choice.message.content == served.tokenizer.decode(sequence.tokens)
+    assert choice.finish_reason == "length"
+    assert [row.logprob for row in choice.logprobs.content] == pytest.approx(sequence.logprobs)
+    assert b"".join(bytes(row.bytes) for row in choice.logprobs.content) == bytes(
+        token for token in sequence.tokens if token < 256
+    )
+    assert all(len(row.top_logprobs) == 3 for row in choice.logprobs.content)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 12)
+    assert answer.model == CHAT
+    assert answer.object == "chat.completion"
+
+
+def joined(chunks: list[Any], index: int) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join((choice.delta.content if hasattr(choice, "delta") else choice.text) or "" for choice in choices)
+
+
+def test_a_streamed_message_is_the_message(client):
+    options: Any = {
+        "model": CHAT,
+        "messages": HELLO,
+        "max_tokens": 40,
+        "seed": 3,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) > 20
+    for choice in whole.choices:
+        assert joined(chunks, choice.index) == choice.message.content
+        mine = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert [row for one in mine if one.logprobs for row in one.logprobs.content] == choice.logprobs.content
+        assert [one.finish_reason for one in mine if one.finish_reason] == [choice.finish_reason]
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].choices == []
+
+
+def test_streamed_text_is_the_text(client):
+    options: Any = {"model": BASE, "prompt": ["One", "Two"], "max_tokens": 30, "seed": 3, "n": 2, "logprobs": 2}
+    whole = client.completions.create(**options)
+    chunks = list(client.completions.create(**options, stream=True))
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    for choice in whole.choices:
+        assert joined(chunks, choice.index) == choice.text
+        mine = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [x for one in mine for x in getattr(one.logprobs, name)] == getattr(choice.logprobs, name)
+
+
+def test_text_goes_on_from_a_prompt(served, client):
+    prompt = served.tokenizer.encode("Once upon")
+    sequence = served.drawn(BASE, prompt, SamplingParams(8, seed=1, stop=[EOS_TOKEN_ID], top_p=0.9)).sequences[0]
+    for given in ("Once upon", prompt, [prompt], ["Once upon"]):
+        answer = client.completions.create(model=BASE, prompt=given, max_tokens=8, seed=1, top_p=0.9)
+        assert answer.choices[0].text == served.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+    assert client.completions.create(model=BASE, prompt="a").usage.completion_tokens <= 16
+
+
+def test_a_text_is_scored(served, client):
+    """As evaluation tools do it: the prompt's own logprobs, and nothing drawn."""
+    text = "A text, ünd"
+    answer = client.completions.create(model=BASE, prompt=text, max_tokens=0, echo=True, logprobs=2)
+    [choice] = answer.choices
+    prompt = served.tokenizer.encode(text)
+    assert choice.text == text
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.tokens) == len(prompt)
+    assert choice.logprobs.text_offset[:3] == [0, 1, 2]
+    assert answer.usage.completion_tokens == 0
+    one_more = client.completions.create(model=BASE, prompt=text, max_tokens=1, echo=True, logprobs=2).choices[0]
+    assert one_more.logprobs.token_logprobs[: len(prompt)] == choice.logprobs.token_logprobs
+    assert one_more.text.startswith(text)
+    echoed = client.completions.create(model=BASE, prompt=text, max_tokens=2, echo=True)
+    assert echoed.choices[0].text.startswith(text)
+
+
+def test_stop_strings_end_the_text_and_are_no_part_of_it(served, client):
+    options: Any = {"model": BASE, "prompt": "Go", "max_tokens": 60, "seed": 9}
+    text = client.completions.create(**options).choices[0].text
+    stop = text[20:22]
+    stopped = client.completions.create(**options, stop=[stop, "never to be seen"]).choices[0]
+    assert stopped.text == text[: text.index(stop)]
+    assert stopped.finish_reason == "stop"
+    streamed = list(client.completions.create(**options, stop=stop, stream=True))
+    assert joined(streamed, 0) == stopped.text
+
+
+def test_a_seed_repeats_a_sample_and_its_absence_does_not(client):
+    def text(**options: Any) -> str:
+        return client.completions.create(model=BASE, prompt="x", max_tokens=20, **options).choices[0].text
+
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert text() != text()
+    assert text(temperature=0) == text(temperature=0)
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="module")
+def trained(served) -> Iterator[Any]:
+    """A training client of planish on the same server, whose model is far from its base."""
+    with ServiceClient(base_url=served.url, api_key="tml-first") as service_client:
+        training_client = service_client.create_lora_training_client(CHAT, rank=4, seed=1)
+        datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [97, 97, 97]})
+        for _ in range(3):
+            training_client.forward_backward([datum], "cross_entropy")
+            training_client.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
+        yield training_client
+
+
+def test_a_checkpoint_is_served_at_once(served, client, trained):
+    path = trained.save_weights_for_sampler("now").result(WAIT).path
+    [listed] = [model for model in client.models.list() if model.id == path]
+    assert listed == client.models.retrieve(path)
+    assert abs(listed.created - time.time()) < WAIT
+    answer = client.completions.create(model=path, prompt=[5, 6, 7], max_tokens=9, seed=4, logprobs=0)
+    params = SamplingParams(9, seed=4, stop=[EOS_TOKEN_ID])
+    [sequence] = (
+        trained.create_sampling_client(path).sample(ModelInput.from_ints([5, 6, 7]), 1, params).result(WAIT).sequences
+    )
+    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(sequence.logprobs)
+    assert answer.choices[0].text == served.tokenizer.decode(sequence.tokens)
+    assert (
+        answer.choices[0].text
+        != client.completions.create(model=CHAT, prompt=[5, 6, 7], max_tokens=9, seed=4).choices[0].text
+    )
+    # Saved again under its name, it is the new one.
+    datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [98, 98, 98]})
+    trained.forward_backward([datum], "cross_entropy")
+    trained.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
+    assert trained.save_weights_for_sampler("now", overwrite=True).result(WAIT).path == path
+    again = client.completions.create(model=path, prompt=[5, 6, 7], max_tokens=9, seed=4, logprobs=0)
+    assert again.choices[0].logprobs.token_logprobs != answer.choices[0].logprobs.token_logprobs
+    message = client.chat.completions.create(model=path, messages=HELLO, max_tokens=3)
+    assert message.model == path
+
+
+def test_a_checkpoint_says_its_renderer(served, client, trained):
+    path = trained.save_weights_for_sampler("plain", user_metadata={"renderer_name": "role_colon"}).result(WAIT).path
+    prompt = get_renderer("role_colon", served.tokenizer).build_generation_prompt(HELLO)
+    answer = client.chat.completions.create(model=path, messages=HELLO, max_tokens=2)
+    assert answer.usage.prompt_tokens == prompt.length
+    with pytest.raises(openai.BadRequestError, match="role_colon.*tool") as error:
+        client.chat.completions.create(model=path, messages=HELLO, tools=TOOLS)
+    assert error.value.param == "tools"
+
+
+def test_tenants_see_their_own(served, client, trained):
+    path = trained.save_weights_for_sampler("private").result(WAIT).path
+    with served.client("tml-second") as second:
+        assert [model.id for model in second.models.list()] == [BASE, CHAT, THINKER]
+        for call in (
+            lambda: second.models.retrieve(path),
+            lambda: second.completions.create(model=path, prompt="x"),
+            lambda: second.chat.completions.create(model=path, messages=HELLO),
+        ):
+            with pytest.raises(openai.NotFoundError, match="does not exist") as error:
+                call()
+            assert error.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "name", ["no/such", "tinker://x/sampler_weights/y", "tinker://../weights/x", "", "/etc/passwd"]
+)
+def test_other_models_do_not_exist(client, name):
+    with pytest.raises(openai.NotFoundError) as error:
+        client.completions.create(model=name, prompt="x")
+    assert error.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("key", ["tml-third", "x" * 200])
+def test_other_keys_are_refused(served, key):
+    with served.client(key) as stranger:
+        for call in (stranger.models.list, lambda: stranger.completions.create(model=BASE, prompt="x")):
+            with pytest.raises(openai.AuthenticationError) as error:
+                call()
+            assert error.value.code == "invalid_api_key"
+
+
+# Tools and thoughts
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def test_a_model_calls_tools(served, client):
+    with served.engine.saying(f"Let me see.\n{CALL}\n{CALL}", served.tokenizer):
+        choice = client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS).choices[0]
+        chunks = list(client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS, stream=True))
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert [call.function.name for call in choice.message.tool_calls] == ["add", "add"]
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+    assert joined(chunks, 0) == "Let me see."
+    assert [call.index for call in chunks[-1].choices[0].delta.tool_calls] == [0, 1]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_conversation_goes_on_after_a_call(served, client):
+    with served.engine.saying(CALL, served.tokenizer):
+        message = client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS).choices[0].message
+    assert message.content is None
+    sent = [
+        {"role": "system", "content": "Be exact."},
+        *HELLO,
+        message.model_dump(),
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"},
+    ]
+    answer = client.chat.completions.create(model=CHAT, messages=sent, tools=TOOLS, max_tokens=2)
+    renderer = get_renderer("qwen3_instruct", served.tokenizer)
+    expected = renderer.build_generation_prompt(
+        [
+            *renderer.create_conversation_prefix_with_tools([TOOLS[0]["function"]], "Be exact."),
+            *HELLO,
+            {"role": "assistant", "content": "", "tool_calls": [call.model_dump() for call in message.tool_calls]},
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"},
+        ]
+    )
+    assert answer.usage.prompt_tokens == expected.length
+    without = client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS, tool_choice="none", max_tokens=2)
+    assert without.usage.prompt_tokens == renderer.build_generation_prompt(HELLO).length
+
+
+def test_thoughts_are_apart(served, client):
+    with served.engine.saying("<think>\nHm.\n</think>\n\nYes.", served.tokenizer):
+        message: Any = client.chat.completions.create(model=THINKER, messages=HELLO).choices[0].message
+        chunks: Any = list(client.chat.completions.create(model=THINKER, messages=HELLO, stream=True))
+    assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+    assert joined(chunks, 0) == "Yes."
+    # Clients give back what they got; the format decides which thoughts the model sees again.
+    sent = [*HELLO, message.model_dump(), {"role": "user", "content": "Sure?"}]
+    thought = {"type": "thinking", "thinking": "Hm."}
+    parts = [*HELLO, {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}, sent[-1]]
+    expected = get_renderer("qwen3", served.tokenizer).build_generation_prompt(parts)
+    answer = client.chat.completions.create(model=THINKER, messages=sent, max_tokens=1)
+    assert answer.usage.prompt_tokens == expected.length
+    with pytest.raises(openai.BadRequestError, match="thinking"):
+        client.chat.completions.create(model=CHAT, messages=sent)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"extra_body": {"guided_json": {"a": 1}}}, "guided_json"),
+    ],
+)
+def test_what_means_nothing_here_is_refused(client, options, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**{"model": CHAT, "messages": HELLO, **options})
+    assert error.value.param == param
+    assert param in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [[1], "a", 5]}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"echo": True, "stream": True}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": [10**6]}, None),
+        ({"prompt": "x" * 3000}, None),
+        ({"max_tokens": 5000}, None),
+        ({"prompt": ["x"] * 1024, "n": 128, "max_tokens": 1000}, "n"),
+        ({"prompt": ["x"] * 1000, "n": 8, "max_tokens": 100, "logprobs": 20}, "n"),
+        ({"prompt": ["x" * 1500] * 400, "echo": True, "max_tokens": 0, "logprobs": 20}, "n"),
+        ({"extra_body": {"stream_options": {"include_obfuscation": True}}, "stream": True}, None),
+    ],
+)
+def test_texts_that_cannot_be_drawn_are_refused(client, options, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(**{"model": BASE, "prompt": "x", **options})
+    assert error.value.param == param
+
+
+def test_a_body_that_is_none_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="not JSON"):
+        client.post(
+            "/completions", cast_to=object, content=b"{", options={"headers": {"content-type": "application/json"}}
+        )
+
+
+def test_an_error_in_the_middle_of_a_stream_is_told(served, client):
+    with served.engine.saying("Some", served.tokenizer, error=ValueError("out of luck")):
+        stream = client.chat.completions.create(model=CHAT, messages=HELLO, stream=True)
+        with pytest.raises(openai.APIError, match="out of luck"):
+            list(stream)
+        with pytest.raises(openai.BadRequestError, match="out of luck"):
+            client.chat.completions.create(model=CHAT, messages=HELLO)
+
+
+def test_a_fault_of_the_server_is_told(served, client):
+    with served.engine.saying("Some", served.tokenizer, error=KeyError("secret")):
+        with pytest.raises(openai.InternalServerError, match="fault of the server.*KeyError") as error:
+            client.chat.completions.create(model=CHAT, messages=HELLO)
+        assert error.value.type == "server_error"
+        with pytest.raises(openai.APIError, match="fault of the server.*KeyError"):
+            list(client.completions.create(model=BASE, prompt="x", stream=True))
+    assert served.is_idle()
+
+
+# Who hangs up, and many at once
+
+
+def wait_until_idle(served: Served) -> None:
+    give_up = time.monotonic() + 10
+    while not served.is_idle():
+        assert time.monotonic() < give_up, "the work goes on"
+        time.sleep(0.01)
+
+
+def test_who_leaves_a_stream_frees_the_work(served, client, caplog):
+    stream = client.completions.create(model=BASE, prompt="x", max_tokens=1900, stream=True, n=4)
+    next(iter(stream))
+    assert not served.is_idle()
+    stream.close()
+    wait_until_idle(served)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_who_hangs_up_frees_the_work(served, client, caplog):
+    body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1900, "n": 4}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer tml-first\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        give_up = time.monotonic() + 10
+        while served.is_idle() and time.monotonic() < give_up:
+            time.sleep(0.005)
+        assert not served.is_idle()
+    wait_until_idle(served)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_many_are_served_at_once(served):
+    async def main() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="tml-second", max_retries=0) as client:
+            asked = [
+                client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=6, seed=seed)
+                for seed in range(40)
+            ]
+            return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
+
+    with served.client() as client:
+        alone = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=6, seed=7)
+        contents = asyncio.run(main())
+    assert contents[7] == alone.choices[0].message.content
+    assert len(set(contents)) > 30
+    assert served.is_idle()

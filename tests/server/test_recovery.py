@@ -1,0 +1,279 @@
+"""After a stop in order, and when adapters leave memory and come back, everything goes on as if nothing had been."""
+
+import asyncio
+import logging
+import sqlite3
+
+import orjson
+import pytest
+from core_client import BASE, TENANT, Client, adam, drawn, gradient, make_core, run, running, sample, state
+
+from planish.server.answers import Done, Failed, TryAgain
+from planish.server.errors import Gone, NotFound, Unavailable
+from planish.server.settings import ServerSettings
+from planish.service import LoadWeights, PublishSampler
+from planish.types import Checkpoint
+
+SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes=1000)
+
+
+def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
+    async def play(name: str, settings: ServerSettings) -> tuple[list[object], list[dict[str, bytes]]]:
+        data_dir = tmp_path / name
+        async with running(model_dir, data_dir, settings) as core:
+            client = await Client.start(core)
+            models = [await client.model(seed) for seed in (1, 2)]
+            seen: list[object] = []
+            for turn in range(3):
+                for model in models:
+                    await model.run(gradient(model.model_id, turn))
+                seen += [await model.step(turn + 50) for model in models]
+                sampler = await models[turn % 2].publish()
+                seen.append(drawn(await client.sample(sampler, turn, seed=turn)))
+                seen.append(drawn(await client.sample(f"{client.session_id}:sample:0", 100 + turn, seed=0)))
+            return seen, [state(data_dir, await model.save("last")) for model in models]
+
+    assert run(play("small", SMALL)) == run(play("large", ServerSettings()))
+
+
+def test_a_restart_goes_on_with_everything(model_dir, tmp_path):
+    async def play(name: str, restarts: bool) -> tuple[list[object], dict[str, bytes]]:
+        data_dir = tmp_path / name
+        seen: list[object] = []
+        core = running(model_dir, data_dir)
+        client = await Client.start(await core.__aenter__())
+
+        async def restart() -> None:
+            nonlocal core
+            if restarts:
+                await core.__aexit__(None, None, None)
+                core = running(model_dir, data_dir)
+                client.core = await core.__aenter__()
+
+        model = await client.model()
+        base = await client.sampler()
+        await restart()
+        seen.append(await model.step(1))
+        await restart()
+        published = await model.publish()
+        path = await model.save("a")
+        await model.run(gradient(model.model_id, 2))
+        await restart()  # with a gradient that no step has applied
+        seen.append(await model.step(3))
+        saved = await client.sampler(None, path)
+        await restart()
+        seen += [drawn(await client.sample(sampler, 1, seed=4)) for sampler in (base, published, saved)]
+        await model.run(LoadWeights(model.model_id, path, with_optimizer=True))
+        await client.core.delete_checkpoint(TENANT, path)
+        await restart()
+        seen.append(await model.step(5))
+        seen.append(drawn(await client.sample(saved, 2, seed=4)))
+        last = state(data_dir, await model.save("last"))
+        await core.__aexit__(None, None, None)
+        return seen, last
+
+    assert run(play("restarted", True)) == run(play("running", False))
+
+
+def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            sampler = await client.sampler()
+            done = [await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))]
+            before = [await client.answer(request_id) for request_id in done]
+            accepted = await core.submit_sample(TENANT, 0, sample(sampler))
+            drawn_before = await client.answer(accepted.request_id)
+            waiting = await model.submit(adam(model.model_id), 4)
+            assert isinstance(await core.result(TENANT, waiting, 0.05), TryAgain)
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            assert [await client.answer(request_id) for request_id in done] == before
+            assert await client.answer(accepted.request_id) == drawn_before
+            assert await core.submit_sample(TENANT, 0, sample(sampler)) == accepted
+            assert await model.submit(gradient(model.model_id), 1) == done[0]
+            assert isinstance(await core.result(TENANT, waiting, 0.05), TryAgain)
+            await model.submit(gradient(model.model_id, 1), 3)
+            assert orjson.loads(await client.done(waiting))["metrics"]["step"] == 2
+
+    run(scenario())
+
+
+def test_a_stop_refuses_what_comes_and_keeps_what_waits(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as core:
+            client = await Client.start(core)
+            sampler = await client.sampler()
+            accepted = [
+                await core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=300, stop=[], seed=seq))
+                for seq in range(4)
+            ]
+            stopping = asyncio.create_task(core.stop(0.3))
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable):
+                await core.submit_sample(TENANT, 9, sample(sampler))
+            assert not core.healthy()
+            await stopping
+            core.stop = nothing  # it was
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            answers = [await client.answer(one.request_id) for one in accepted]
+            assert all(isinstance(answer, Done) for answer in answers)
+
+    async def nothing(_: float) -> None:
+        return
+
+    run(scenario())
+
+
+def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, SMALL) as core:
+            model = await (await Client.start(core)).model()
+            for seed in range(4):
+                await model.step(seed)
+        rows = (
+            sqlite3.connect(data_dir / "server.db")
+            .execute("SELECT seq, body IS NULL FROM requests ORDER BY seq")
+            .fetchall()
+        )
+        assert [bool(cut) for _, cut in rows] == [True] * 9
+        private = [path.name for path in (data_dir / "checkpoints").glob("*/weights/*")]
+        assert private == ["_planish.snapshot.8"]
+
+    run(scenario())
+
+
+def test_files_of_a_kill_are_removed_at_the_next_start(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, SMALL) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.step()
+            kept = await model.save("kept")
+        weights = data_dir / "checkpoints" / model.model_id / "weights"
+        (snapshot,) = [path for path in weights.iterdir() if "snapshot" in path.name]
+        for name in ("_planish.snapshot.1", "_planish.loaded.99"):
+            (weights / name).mkdir()
+            for file in snapshot.iterdir():
+                (weights / name / file.name).write_bytes(file.read_bytes())
+        lost = Checkpoint("weights/lost", "training", (await listed(model_dir, data_dir))[0].time, kept + "-lost", 1)
+        connection = sqlite3.connect(data_dir / "server.db")
+        connection.execute(
+            "INSERT INTO checkpoints (path, tenant, run, bytes, made, user_metadata) VALUES (?, 'everybody', ?, 1, 1, '{}')",
+            (lost.tinker_path, model.model_id),
+        )
+        connection.commit()
+        connection.close()
+        assert [item.tinker_path for item in await listed(model_dir, data_dir)] == [kept]
+        assert {path.name for path in weights.iterdir()} == {"kept", snapshot.name}
+
+    run(scenario())
+
+
+async def listed(model_dir, data_dir) -> list[Checkpoint]:
+    async with running(model_dir, data_dir) as core:
+        return list((await core.checkpoints(TENANT)).items)
+
+
+def test_a_session_that_ended_before_a_kill_is_cleared_at_the_next_start(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.step()
+            sampler = await model.publish()
+            path = await model.save("a")
+        connection = sqlite3.connect(data_dir / "server.db")
+        connection.execute("UPDATE sessions SET ended = 1, reason = 'success'")
+        connection.commit()
+        connection.close()
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            await core._sessions.cleared()
+            for call in (client.sample(sampler), model.publish()):
+                with pytest.raises(Gone):
+                    await call
+            assert [item.tinker_path for item in (await core.checkpoints(TENANT)).items] == [path]
+            assert {file.name for file in (data_dir / "checkpoints").glob("*/*/*")} == {"a"}
+
+    run(scenario())
+
+
+def test_a_base_model_that_is_not_served_any_more_fails_requests_by_name(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.step()
+            sampler = await client.sampler()
+        moved = make_core(model_dir.parent / "gone", data_dir)
+        await moved.start()
+        client.core = moved
+        answer = await client.answer(await model.submit(gradient(model.model_id)))
+        assert isinstance(answer, Failed)
+        assert "gone" in answer.message or BASE in answer.message
+        with pytest.raises((ValueError, NotFound)):
+            await client.sample(sampler, 5)
+        await moved.stop(5)
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
+            assert (await model.step(1))["step"] == 2
+
+    run(scenario())
+
+
+def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir, caplog):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(idle_seconds=1e6)) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.run(gradient(model.model_id))
+            await model.run(adam(model.model_id))
+            await model.run(gradient(model.model_id))  # keeps a snapshot from being taken
+        connection = sqlite3.connect(data_dir / "server.db")
+        connection.execute(
+            "UPDATE requests SET result = ? WHERE kind = 'optim_step'", (b'{"metrics":{"grad_norm":1.0}}',)
+        )
+        connection.commit()
+        connection.close()
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            await model.run(adam(model.model_id))
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert "does not repeat its sums" in caplog.text
+
+
+def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, SMALL) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.step(0)
+            calls = core._engine
+            real, failures = calls.checkpoint_info, 1
+
+            async def refuse(path: str):
+                nonlocal failures
+                if "_planish.sampler" in path and failures:
+                    failures -= 1
+                    raise OSError(28, "No space left on device")
+                return await real(path)
+
+            monkeypatch.setattr(calls, "checkpoint_info", refuse)
+            sampler = f"{client.session_id}:sample:0"
+            await client.done(await model.submit(PublishSampler(model.model_id, sampler)))
+            first = drawn(await client.sample(sampler, 0, seed=1))
+            await model.step(1)
+            last = await model.step(2)
+            assert drawn(await client.sample(sampler, 1, seed=1)) == first
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            assert drawn(await client.sample(sampler, 2, seed=1)) == first
+            assert (await model.step(3))["step"] == last["step"] + 1
+
+    run(scenario())

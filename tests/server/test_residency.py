@@ -1,0 +1,178 @@
+"""Adapters in memory: loaded once, kept while they are held, and otherwise let go in the order of their last use."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from core_client import run
+
+from planish.errors import StorageError
+from planish.server.measurements import Counters
+from planish.server.residency import Residency
+
+
+@dataclass(eq=False)
+class Fake:
+    key: str
+    log: list[str]
+    memory_bytes: int = 10
+    can_leave: bool = True
+    errors: list[Exception] = field(default_factory=list)
+
+    async def load(self) -> None:
+        await asyncio.sleep(0)
+        if self.errors:
+            raise self.errors.pop()
+        self.log.append(f"+{self.key}")
+
+    async def unload(self) -> None:
+        await asyncio.sleep(0)
+        if self.errors:
+            raise self.errors.pop()
+        self.log.append(f"-{self.key}")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+def fakes(log: list[str], names: str) -> list[Fake]:
+    return [Fake(name, log) for name in names]
+
+
+def test_it_is_loaded_once_for_all_who_hold_it(log):
+    async def scenario() -> None:
+        residency, (a,) = Residency(100, Counters()), fakes(log, "a")
+
+        async def use() -> None:
+            async with residency.held(a):
+                await asyncio.sleep(0)
+
+        await asyncio.gather(use(), use(), use())
+        await use()
+        assert log == ["+a"]
+        assert residency.used_bytes == 10
+        assert residency.loaded() == [a]
+
+    run(scenario())
+
+
+def test_the_one_that_was_used_longest_ago_makes_room(log):
+    async def scenario() -> None:
+        residency, (a, b, c, d) = Residency(30, Counters()), fakes(log, "abcd")
+        for one in (a, b, c, a, d):
+            async with residency.held(one):
+                pass
+        assert log == ["+a", "+b", "+c", "-b", "+d"]
+        assert residency.used_bytes == 30
+
+    run(scenario())
+
+
+def test_who_needs_room_waits_until_something_is_let_go(log):
+    async def scenario() -> None:
+        residency, (a, b) = Residency(15, Counters()), fakes(log, "ab")
+
+        async def use_b() -> None:
+            async with residency.held(b):
+                log.append("b")
+
+        async with residency.held(a):
+            waiting = asyncio.create_task(use_b())
+            await asyncio.sleep(0.02)
+            assert log == ["+a"]
+            assert residency.waiting
+        await waiting
+        assert log == ["+a", "-a", "+b", "b"]
+
+    run(scenario())
+
+
+def test_what_cannot_be_loaded_again_stays(log):
+    async def scenario() -> None:
+        residency, (a, b, c) = Residency(20, Counters()), fakes(log, "abc")
+        a.can_leave = False
+        for one in (a, b, c):
+            async with residency.held(one):
+                pass
+        assert log == ["+a", "+b", "-b", "+c"]
+
+    run(scenario())
+
+
+def test_one_that_is_larger_than_the_budget_is_let_in_alone(log):
+    async def scenario() -> None:
+        residency, (a, b) = Residency(15, Counters()), fakes(log, "ab")
+        b.memory_bytes = 100
+        for one in (a, b, a):
+            async with residency.held(one):
+                pass
+        assert log == ["+a", "-a", "+b", "-b", "+a"]
+
+    run(scenario())
+
+
+def test_an_error_of_loading_is_raised_and_takes_no_room(log):
+    async def scenario() -> None:
+        residency, (a,) = Residency(15, Counters()), fakes(log, "a")
+        a.errors = [StorageError("once")]
+        with pytest.raises(StorageError):
+            async with residency.held(a):
+                pass
+        assert residency.used_bytes == 0
+        async with residency.held(a):
+            pass
+        assert log == ["+a"]
+
+    run(scenario())
+
+
+def test_one_that_cannot_leave_now_is_there_still(log, caplog):
+    async def scenario() -> None:
+        residency, (a,) = Residency(15, Counters()), fakes(log, "a")
+        async with residency.held(a):
+            pass
+        a.errors = [StorageError("no space")]
+        await residency.unload_idle(0)
+        assert residency.is_loaded(a)
+        await residency.unload_idle(0)
+        assert not residency.is_loaded(a)
+        assert log == ["+a", "-a"]
+
+    run(scenario())
+    assert "could not leave memory" in caplog.text
+
+
+def test_idle_ones_leave_after_their_time_and_what_came_by_itself_beyond_the_budget(log):
+    async def scenario() -> None:
+        residency, (a, b, c) = Residency(15, Counters()), fakes(log, "abc")
+        async with residency.held(a):
+            pass
+        await residency.unload_idle(60)
+        assert log == ["+a"]
+        residency.adopt(b)
+        assert residency.used_bytes == 20
+        await residency.unload_idle(60)
+        assert log == ["+a", "-a"]
+        residency.forget(b)
+        async with residency.held(c):
+            await residency.unload_idle(0)
+        assert log == ["+a", "-a", "+c"]
+
+    run(scenario())
+
+
+def test_who_comes_while_it_leaves_gets_it_back(log):
+    async def scenario() -> None:
+        residency, (a,) = Residency(15, Counters()), fakes(log, "a")
+        async with residency.held(a):
+            pass
+        leaving = asyncio.create_task(residency.unload_idle(0))
+        await asyncio.sleep(0)
+        async with residency.held(a):
+            assert residency.is_loaded(a)
+        await leaving
+        assert log in (["+a", "-a", "+a"], ["+a"])
+
+    run(scenario())

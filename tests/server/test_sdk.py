@@ -1,0 +1,182 @@
+"""The official SDK, unmodified, in a process of its own, against a server process on a real socket.
+
+Every probe of the conformance matrix is a test here, for the SDK that is installed. The other tests are scripts as users write them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conformance.bench import NOT_APPLICABLE, REFUSED, WORKS, Outcome
+from conformance.probes import PROBES
+from server_process import BASE_MODEL, running_server
+
+from planish.testing import tiny_model
+
+# All probes run within the first of their tests, on whatever else the machine does.
+pytestmark = pytest.mark.timeout(600)
+
+# Of older SDKs only; every other probe applies to the one of today.
+ONLY_OLDER = {
+    "RestClient.get_checkpoint_archive_url_from_tinker_path: and the archive",
+    "RestClient.get_checkpoint_archive_url_from_tinker_path_async",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hub")
+
+
+@dataclass
+class Serving:
+    """One server for all tests; it can be stopped and started again on its port and data."""
+
+    data: Path
+    model: Path
+    hub: Path
+    port: str
+    stack: ExitStack
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    def start(self) -> None:
+        options = ("--port", self.port, "--hub-tokenizers")
+        running = running_server(self.data, self.model, *options, environment={"HF_HOME": str(self.hub)})
+        self.process = self.stack.enter_context(running)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model: Path, hub: Path) -> Iterator[Serving]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with ExitStack() as stack:
+        serving = Serving(tmp_path_factory.mktemp("data") / "not" / "there" / "yet", model, hub, port, stack)
+        yield serving
+        assert serving.process.stop() == 0
+
+
+def environment(url: str, hub: Path | None = None) -> dict[str, str]:
+    """What a user sets, and no network."""
+    found = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-anything", "HF_HUB_OFFLINE": "1"}
+    return found if hub is None else {**found, "HF_HOME": str(hub)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(server: Serving, hub: Path) -> dict[str, Outcome]:
+    command = [sys.executable, "-m", "conformance.probes", "tinker", BASE_MODEL]
+    done = subprocess.run(
+        command,
+        env=environment(server.url, hub),
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {outcome.name: outcome for outcome in (Outcome(**json.loads(line)) for line in done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_method_of_the_sdk(outcomes: dict[str, Outcome], name: str):
+    expected = NOT_APPLICABLE if name in ONLY_OLDER else REFUSED if PROBES[name].is_refused else WORKS
+    assert outcomes[name].status == expected, outcomes[name].note
+
+
+def test_every_method_of_the_sdk_has_a_probe(outcomes: dict[str, Outcome]):
+    assert [outcome.name for outcome in outcomes.values() if outcome.name not in PROBES] == []
+
+
+SETUP = """
+import tinker
+from tinker import types
+service = tinker.ServiceClient()
+def datum(tokens=(1, 2, 3, 4), **inputs):
+    targets = list(tokens[1:]) + [5]
+    return types.Datum(types.ModelInput.from_ints(list(tokens)), {"target_tokens": targets, **inputs})
+client = service.create_lora_training_client("planish/tiny-model", rank=4, seed=7).result()
+"""
+LEARN = """
+losses = []
+for step in range(2):
+    output = client.forward_backward([datum(), datum((9, 8, 7))], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    losses.append(output.result().metrics["loss:sum"])
+sampler = client.save_weights_and_get_sampling_client().result()
+sample = sampler.sample(types.ModelInput.from_ints([1, 2]), 2, types.SamplingParams(max_tokens=6, seed=3)).result()
+print([loss.hex() for loss in losses], [(s.tokens, s.logprobs) for s in sample.sequences])
+"""
+
+
+def test_neither_the_wire_nor_a_restart_changes_a_bit(server: Serving, model: Path):
+    """A script of the SDK, with the server stopped and started again in its middle, and the same on an engine in its own process."""
+    script = SETUP + LEARN + "print('half', flush=True); input()" + LEARN
+    command = [sys.executable, "-c", script]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(server.url), **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        printed = []
+        while not printed or printed[-1] != "half\n":
+            printed.append(process.stdout.readline())
+            assert printed[-1], "the script ended early"
+        assert server.process.stop(signal.SIGTERM) == 0
+        server.start()
+        rest, _ = process.communicate("\n", timeout=300)
+    assert process.returncode == 0
+    assert "".join(printed) + rest == _in_this_process(script.replace("input()", ""), model)
+
+
+def _in_this_process(script: str, model: Path) -> str:
+    """What the script prints with planish's own client, whose names are the same."""
+    script = script.replace(
+        "import tinker\nfrom tinker import types", "import planish as tinker\nimport planish as types"
+    )
+    script = script.replace("ServiceClient()", f"ServiceClient(models={{'planish/tiny-model': {str(model)!r}}})")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(script + "\nservice.close()\n", {})
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+def test_two_thousand_samples_at_once(server: Serving):
+    script = """
+import time
+import tinker
+from tinker import types
+client = tinker.ServiceClient().create_sampling_client(base_model="planish/tiny-model").result()
+params = types.SamplingParams(max_tokens=2, seed=1)
+began = time.monotonic()
+pending = [client.sample(types.ModelInput.from_ints([1, 2, i % 200]), 1, params) for i in range(2000)]
+assert all(len(future.result().sequences[0].tokens) in (1, 2) for future in pending)
+print(f"2000 samples in {time.monotonic() - began:.1f} s")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(server.url), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stdout)

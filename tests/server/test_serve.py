@@ -1,0 +1,184 @@
+"""`planish serve` as a process: what it writes, what it measures, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_process import BASE_MODEL, ServerProcess, running_server
+
+ALICE, READER = "tml-alices-key", "tml-key-of-prometheus"
+
+
+class Caller:
+    """The calls of one session; paths are those below /api/v1."""
+
+    def __init__(self, url: str, key: str = ALICE) -> None:
+        self._http = httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": key}, timeout=60)
+        self.session = self.post("/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})[
+            "session_id"
+        ]
+        body = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+        self.sampler = self.post("/create_sampling_session", body)["sampling_session_id"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def post(self, path: str, body: Any) -> Any:
+        answer = self._http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def sample(self, seq_id: int, max_tokens: int, num_samples: int = 1) -> str:
+        """The id of the request."""
+        params = {"max_tokens": max_tokens, "seed": 1, "stop": []}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        body = {"sampling_session_id": self.sampler, "seq_id": seq_id, "prompt": prompt, "num_samples": num_samples}
+        return self.post("/asample", {**body, "sampling_params": params})["request_id"]
+
+    def result(self, request_id: str) -> Any:
+        while (answer := self._http.post("/retrieve_future", json={"request_id": request_id})).status_code == 408:
+            pass
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@pytest.fixture
+def caller(server: ServerProcess) -> Iterator[Caller]:
+    with Caller(server.url) as caller:
+        yield caller
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"alice {ALICE}\nmetrics {READER}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, keys: Path) -> Iterator[ServerProcess]:
+    data = tmp_path_factory.mktemp("data")
+    with running_server(data, model_dir, "--api-key-file", str(keys), "--log-level", "debug") as server:
+        yield server
+
+
+def records(server: ServerProcess) -> list[dict[str, Any]]:
+    """What the server has logged so far; every line is a JSON object."""
+    return [json.loads(line) for line in server.output]
+
+
+def logged(server: ServerProcess, path: str) -> dict[str, Any]:
+    """The newest record of a request, which may come a moment after its answer."""
+    give_up = time.monotonic() + 10
+    while time.monotonic() < give_up:
+        found = [r for r in records(server) if r["logger"] == "planish.access" and path in r["message"]]
+        if found:
+            return found[-1]
+        time.sleep(0.01)
+    raise AssertionError(f"no request of {path} was logged")
+
+
+def metrics(server: ServerProcess, key: str = READER) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Samples of the page by name and values of labels."""
+    page = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {key}"})
+    assert page.status_code == 200, page.text
+    assert page.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(page.text)
+    return {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def test_every_line_is_an_object_and_none_has_a_key(server: ServerProcess, caller: Caller):
+    caller.result(caller.sample(0, max_tokens=4))
+    httpx.get(f"{server.url}/api/v1/training_runs", headers={"x-api-key": "tml-a-key-nobody-knows"})
+    assert logged(server, "/api/v1/training_runs")["status"] == 401
+    for record in records(server):
+        assert {"time", "level", "logger", "message"} <= record.keys()
+    said = "\n".join(server.output)
+    assert not any(key in said for key in (ALICE, READER, "nobody-knows"))
+
+
+def test_a_request_is_logged_by_its_route(server: ServerProcess, caller: Caller):
+    httpx.get(f"{server.url}/api/v1/samplers/{caller.sampler}", headers={"x-api-key": ALICE})
+    record = logged(server, "/samplers/")
+    assert record["message"] == "GET /api/v1/samplers/{sampler_id} 200"
+    assert record["level"] == "info"
+    assert record["tenant"] == "alice"
+    assert record["milliseconds"] > 0
+    assert caller.sampler not in json.dumps(record)
+
+
+def test_what_clients_repeat_is_logged_at_debug(server: ServerProcess):
+    assert httpx.get(f"{server.url}/healthz").json() == {"status": "ok"}
+    assert logged(server, "/healthz")["level"] == "debug"
+
+
+def test_metrics_count_what_is_done(server: ServerProcess, caller: Caller):
+    before = metrics(server)
+    caller.result(caller.sample(0, max_tokens=7, num_samples=3))
+    after = metrics(server)
+
+    def grown(name: str, *labels: str) -> float:
+        return after[name, labels] - before.get((name, labels), 0)
+
+    assert 3 <= grown("planish_sampled_tokens_total", "alice") <= 21
+    assert grown("planish_prompt_tokens_total", "alice") == 3
+    assert grown("planish_requests_answered_total", "sample", "done") == 1
+    assert grown("planish_batch_sequences_count") == 1
+    assert grown("planish_http_request_seconds_count", "POST", "/api/v1/asample", "200") == 1
+    assert after["planish_resident_bytes", ()] > 50 << 20
+    assert after["planish_database_bytes", ()] > 0
+
+
+def test_unknown_paths_are_one_route(server: ServerProcess):
+    for path in ("/one", "/another"):
+        assert httpx.get(server.url + path).status_code == 404
+    found = metrics(server)
+    assert found["planish_http_request_seconds_count", ("any", "none", "404")] >= 2
+    assert not any("one" in labels or "/one" in labels for _, labels in found)
+
+
+def test_metrics_are_for_the_key_that_is_named_so(server: ServerProcess):
+    for headers in (
+        {},
+        {"x-api-key": ALICE},
+        {"authorization": f"Bearer {ALICE}"},
+        {"authorization": f"Basic {READER}"},
+    ):
+        assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 401
+    assert httpx.get(f"{server.url}/metrics", headers={"x-api-key": READER}).status_code == 200
+
+
+def test_a_signal_lets_what_runs_be_finished(tmp_path: Path, model_dir: Path):
+    with running_server(tmp_path / "data", model_dir) as server, Caller(server.url) as caller:
+        request = caller.sample(0, max_tokens=100)
+        assert server.stop(signal.SIGTERM) == 0
+    with closing(sqlite3.connect(tmp_path / "data" / "server.db")) as database:
+        assert database.execute("SELECT state FROM requests WHERE id = ?", [request]).fetchone() == ("done",)
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path, model_dir: Path):
+    with (
+        running_server(tmp_path / "data", model_dir, "--max-batch", "1") as server,
+        Caller(server.url) as caller,
+    ):
+        for number in range(20):
+            caller.sample(number, max_tokens=2000)
+        server.process.send_signal(signal.SIGTERM)
+        while not any("stopping" in line for line in server.output):
+            time.sleep(0.01)
+        begun = time.monotonic()
+        assert server.stop(signal.SIGTERM) == -signal.SIGTERM
+        assert time.monotonic() - begun < 10

@@ -1,0 +1,193 @@
+"""`planish runs` and `planish checkpoints`, of a server and of this machine's directory alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from server_process import BASE_MODEL, running_server
+
+import planish
+from planish.cli import main
+from planish.commands.checkpoints import duration
+from planish.commands.tables import size, time_left
+from planish.errors import UserError
+
+ALICE, BOB = "tml-alices-key", "tml-bobs-key"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checkpoints are, a client that makes some, and the options that name the place."""
+
+    client: planish.ServiceClient
+    options: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Place]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    data = tmp_path_factory.mktemp("served")
+    with (
+        running_server(data, model_dir, "--api-key-file", str(keys)) as server,
+        planish.ServiceClient(base_url=server.url, api_key=ALICE) as client,
+    ):
+        yield Place(client, ("--base-url", server.url, "--api-key", ALICE))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Place]:
+    data = tmp_path_factory.mktemp("local")
+    with planish.ServiceClient(models={BASE_MODEL: str(model_dir)}, data_dir=data) as client:
+        yield Place(client, ("--data-dir", str(data)))
+
+
+@pytest.fixture(params=["served", "local"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return request.getfixturevalue(request.param)
+
+
+def saved(place: Place, name: str) -> str:
+    client = place.client.create_lora_training_client(base_model=BASE_MODEL, rank=4, seed=0)
+    return client.save_state(name).result().path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(words) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def run_of(path: str) -> str:
+    return path.removeprefix("tinker://").partition("/")[0]
+
+
+def test_lists_name_what_was_saved(place: Place, capsys):
+    path = saved(place, "listed")
+    assert path in said(capsys, "checkpoints", "list", *place.options)
+    assert run_of(path) in said(capsys, "runs", *place.options)
+    rows = json.loads(said(capsys, "checkpoints", "list", "--run", run_of(path), "--json", *place.options))
+    assert [row["tinker_path"] for row in rows] == [path]
+    runs = json.loads(said(capsys, "runs", "--json", "--limit", "1", *place.options))
+    assert [run["training_run_id"] for run in runs] == [run_of(path)]
+    assert runs[0]["last_checkpoint"]["tinker_path"] == path
+
+
+def test_one_run_and_one_checkpoint_are_told_of(place: Place, capsys):
+    path = saved(place, "shown")
+    run = json.loads(said(capsys, "runs", run_of(path), "--json", *place.options))
+    shown = json.loads(said(capsys, "checkpoints", "show", path, "--json", *place.options))
+    assert run["base_model"] == shown["base_model"] == BASE_MODEL
+    assert run["lora_rank"] == shown["lora_rank"] == 4
+    assert shown["size_bytes"] > 0
+    assert BASE_MODEL in said(capsys, "checkpoints", "show", path, *place.options)
+
+
+def test_a_time_to_live_is_set_and_taken_away(place: Place, capsys):
+    path = saved(place, "kept")
+
+    def expires() -> str | None:
+        return json.loads(said(capsys, "checkpoints", "show", path, "--json", *place.options))["expires_at"]
+
+    said(capsys, "checkpoints", "ttl", path, "7d", *place.options)
+    expected = datetime.now(UTC) + timedelta(days=7)
+    assert abs(datetime.fromisoformat(expires() or "") - expected) < timedelta(minutes=5)
+    said(capsys, "checkpoints", "ttl", path, "never", *place.options)
+    assert expires() is None
+
+
+def test_a_download_has_the_files(place: Place, capsys, tmp_path: Path):
+    path = saved(place, "got")
+    out = tmp_path / "out"
+    answer = json.loads(said(capsys, "checkpoints", "download", path, "--out", str(out), "--json", *place.options))
+    assert {Path(file) for file in answer["files"]} == set(out.iterdir())
+    with safe_open(out / "adapter_model.safetensors", "pt") as tensors:
+        assert any("lora_A" in name for name in tensors.keys())  # noqa: SIM118  (no mapping)
+    assert main(["checkpoints", "download", path, "--out", str(out), *place.options]) == 1
+    assert "--out" in capsys.readouterr().err
+
+
+def test_deleting_asks_first(place: Place, capsys, monkeypatch):
+    path = saved(place, "gone")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    answers = iter(["", "y"])
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    assert "nothing" in said(capsys, "checkpoints", "delete", path, *place.options)
+    said(capsys, "checkpoints", "delete", path, *place.options)
+    assert main(["checkpoints", "show", path, *place.options]) == 1
+    assert "planish: " in capsys.readouterr().err
+
+
+def test_deleting_without_anybody_to_ask_needs_yes(place: Place, capsys, monkeypatch):
+    path = saved(place, "certainly")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    assert main(["checkpoints", "delete", path, *place.options]) == 1
+    assert "--yes" in capsys.readouterr().err
+    said(capsys, "checkpoints", "delete", path, "--yes", *place.options)
+
+
+def test_what_is_published_can_be_read_with_another_key(served: Place, capsys):
+    path = saved(served, "public")
+    bob = (*served.options[:-1], BOB)
+    assert main(["checkpoints", "show", path, *bob]) == 1
+    said(capsys, "checkpoints", "publish", path, *served.options)
+    assert json.loads(said(capsys, "checkpoints", "show", path, "--json", *bob))["lora_rank"] == 4
+    assert path not in said(capsys, "checkpoints", "list", *bob)
+    said(capsys, "checkpoints", "unpublish", path, *served.options)
+    assert main(["checkpoints", "show", path, *bob]) == 1
+
+
+def test_nobody_can_be_published_to_here(local: Place, capsys):
+    assert main(["checkpoints", "publish", saved(local, "mine"), *local.options]) == 1
+    assert "--base-url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["runs", "--base-url", "nothing"], "base_url"),
+        (["runs", "--base-url", "http://127.0.0.1:9"], "no server answers"),
+        (["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"], "--data-dir"),
+        (["checkpoints", "delete", "--yes", "weights/a", "--base-url", "http://127.0.0.1:9"], "tinker://"),
+        (["checkpoints", "delete", "--yes", "weights/a"], "tinker://"),
+    ],
+)
+def test_what_cannot_be_done_is_said(words: list[str], named: str, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path))
+    assert main(words) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_the_environment_names_a_server(served: Place, capsys, monkeypatch):
+    path = saved(served, "environment")
+    monkeypatch.setenv("PLANISH_BASE_URL", served.options[1])
+    monkeypatch.setenv("TINKER_API_KEY", ALICE)
+    assert path in said(capsys, "checkpoints", "list", "--json")
+
+
+def test_durations():
+    assert [duration(text) for text in ("90", "90s", "2m", "12h", "7d", "never")] == [90, 90, 120, 43200, 604800, None]
+    for text in ("", "0", "-1", "1.5h", "soon", "1w"):
+        with pytest.raises(UserError, match="TIME"):
+            duration(text)
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (size, None, "-"),
+        (size, 999, "999 B"),
+        (size, 1536, "1.5 KiB"),
+        (size, 20 << 20, "20 MiB"),
+        (lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)), "2026-01-03T00:00:00+00:00", "2 d"),
+        (lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)), "2025-12-31T00:00:00+00:00", "0 s"),
+    ],
+)
+def test_cells(write: Callable[..., str], value: object, text: str):
+    assert write(value) == text

@@ -1,0 +1,137 @@
+"""What `planish serve` checks, and what it plans with, before it takes requests."""
+
+import argparse
+import socket
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from planish.engine.settings import EngineSettings
+from planish.errors import UserError
+from planish.server import serve
+from planish.server.exchange import is_loopback
+from planish.server.hub_tokenizers import keep_tokenizer
+from planish.server.memory_plan import MemoryPlan, memory_plan, model_memory
+from planish.server.serve_options import ServeOptions, options_of
+from planish.server.settings import ServerSettings
+from planish.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def parsed(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--host", "0.0.0.0"], "--api-key-file"),
+        (["--host", "192.168.1.5"], "--api-key-file"),
+        (["--port", "70000"], "--port"),
+        (["--model", "name"], "NAME=PATH"),
+        (["--model", "=path"], "NAME=PATH"),
+        (["--model", "a=b", "--model", "a=c"], "twice"),
+        (["--model", "a=/nothing/here"], "/nothing/here"),
+        (["--kv-cache-gib", "0"], "--kv-cache-gib"),
+        (["--prefix-cache-gib", "-1"], "--prefix-cache-gib"),
+        (["--dtype", "int4"], "int4"),
+        (["--device", "tpu"], "tpu"),
+        (["--max-batch", "0"], "max_batch"),
+        (["--poll-seconds", "60"], "--poll-seconds"),
+        (["--set", "tokens_per_minute"], "NAME=VALUE"),
+        (["--set", "no_such_limit=1"], "no_such_limit"),
+        (["--set", "training_slots=0"], "training_slots"),
+        (["--set", "training_slots=1.5"], "training_slots"),
+        (["--set", "training_slots=1GiB"], "training_slots"),
+        (["--set", "storage_bytes=much"], "storage_bytes"),
+    ],
+)
+def test_an_option_that_cannot_be_right_is_named(options: list[str], named: str):
+    with pytest.raises(UserError, match=named):
+        serve.run(parsed(*options))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_this_machine_needs_no_keys(host: str):
+    assert ServeOptions(host=host).api_key_file is None
+
+
+@pytest.mark.parametrize("host", ["127.example.com", "localhost.example.com", "10.0.0.1", "", "::2"])
+def test_a_name_that_looks_like_this_machine_is_another(host: str):
+    assert not is_loopback(host)
+
+
+def test_other_machines_need_keys(tmp_path: Path):
+    assert ServeOptions(host="0.0.0.0", api_key_file=tmp_path / "keys").host == "0.0.0.0"
+
+
+def test_a_port_in_use_is_named(model: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ServeOptions(port=port, data_dir=tmp_path, models={"a/b": str(model)})
+        with pytest.raises(UserError, match=f"--port {port}"):
+            serve.serve(options)
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(model: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    options = ServeOptions(port=0, data_dir=tmp_path / "file" / "data", models={"a/b": str(model)})
+    with pytest.raises(UserError, match="--data-dir"):
+        serve.serve(options)
+
+
+def test_the_memory_plan_adds_up(model: Path):
+    settings = EngineSettings(dtype="float32", kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 21)
+    plan = model_memory("a/b", model, settings)
+    assert plan.weights == (model / "model.safetensors").stat().st_size
+    assert plan.keys_values == 3 << 20
+    assert plan.training > 0
+    whole = memory_plan([("a/b", model)], settings, ServerSettings(adapter_memory_bytes=1 << 40))
+    assert whole.computing == plan.total + (1 << 40)
+    text = str(whole)
+    assert "a/b: weights" in text
+    assert text.startswith("memory: up to 10")
+    assert "adapters up to 1024.0 GiB" in text
+    assert str(MemoryPlan("cuda", whole.models, 1 << 30, 0)).startswith("memory: up to 1.0 GiB of cuda, and 1.3 GiB of")
+
+
+def test_limits_are_given_by_name():
+    settings = options_of(
+        parsed("--set", "storage_bytes=1.5GiB", "--set", "idle_seconds=2.5", "--set", "training_slots=1_0")
+    ).settings
+    assert settings == ServerSettings(storage_bytes=3 << 29, idle_seconds=2.5, training_slots=10)
+
+
+def test_a_tokenizer_in_the_hubs_cache_is_found_without_a_network(model: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    kept = keep_tokenizer("planish/some-model", model, tmp_path)
+    assert kept is not None
+    tokenizer = AutoTokenizer.from_pretrained("planish/some-model", cache_dir=tmp_path, local_files_only=True)
+    assert tokenizer.encode("hello") == AutoTokenizer.from_pretrained(model).encode("hello")
+    assert keep_tokenizer("planish/some-model", model, tmp_path) is None
+
+
+def test_the_hubs_cache_keeps_what_it_knows(model: Path, tmp_path: Path):
+    reference = tmp_path / "models--org--model" / "refs" / "main"
+    reference.parent.mkdir(parents=True)
+    reference.write_text("abc")
+    assert keep_tokenizer("org/model", model, tmp_path) is None
+    assert reference.read_text() == "abc"
+    assert keep_tokenizer("no-name-of-the-hub", model, tmp_path) is None
+
+
+def test_the_guide_names_every_setting_and_option():
+    guide = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    assert [field.name for field in fields(ServerSettings) if f"`{field.name}`" not in guide] == []
+    parser = argparse.ArgumentParser(add_help=False)
+    serve.add_arguments(parser)
+    options = [action.option_strings[0] for action in parser._actions]
+    assert [option for option in options if option not in guide] == []

@@ -1,0 +1,261 @@
+"""The store: changes whole or absent, many for one sync, large bodies in files, full disks, one owner."""
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from core_client import run
+
+from planish.errors import StorageError, UserError
+from planish.server.store import BODIES, DATABASE, Store, Transaction
+
+LARGE = bytes(300_000)
+
+
+def put(key: str, value: bytes = b""):
+    return lambda transaction: transaction.execute("INSERT INTO meta VALUES (?, ?)", (key, value)).rowcount
+
+
+def keys(connection: sqlite3.Connection) -> set[str]:
+    return {row[0] for row in connection.execute("SELECT key FROM meta")}
+
+
+def files(directory: Path) -> list[str]:
+    return os.listdir(directory / BODIES)
+
+
+def journal(name: str, body: bytes):
+    def change(transaction: Transaction) -> None:
+        stored = transaction.store(body)
+        transaction.execute(
+            "INSERT INTO requests (id, tenant, kind, owner, seq, state, accepted, body, body_file) "
+            "VALUES (?, 't', 'k', 'o', 1, 'accepted', 0, ?, ?)",
+            (name, stored.inline, stored.file),
+        )
+
+    return change
+
+
+def test_what_was_written_is_there_after_closing(tmp_path):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        assert await store.write(put("a")) == 1
+        assert await store.read(keys) == {"a"}
+        store.close()
+        again = Store(tmp_path)
+        assert await again.read(keys) == {"a"}
+        again.close()
+
+    run(scenario())
+
+
+def test_a_change_that_raises_is_not_made_and_others_are(tmp_path):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+
+        def half(transaction: Transaction) -> None:
+            put("half")(transaction)
+            transaction.store(LARGE)
+            raise ValueError("no")
+
+        outcomes = await asyncio.gather(
+            store.write(put("a")), store.write(half), store.write(put("b")), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [int, ValueError, int]
+        assert await store.read(keys) == {"a", "b"}
+        assert files(tmp_path) == []
+        store.close()
+
+    run(scenario())
+
+
+def test_many_changes_share_a_transaction(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        held = threading.Event()
+        first = asyncio.ensure_future(store.write(lambda _: held.wait()))
+        commits = []
+        monkeypatch.setattr("planish.server.store.crash_point", lambda name: commits.append(name))
+        rest = [asyncio.ensure_future(store.write(put(str(index)))) for index in range(200)]
+        await asyncio.sleep(0.01)
+        held.set()
+        await asyncio.gather(first, *rest)
+        assert commits.count("after commit") <= 2
+        store.close()
+
+    run(scenario())
+
+
+def test_large_bodies_are_files_that_come_and_go_with_their_rows(tmp_path):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        await store.write(journal("small", b"small"))
+        await store.write(journal("large", LARGE))
+        (file,) = files(tmp_path)
+        assert (tmp_path / BODIES / file).read_bytes() == LARGE
+
+        def drop(transaction: Transaction) -> None:
+            transaction.drop(file)
+            transaction.execute("UPDATE requests SET body_file = NULL WHERE id = 'large'")
+
+        await store.write(drop)
+        assert files(tmp_path) == []
+        store.close()
+
+    run(scenario())
+
+
+def test_a_file_that_no_row_names_goes_at_the_next_start(tmp_path):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        await store.write(journal("large", LARGE))
+        store.close()
+        (tmp_path / BODIES / "left").write_bytes(b"by a kill")
+        again = Store(tmp_path)
+        assert len(files(tmp_path)) == 1
+        assert "left" not in files(tmp_path)
+        again.close()
+
+    run(scenario())
+
+
+def test_a_full_disk_refuses_what_can_be_refused_and_keeps_what_cannot(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        full = True
+
+        def refuse(name: str) -> None:
+            if full and name == "before commit":
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        kept = [store.keep(put("kept")), store.keep(put("kept too"))]
+        with pytest.raises(StorageError, match="free space"):
+            await store.write(journal("large", LARGE))
+        assert store.is_refused
+        assert files(tmp_path) == []
+        assert not any(future.done() for future in kept)
+        full = False
+        await asyncio.gather(*kept)
+        assert not store.is_refused
+        await store.write(put("new"))
+        assert await store.read(keys) == {"kept", "kept too", "new"}
+        store.close()
+
+    run(scenario())
+
+
+def test_a_refusal_is_forgotten_when_the_disk_takes_something_again(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        full = True
+
+        def refuse(name: str) -> None:
+            if full and name == "before commit":
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        with pytest.raises(StorageError):
+            await store.write(put("refused"))
+        assert store.is_refused
+        full = False
+        while store.is_refused:  # though nobody writes
+            await asyncio.sleep(0.02)
+        store.close()
+
+    run(scenario())
+
+
+def test_a_real_full_disk(tmp_path):
+    """SQLite itself says that there is no more room."""
+
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        await store.write(put("before"))
+
+        def shrink(transaction: Transaction) -> None:
+            pages = transaction.execute("PRAGMA page_count").fetchone()[0]
+            transaction.execute(f"PRAGMA max_page_count = {pages + 2}").fetchone()
+
+        await store.write(shrink)
+        kept = store.keep(put("kept", bytes(200_000)))
+        with pytest.raises(StorageError):
+            await store.write(put("refused", bytes(200_000)))
+        assert await store.read(keys) == {"before"}
+        store._connection.execute("PRAGMA max_page_count = 1000000")
+        await kept
+        assert await store.read(keys) == {"before", "kept"}
+        store.close()
+
+    run(scenario())
+
+
+def test_what_a_full_disk_keeps_waiting_fails_at_the_end(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+
+        def refuse(name: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        kept = store.keep(put("kept"))
+        await asyncio.to_thread(store.close)
+        with pytest.raises(StorageError):
+            await kept
+
+    run(scenario())
+
+
+def test_two_servers_cannot_have_one_directory(tmp_path):
+    store = Store(tmp_path)
+    with pytest.raises(UserError, match="another server"):
+        Store(tmp_path)
+    other = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from pathlib import Path; from planish.server.store import Store; Store(Path({str(tmp_path)!r}))",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert "another server" in other.stderr
+    store.close()
+    Store(tmp_path).close()
+
+
+def test_a_database_of_a_later_version_is_left_alone(tmp_path):
+    Store(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(UserError, match="later planish"):
+        Store(tmp_path)
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    Store(tmp_path).close()
+
+
+def test_a_directory_that_cannot_be_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="data_dir"):
+        Store(tmp_path / "file" / "data")
+
+
+def test_room_of_what_was_removed_goes_back_to_the_disk(tmp_path):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        await store.write(put("a", bytes(5_000_000)))
+        await store.write(lambda transaction: transaction.execute("DELETE FROM meta"))
+        await store.write(lambda transaction: transaction.reclaim(10_000))
+        pages = await store.read(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
+        assert pages < 50
+        store.close()
+
+    run(scenario())

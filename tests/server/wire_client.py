@@ -1,0 +1,191 @@
+"""A client that speaks the protocol over a socket as the SDK does, call by call: what a crash run, a soak run or a load test needs.
+
+`WireClient` raises `Refused` with the status for what the server refuses and `Down` when it is not there; `Patient` repeats, as the SDK
+does, what a server that comes back would take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+
+from planish.server.answers import Accepted, Done, Failed, Outcome, TryAgain
+from planish.server.journal_codec import place_of
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    PublishSampler,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from planish.wire.models import (
+    create_from_weights_to_json,
+    create_model_to_json,
+    create_sampler_to_json,
+    load_weights_to_json,
+    publish_to_json,
+    save_to_json,
+)
+from planish.wire.sampling import SampleRequest, sample_request_to_json
+from planish.wire.training import forward_backward_to_message, optim_step_to_json
+
+_PROTOBUF = "application/x-protobuf"
+_RETRIED = (408, 429, 503)
+_PAUSE_SECONDS = 0.05
+
+
+class Down(Exception):
+    """The server is not there, or went before it answered."""
+
+
+class Refused(Exception):
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"{status}: {detail}")
+        self.status = status
+
+
+class WireClient:
+    """One key's connections to one address."""
+
+    def __init__(self, url: str, key: str = "tml-anybody") -> None:
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(
+            base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60, limits=limits, trust_env=False
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def create_session(self) -> str:
+        return (await self._post("/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "test"}))[
+            "session_id"
+        ]
+
+    async def heartbeat(self, session_id: str) -> None:
+        await self._post("/session_heartbeat", {"session_id": session_id})
+
+    async def finish_session(self, session_id: str) -> None:
+        await self._send("POST", f"/sessions/{session_id}/finish", orjson.dumps({"reason": {"type": "success"}}))
+
+    async def create_model(self, operation: CreateModel) -> Accepted:
+        place = place_of(operation.model_id)
+        if operation.from_path is None:
+            return await self._submit("/create_model", create_model_to_json(operation, place))
+        return await self._submit("/load_weights", create_from_weights_to_json(operation, place))
+
+    async def unload_model(self, model_id: str) -> Accepted:
+        return await self._submit("/unload_model", {"model_id": model_id})
+
+    async def submit_training(self, seq_id: int, operation: Operation[Any]) -> Accepted:
+        match operation:
+            case ForwardBackward():
+                body = forward_backward_to_message(operation, seq_id)
+                return _accepted(await self._send("POST", "/forward_backward", body, _PROTOBUF))
+            case OptimStep():
+                return await self._submit("/optim_step", optim_step_to_json(operation, seq_id))
+            case SaveWeights():
+                return await self._submit("/save_weights", save_to_json(operation, seq_id))
+            case SaveWeightsForSampler():
+                return await self._submit("/save_weights_for_sampler", save_to_json(operation, seq_id))
+            case PublishSampler():
+                body = publish_to_json(operation, place_of(operation.sampler_id).seq_id, seq_id)
+                return await self._submit("/save_weights_for_sampler", body)
+            case LoadWeights():
+                return await self._submit("/load_weights", load_weights_to_json(operation, seq_id))
+        raise TypeError(type(operation).__name__)
+
+    async def create_sampler(self, operation: CreateSampler) -> str:
+        body = create_sampler_to_json(operation, place_of(operation.sampler_id))
+        return (await self._post("/create_sampling_session", body))["sampling_session_id"]
+
+    async def submit_sample(self, seq_id: int, operation: Sample) -> Accepted:
+        return await self._submit("/asample", sample_request_to_json(SampleRequest(seq_id, operation)))
+
+    async def cancel(self, request_id: str) -> None:
+        await self._send("POST", "/cancel_future", orjson.dumps({"request_id": request_id}))
+
+    async def delete_checkpoint(self, path: str) -> None:
+        await self._send("DELETE", _checkpoint_url(path))
+
+    async def set_ttl(self, path: str, seconds: int | None) -> None:
+        await self._send("PUT", f"{_checkpoint_url(path)}/ttl", orjson.dumps({"ttl_seconds": seconds}))
+
+    async def publish_checkpoint(self, path: str) -> None:
+        await self._send("POST", f"{_checkpoint_url(path)}/publish")
+
+    async def checkpoints(self) -> list[str]:
+        found = orjson.loads((await self._send("GET", "/checkpoints?limit=1000")).content)
+        return [checkpoint["tinker_path"] for checkpoint in found["checkpoints"]]
+
+    async def result(self, request_id: str) -> Outcome:
+        """As `ServerCore.result`, without the kinds of JSON results."""
+        try:
+            answer = await self._send("POST", "/retrieve_future", orjson.dumps({"request_id": request_id}))
+        except Refused as error:
+            if error.status != 408:
+                raise
+            return TryAgain()
+        if _PROTOBUF in answer.headers["content-type"]:
+            return Done("", "protobuf", answer.content)
+        fields = orjson.loads(answer.content)
+        if "error" in fields:
+            return Failed(fields["error"], fields["category"])
+        return Done(fields.get("type", ""), "json", answer.content)
+
+    async def _submit(self, path: str, body: dict[str, Any]) -> Accepted:
+        return _accepted(await self._send("POST", path, orjson.dumps(body)))
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return orjson.loads((await self._send("POST", path, orjson.dumps(body))).content)
+
+    async def _send(self, method: str, path: str, body: bytes = b"", media: str = "application/json") -> httpx.Response:
+        headers = {"content-type": media, "accept": f"{_PROTOBUF}, application/json"}
+        try:
+            answer = await self._http.request(method, path, content=body, headers=headers)
+        except httpx.TransportError as error:
+            raise Down(str(error)) from error
+        if answer.status_code >= 300:
+            raise Refused(answer.status_code, answer.text)
+        return answer
+
+
+@dataclass(frozen=True)
+class Patient:
+    """Calls a `WireClient` until the server lives long enough to answer."""
+
+    client: WireClient
+
+    async def call(self, method: str, *args: Any) -> Any:
+        while True:
+            try:
+                return await getattr(self.client, method)(*args)
+            except Down:
+                pass
+            except Refused as error:
+                if error.status not in _RETRIED:
+                    raise
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def answer(self, request_id: str) -> Done | Failed:
+        while isinstance(outcome := await self.call("result", request_id), TryAgain):
+            pass
+        return outcome
+
+
+def _accepted(answer: httpx.Response) -> Accepted:
+    fields = orjson.loads(answer.content)
+    return Accepted(fields["request_id"], fields.get("model_id"), fields.get("sample_sequence_ids", ()))
+
+
+def _checkpoint_url(path: str) -> str:
+    run, _, checkpoint = path.removeprefix("tinker://").partition("/")
+    return f"/training_runs/{run}/checkpoints/{checkpoint}"
