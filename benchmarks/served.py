@@ -1,0 +1,43 @@
+"""`planish serve` as a process of its own, for the length of a benchmark."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_READY = re.compile(r"ready at (http://\S+)")
+
+
+@contextmanager
+def served(data_dir: Path, *options: str) -> Iterator[str]:
+    """The URL of a server with these options, at any free port. It has the threads that OMP_NUM_THREADS says, as this process has."""
+    command = [sys.executable, "-m", "planish", "serve", "--port", "0", "--data-dir", str(data_dir), *options]
+    quiet = ["--log-format", "text", "--log-level", "info"]
+    with open(data_dir / "server.log", "w+") as log:
+        process = subprocess.Popen([*command, *quiet], stderr=log, env=dict(os.environ))
+        try:
+            yield _url(process, Path(log.name))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 0, Path(log.name).read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    while True:
+        text = log.read_text()
+        if found := _READY.search(text):
+            return found[1]
+        if process.poll() is not None:
+            raise RuntimeError(f"the server did not start:\n{text}")
+        try:
+            process.wait(0.02)
+        except subprocess.TimeoutExpired:
+            continue

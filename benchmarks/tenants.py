@@ -1,0 +1,180 @@
+"""Many tenants on one server, against one tenant that does the same work in the same calls.
+
+    python benchmarks/tenants.py                                  64 tenants, the embedded model
+    python benchmarks/tenants.py tenants=16 rounds=2 group=4
+
+Each tenant has a key, a session and an adapter of its own; ranks differ. A call samples `group` answers to one prompt, or trains on them
+(forward_backward and optim_step). In every round, tenants sample, train, and make a sampler of the new weights; the one tenant has one adapter,
+of the tenants' middle rank, and the same calls under way at once: `tenants` of them sample, then as many train and make a sampler, one behind the other.
+
+`throughput_ratio` is the median over rounds of one tenant's seconds by the many's, and `longest_wait` the most that one of the tenants had to
+wait for its answers, by the average of all. One JSON object is printed.
+"""
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import chz
+import torch
+from served import served
+
+import planish
+from planish.model.sources import DEFAULT_MODEL
+
+RANKS = (4, 8, 16, 32)
+MIDDLE_RANK = 16
+Seconds = dict[str, float]
+"""Of the parts of a round."""
+
+
+@chz.chz
+class Work:
+    model: str = DEFAULT_MODEL
+    tenants: int = 64
+    rounds: int = 3
+    group: int = 8
+    prompt_tokens: int = 32
+    new_tokens: int = 32
+    adapter_memory: str = "16GiB"
+
+
+@dataclass
+class Tenant:
+    """One adapter, and how long its owner waited for answers."""
+
+    client: planish.TrainingClient
+    sampler: planish.SamplingClient
+    waited: list[float] = field(default_factory=list)
+
+
+def main(work: Work) -> None:
+    with tempfile.TemporaryDirectory(prefix="planish-") as directory, ExitStack() as stack:
+        keys = [f"tml-benchmark-{number:04d}" for number in range(work.tenants + 1)]
+        file = Path(directory) / "keys"
+        file.write_text("".join(f"tenant-{number} {key}\n" for number, key in enumerate(keys)))
+        limits = ("--set", f"adapter_memory_bytes={work.adapter_memory}")
+        url = stack.enter_context(served(Path(directory), "--api-key-file", str(file), *limits))
+        services = [stack.enter_context(planish.ServiceClient(base_url=url, api_key=key)) for key in keys]
+        pool = stack.enter_context(ThreadPoolExecutor(work.tenants))
+        one = made(services[-1], work, MIDDLE_RANK)
+        many = list(pool.map(lambda n: made(services[n], work, RANKS[n % len(RANKS)]), range(work.tenants)))
+        round_of_both(pool, one, many, work, 0)  # so that nothing is made for the first time below
+        for tenant in many:
+            tenant.waited.clear()
+        rounds = [round_of_both(pool, one, many, work, number) for number in range(1, work.rounds + 1)]
+    print(json.dumps(report(work, rounds, many), indent=2))
+
+
+def report(work: Work, rounds: Sequence[tuple[Seconds, Seconds]], many: Sequence[Tenant]) -> Any:
+    ratios = {part: [alone[part] / shared[part] for alone, shared in rounds] for part in rounds[0][0]}
+    waits = [sum(tenant.waited) for tenant in many]
+    tokens = work.tenants * work.group * work.new_tokens
+    seconds = statistics.median(sum(shared.values()) for _, shared in rounds)
+    return {
+        "work": chz.asdict(work),
+        "threads": torch.get_num_threads(),
+        "throughput_ratio": statistics.median(sum(alone.values()) / sum(shared.values()) for alone, shared in rounds),
+        "ratios": {part: [round(value, 3) for value in values] for part, values in ratios.items()},
+        "longest_wait": max(waits) / statistics.fmean(waits),
+        "seconds_a_round": seconds,
+        "sampled_tokens_per_second": tokens / seconds,
+    }
+
+
+def made(service: planish.ServiceClient, work: Work, rank: int) -> Tenant:
+    client = service.create_lora_training_client(base_model=work.model, rank=rank, seed=rank)
+    return Tenant(client, client.save_weights_and_get_sampling_client())
+
+
+def round_of_both(
+    pool: ThreadPoolExecutor, one: Tenant, many: Sequence[Tenant], work: Work, number: int
+) -> tuple[Seconds, Seconds]:
+    """Of the one and of the many; each is first in every second round."""
+    if number % 2:
+        return round_of_one(pool, one, work, number), round_of_many(pool, many, work, number)
+    shared = round_of_many(pool, many, work, number)
+    return round_of_one(pool, one, work, number), shared
+
+
+def round_of_many(pool: ThreadPoolExecutor, many: Sequence[Tenant], work: Work, number: int) -> Seconds:
+    """Seconds until all have sampled, and until all have trained. Nobody begins to train before all have sampled, so that both compare."""
+    all_sampled, all_trained = (threading.Barrier(len(many) + 1) for _ in range(2))
+
+    def play(index: int) -> None:
+        tenant = many[index]
+        begun = time.perf_counter()
+        answer = sample(tenant, work, number, index).result()
+        tenant.waited.append(time.perf_counter() - begun)
+        all_sampled.wait()
+        begun = time.perf_counter()
+        for pending in train(tenant, work, number, index, answer):
+            pending.result()
+        tenant.sampler = tenant.client.save_weights_and_get_sampling_client()
+        tenant.waited.append(time.perf_counter() - begun)
+        all_trained.wait()
+
+    begun = time.perf_counter()
+    players = [pool.submit(play, index) for index in range(len(many))]
+    all_sampled.wait()
+    sampled = time.perf_counter()
+    all_trained.wait()
+    trained = time.perf_counter()
+    for player in players:
+        player.result()
+    return {"sampling": sampled - begun, "training": trained - sampled}
+
+
+def round_of_one(pool: ThreadPoolExecutor, one: Tenant, work: Work, number: int) -> Seconds:
+    """The same calls by one tenant, as many at once as there are tenants in `round_of_many`."""
+    begun = time.perf_counter()
+    pending = [sample(one, work, number, index) for index in range(work.tenants)]
+    answers = [answer.result() for answer in pending]
+    sampled = time.perf_counter()
+    steps = [step for index, answer in enumerate(answers) for step in train(one, work, number, index, answer)]
+    for step in steps:
+        step.result()
+    one.sampler, *_ = pool.map(lambda _: one.client.save_weights_and_get_sampling_client(), range(work.tenants))
+    return {"sampling": sampled - begun, "training": time.perf_counter() - sampled}
+
+
+def sample(tenant: Tenant, work: Work, number: int, index: int) -> Any:
+    params = planish.SamplingParams(max_tokens=work.new_tokens, stop=[], seed=number * work.tenants + index)
+    return tenant.sampler.sample(planish.ModelInput.from_ints(prompt(work, number, index)), work.group, params)
+
+
+def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> list[Any]:
+    """One call on the group, and one step."""
+    given = prompt(work, number, index)
+    data = []
+    for place, sequence in enumerate(answer.sequences):
+        tokens = [*given, *sequence.tokens]
+        advantage = 1.0 if place % 2 else -1.0
+        scored = len(sequence.tokens)
+        inputs = {
+            "target_tokens": tokens[1:],
+            "logprobs": [0.0] * (len(given) - 1) + list(sequence.logprobs),
+            "advantages": [0.0] * (len(given) - 1) + [advantage] * scored,
+        }
+        data.append(planish.Datum(planish.ModelInput.from_ints(tokens[:-1]), inputs))
+    return [
+        tenant.client.forward_backward(data, "importance_sampling"),
+        tenant.client.optim_step(planish.AdamParams(learning_rate=1e-5)),
+    ]
+
+
+def prompt(work: Work, number: int, index: int) -> list[int]:
+    """No two have a beginning in common."""
+    return [(number * 7919 + index * 104729 + place * 31) % 40000 for place in range(work.prompt_tokens)]
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Work))
