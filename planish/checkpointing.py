@@ -9,7 +9,7 @@ goes on where the weights are. A state that has expired since is passed over for
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -126,6 +126,16 @@ class RunCheckpoints:
         if start.record is not None and start.record.extra.get("rolling"):
             checkpoints._rolling = start.record.state_path
         return checkpoints
+
+    def due(
+        self, done: int, *, save_every: int, rolling_save_every: int
+    ) -> Callable[[int, Mapping[str, Any]], CheckpointRecord] | None:
+        """How to save after `done` batches, one of the methods below; None if nothing is due then. 0 = never."""
+        if save_every and done % save_every == 0:
+            return self.periodic
+        if rolling_save_every and done % rolling_save_every == 0:
+            return self.rolling
+        return None
 
     def periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """A checkpoint from which the run resumes at `batch`, and weights that can be sampled from."""

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish.dataset_rows import FILE_SUFFIXES, load_rows
 from planish.errors import UserError
 from planish.recipes.grading import extract_boxed
-from planish.recipes.problems import FILE_SUFFIXES, QUESTION_SUFFIX, Problem, load_rows, read_problem
+from planish.recipes.problems import QUESTION_SUFFIX, Problem, read_problem
 
 BOX_SUFFIX = r" Write the final answer inside \boxed{}."
 HENDRYCKS = "EleutherAI/hendrycks_math"

@@ -22,12 +22,13 @@ import chz
 from planish import AdamParams, Datum, ServiceClient
 from planish.checkpointing import RunCheckpoints, choose_renderer, start_training
 from planish.console import StepDisplay, step_line
+from planish.dataset_rows import load_rows
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.plotting import draw_curve
 from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
-from planish.recipes.problems import Conversation, load_rows, problem_prompt, read_problem
+from planish.recipes.problems import Conversation, problem_prompt, read_problem
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
 from planish.runs import RunDirectory
 from planish.types import ForwardBackwardOutput

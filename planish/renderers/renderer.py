@@ -10,7 +10,7 @@ A Renderer is a tokenizer with a chat format. Its invariants, whatever the forma
 * Time is linear in the conversation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,12 +126,7 @@ class Renderer:
         everything = what is TrainOnWhat.ALL_TOKENS
         ids = self.codec.encode(self.format.opening())
         weights = [0.0] * len(ids)
-        for turn in self.format.turns(checked):
-            is_target = everything or (turn.message is not None and trained[turn.message])
-            if is_target and turn.untrainable is not None:
-                raise ValueError(
-                    f"messages[{turn.message}] cannot be trained by renderer {self.name}: {turn.untrainable}"
-                )
+        for turn, is_target in self._targets(checked, trained, everything):
             header, output = self._encode_turn(turn)
             ids += header
             ids += output
@@ -150,20 +145,44 @@ class Renderer:
 
         ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES stay one example.
         """
+        return [self.build_supervised_example(part, what) for part, what in self._parts(messages, train_on_what)]
+
+    def check_supervised_examples(
+        self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
+    ) -> None:
+        """Raise what `build_supervised_examples` would raise of the messages' form, without tokenising them."""
+        for part, what in self._parts(messages, train_on_what):
+            checked = read_messages(part, self.format.abilities, self.name)
+            list(self._targets(checked, trained_messages(checked, what), what is TrainOnWhat.ALL_TOKENS))
+
+    def _parts(self, messages: Messages, train_on_what: TrainOnWhat | str) -> list[tuple[Messages, TrainOnWhat]]:
+        """What each example of a conversation is made of."""
         what = read_train_on_what(train_on_what)
         checked = read_messages(messages, self.format.abilities, self.name)
         trained = trained_messages(checked, what)
         if self.has_extension_property or what not in PER_TURN:
-            return [self.build_supervised_example(messages, what)]
-        examples: list[tuple[ModelInput, torch.Tensor]] = []
+            return [(messages, what)]
+        parts: list[tuple[Messages, TrainOnWhat]] = []
         begin = 0
         for end in _turn_ends(checked):
             flags = [begin <= index and flag for index, flag in enumerate(trained[:end])]
             if any(flags):
                 part = [{**message, "trainable": flag} for message, flag in zip(messages[:end], flags, strict=True)]
-                examples.append(self.build_supervised_example(part, TrainOnWhat.CUSTOMIZED))
+                parts.append((part, TrainOnWhat.CUSTOMIZED))
             begin = end
-        return examples
+        return parts
+
+    def _targets(
+        self, checked: Sequence[Checked], trained: Sequence[bool], everything: bool
+    ) -> Iterator[tuple[Turn, bool]]:
+        """The turns, and whether each is trained; ValueError for one that is to be and cannot."""
+        for turn in self.format.turns(checked):
+            is_target = everything or (turn.message is not None and trained[turn.message])
+            if is_target and turn.untrainable is not None:
+                raise ValueError(
+                    f"messages[{turn.message}] cannot be trained by renderer {self.name}: {turn.untrainable}"
+                )
+            yield turn, is_target
 
     def parse_response(self, tokens: Sequence[int] | np.ndarray) -> Parsed:
         """(message, termination) of sampled tokens, the stop token or stop string included as the sampler returns them.

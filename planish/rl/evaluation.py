@@ -7,7 +7,7 @@ from typing import Any
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage
 from planish.evaluators import SamplingClientEvaluator
-from planish.rl.interruption import first_error
+from planish.interruption import first_error
 from planish.rl.metrics import environment_metrics
 from planish.rl.playing import GroupPlayer
 from planish.rl.rollout_strategy import FailFast

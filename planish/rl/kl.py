@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from planish.interruption import first_error
 from planish.rl.data_processing import TrainingSequence
-from planish.rl.interruption import first_error
 from planish.rl.types import Metrics
 from planish.types import ForwardBackwardOutput, ModelInput
 

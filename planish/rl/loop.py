@@ -23,12 +23,12 @@ from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage
 from planish.errors import UserError
 from planish.evaluators import Evaluator, TrainingClientEvaluator, checked_metrics, evaluator_name
+from planish.interruption import Interrupted, Interruption, first_error
 from planish.metric_logs import MetricLog
 from planish.rl.config import Config
 from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages
 from planish.rl.evaluation import RLTestSetEvaluator
-from planish.rl.interruption import Interrupted, Interruption, first_error
 from planish.rl.metrics import environment_metrics, sampling_entropy, sampling_times, staleness
 from planish.rl.playing import GroupPlayer
 from planish.rl.progress import TrainingProgress
@@ -245,11 +245,7 @@ class Loop:
         config, done = self.config, self.done
         if done == self.saved:
             return None
-        if config.save_every and done % config.save_every == 0:
-            return self.checkpoints.periodic
-        if config.rolling_save_every and done % config.rolling_save_every == 0:
-            return self.checkpoints.rolling
-        return None
+        return self.checkpoints.due(done, save_every=config.save_every, rolling_save_every=config.rolling_save_every)
 
     async def save(self, save: SaveCheckpoint) -> CheckpointRecord:
         """Save the steps that are done. What is begun is finished, whatever fails or is cancelled meanwhile."""

@@ -2,49 +2,16 @@
 
     python -m planish.rl.metric_definitions          rewrite the table
 
-In a pattern, <word> stands for any text. A pattern that begins with env/ also covers <evaluator>/env/..., the same measure on
-an evaluator's rollouts. Of several patterns that fit a key, the first counts.
+What patterns mean: planish/metric_definition.py.
 """
 
-import re
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-from planish.errors import UserError
-from planish.runs import write_whole
+from planish.metric_definition import SPANS, MetricDefinition, Section, definition_in, rewrite, with_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN = "<!-- the table begins; python -m planish.rl.metric_definitions writes it -->"
 END = "<!-- the table ends -->"
-
-
-@dataclass(frozen=True)
-class MetricDefinition:
-    pattern: str
-    unit: str
-    """"" where it is a plain number."""
-    definition: str
-    healthy: str = ""
-    """What it does in a run that learns; "" where it says nothing about that."""
-    sick: str = ""
-
-    @cached_property
-    def _expression(self) -> re.Pattern[str]:
-        parts = re.split(r"<\w+>", self.pattern)
-        expression = "(.+)".join(map(re.escape, parts))
-        return re.compile(f"(?:[^/]+/)?{expression}" if self.pattern.startswith("env/") else expression)
-
-    def covers(self, key: str) -> bool:
-        return self._expression.fullmatch(key) is not None
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    metrics: tuple[MetricDefinition, ...]
 
 
 _M = MetricDefinition
@@ -340,12 +307,7 @@ TIME = Section(
             "far above the mean: one straggler keeps the step waiting",
         ),
         _M("time/sampling_time_min", "s", "the group that took shortest"),
-        _M(
-            "time/<span>:total", "s", "sum of a part that ran several times in the step; parts that ran at once overlap"
-        ),
-        _M("time/<span>:count", "", "how many times it ran"),
-        _M("time/<span>:mean", "s", "mean of one time"),
-        _M("time/<span>:max", "s", "the longest", "", "far above the mean: one straggler keeps the step waiting"),
+        *SPANS,
         _M(
             "time/<span>",
             "s",
@@ -359,39 +321,16 @@ SECTIONS = (REWARDS, GROUPS, LENGTHS, OPTIMIZER, LAG, PROGRESS, TIME)
 
 def definition_of(key: str) -> MetricDefinition | None:
     """The definition of a metric as logged, such as test/env/all/correct; None if it has none."""
-    return next((metric for section in SECTIONS for metric in section.metrics if metric.covers(key)), None)
-
-
-def table(sections: Sequence[Section] = SECTIONS) -> str:
-    """The definitions in Markdown."""
-    lines = []
-    for section in sections:
-        lines += [
-            f"### {section.title}",
-            "",
-            "| metric | unit | definition | healthy | sick |",
-            "|---|---|---|---|---|",
-        ]
-        for metric in section.metrics:
-            cells = (f"`{metric.pattern}`", metric.unit, metric.definition, metric.healthy, metric.sick)
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
+    return definition_in(SECTIONS, key)
 
 
 def page_with_table(page: str) -> str:
     """The text of docs/metrics.md with the table as it is now."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise UserError(f"the page has no lines {BEGIN!r} and {END!r}; put them around the place of the table")
-    return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
+    return with_table(page, SECTIONS, BEGIN, END)
 
 
 def main() -> None:
-    if not PAGE.is_file():
-        sys.exit(f"{PAGE} is not there: run this in a checkout, not in an installed package")
-    write_whole(PAGE, page_with_table(PAGE.read_text(encoding="utf-8")))
+    rewrite(PAGE, SECTIONS, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from eventful_env import EventfulBuilder
 
 from planish.errors import UnsupportedError, UserError
 from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
+from planish.interruption import Interruption
 from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.evaluation import RLTestSetEvaluator
-from planish.rl.interruption import Interruption
 from planish.rl.metric_definitions import definition_of
 from planish.rl.train import main
 from planish.runs import read_rows

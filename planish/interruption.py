@@ -20,6 +20,10 @@ class Interruption:
     def __init__(self) -> None:
         self._asked = asyncio.Event()
 
+    @property
+    def is_asked(self) -> bool:
+        return self._asked.is_set()
+
     def ask(self) -> None:
         """End the run at the next point where it can be."""
         self._asked.set()
@@ -31,7 +35,7 @@ class Interruption:
         asked = asyncio.ensure_future(self._asked.wait())
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if not self._asked.is_set():
+            if not self.is_asked:
                 return task.result()
         finally:
             asked.cancel()

@@ -1,0 +1,136 @@
+"""Rows of a data set, wherever it is.
+
+A data set is named in one of three ways: a hub name ("openai/gsm8k", or "NAME:CONFIG"), a local directory with train and
+test files (train.jsonl, test.jsonl, or parquet), or one JSONL or parquet file, which is its own train split. The hub's rows are
+read from disk as they are asked for; those of files are held in memory.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from planish.errors import UserError
+
+HUB_CONFIGS = {"openai/gsm8k": "main"}
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+Row = dict[str, Any]
+
+
+def open_rows(dataset: str, split: str) -> Sequence[Row]:
+    """The rows of one split ("train" or "test") of a hub name, a directory or a file; UserError if there are none."""
+    path = Path(dataset).expanduser()
+    if path.is_dir():
+        rows = [row for file in _split_files(path, split) for row in _read_file(file)]
+    elif path.is_file():
+        if split != "train":
+            raise UserError(
+                f"dataset={dataset} is one file and has no {split} split; give a directory with train.jsonl and "
+                f"{split}.jsonl, or turn evaluation off (eval_problems=0)"
+            )
+        rows = _read_file(path)
+    elif _is_path(dataset):
+        raise UserError(f"dataset={dataset}: no such file or directory; check the path")
+    else:
+        rows = _open_on_hub(dataset, split)
+    if not len(rows):
+        raise UserError(f"dataset={dataset} has no rows in its {split} split; give one that has")
+    return rows
+
+
+def load_rows(dataset: str, split: str) -> list[Row]:
+    """The same rows, all of them in memory."""
+    return [dict(row) for row in open_rows(dataset, split)]
+
+
+def has_split(dataset: str, split: str) -> bool:
+    """Whether there is such a split. A single file has "train" alone; the hub is asked."""
+    path = Path(dataset).expanduser()
+    if path.is_dir():
+        return bool(_found_files(path, split))
+    if path.is_file() or _is_path(dataset):
+        return split == "train"
+    from datasets import get_dataset_split_names  # seconds; not needed for local data
+
+    name, config = _hub_name(dataset)
+    try:
+        return split in get_dataset_split_names(name, config)
+    except Exception as error:  # as in _open_on_hub
+        raise _no_answer(dataset, "the names of its splits", error) from error
+
+
+def _is_path(dataset: str) -> bool:
+    """It can be no hub name, also where nothing of that name exists."""
+    return Path(dataset).suffix in FILE_SUFFIXES or dataset.startswith((".", "/", "~"))
+
+
+def _split_files(directory: Path, split: str) -> Sequence[Path]:
+    found = _found_files(directory, split)
+    if not found:
+        raise UserError(f"dataset={directory}: there is no {split}.jsonl (or {split}*.parquet) in it; add that file")
+    return found
+
+
+def _found_files(directory: Path, split: str) -> Sequence[Path]:
+    for suffix in FILE_SUFFIXES:
+        found = sorted({*directory.glob(f"{split}{suffix}"), *directory.glob(f"{split}-*{suffix}")})
+        if found:
+            return found
+    return []
+
+
+def _read_file(path: Path) -> list[Row]:
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    rows = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            if line.strip():
+                rows.append(_parse(line, path, number))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); give JSON lines or a .parquet file") from error
+    return rows
+
+
+def _parse(line: str, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{path}, line {number} is not JSON ({error}); write one object a line") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{path}, line {number} is not a JSON object; write one object a line")
+    return row
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    from pyarrow import ArrowException  # only where it is needed: the import takes most of a second
+    from pyarrow.parquet import read_table
+
+    try:
+        return read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as parquet ({error}); get the file again") from error
+
+
+def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:
+    from datasets import load_dataset  # seconds; not needed for local data
+
+    name, config = _hub_name(dataset)
+    try:
+        return load_dataset(name, config, split=split)  # type: ignore[return-value]
+    except Exception as error:  # no network, no such dataset, no right to it: many types, which differ between releases
+        raise _no_answer(dataset, f"its {split} split", error) from error
+
+
+def _hub_name(dataset: str) -> tuple[str, str | None]:
+    name, _, config = dataset.partition(":")
+    return name, config or HUB_CONFIGS.get(name)
+
+
+def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return UserError(
+        f"dataset={dataset}: the hub did not give {asked} ({first_line}); check the name, or give a local "
+        "directory with train.jsonl and test.jsonl"
+    )
