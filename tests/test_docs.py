@@ -18,8 +18,8 @@ from types import ModuleType
 
 import pytest
 
+from planish import model_renderer
 from planish.model.sources import DEFAULT_MODEL
-from planish.recipes import model_renderer
 from planish.recipes.training_run import read_options
 from planish.testing import tiny_model
 

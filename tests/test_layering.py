@@ -36,6 +36,7 @@ LAYERS = (
     ("client", "server"),
     ("planish",),
     ("completers", "checkpointing", "evaluators"),
+    ("model_renderer",),
     ("rl", "supervised", "preference"),
     ("tool_use",),
     ("recipes", "commands", "cli", "__main__"),

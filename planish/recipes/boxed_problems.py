@@ -11,9 +11,9 @@ from functools import partial
 
 import chz
 
+from planish.model_renderer import model_renderer
 from planish.recipes.grading import extract_boxed
 from planish.recipes.math_datasets import COLLECTIONS, load_splits
-from planish.recipes.model_renderer import model_renderer
 from planish.recipes.problems import QUESTION_SUFFIX, SHOWN_EXAMPLE, Problem
 from planish.recipes.process_grader import process_grader
 from planish.renderers import Message, Renderer

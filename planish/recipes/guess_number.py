@@ -24,9 +24,9 @@ from typing import Any
 
 import chz
 
+from planish.model_renderer import model_renderer
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import BATCHES
-from planish.recipes.model_renderer import model_renderer
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
 from planish.rl.datasets import ProblemDataset

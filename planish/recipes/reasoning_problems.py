@@ -21,8 +21,8 @@ import chz
 
 from planish import logtree
 from planish.errors import UserError
+from planish.model_renderer import model_renderer
 from planish.recipes.generated_dataset import GeneratedDataset
-from planish.recipes.model_renderer import model_renderer
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
 from planish.rl.datasets import ProblemDataset

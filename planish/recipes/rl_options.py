@@ -23,7 +23,7 @@ import chz
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.recipes.model_renderer import learn_renderer
+from planish.model_renderer import learn_renderer
 from planish.rl import train
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.config import RL_LOSSES, AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig, check

@@ -17,9 +17,9 @@ from functools import partial
 import chz
 
 from planish.errors import UserError
+from planish.model_renderer import model_renderer
 from planish.recipes.arithmetic_expressions import last_number
 from planish.recipes.generated_dataset import GeneratedDataset
-from planish.recipes.model_renderer import model_renderer
 from planish.renderers import Message, Renderer
 from planish.rl.datasets import ProblemDataset
 from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder

@@ -26,9 +26,9 @@ from typing import Any
 
 import chz
 
+from planish.model_renderer import model_renderer
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import GeneratedDataset
-from planish.recipes.model_renderer import model_renderer
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.self_play import Player, PlayerEnv, Turns
 from planish.recipes.tic_tac_toe_board import PLAYERS, Board, random_move

@@ -25,9 +25,9 @@ import chz
 
 from planish import ServiceClient
 from planish.completers import TinkerMessageCompleter
+from planish.model_renderer import learn_renderer, model_renderer
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import GeneratedDataset
-from planish.recipes.model_renderer import learn_renderer, model_renderer
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.twenty_questions_answerer import ANSWER_TOKENS, Answerer
 from planish.recipes.twenty_questions_words import held_out_words, training_words

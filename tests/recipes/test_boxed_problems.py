@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from planish.model_renderer import model_renderer
 from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
 from planish.recipes.math_datasets import BOX_SUFFIX
-from planish.recipes.model_renderer import model_renderer
 from planish.recipes.problems import Problem, problem_prompt
 from planish.renderers import get_renderer
 from planish.testing import EOS_TOKEN_ID

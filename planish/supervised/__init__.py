@@ -1,0 +1,1 @@
+"""Supervised training: conversations in, weights and curves out. Start at train.py."""

@@ -1,0 +1,55 @@
+"""Rows of published chat data as conversations, whatever their columns are called.
+
+messages               a list of {"role", "content"}: no_robots, tulu3, smoltalk and most others
+conversations          a list of {"from", "value"}, as ShareGPT has it
+prompt, completion     texts, or lists of messages, as TRL has it
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planish.errors import UserError
+
+Row = Mapping[str, Any]
+Conversation = list[dict[str, Any]]
+
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+FORMS = '"messages", "conversations", or "prompt" and "completion"'
+
+
+def conversation_of(row: Row, where: str) -> Conversation:
+    """The messages of a row; UserError, which says `where` it is, for a row of another form."""
+    if "messages" in row:
+        return _messages(row["messages"], f'{where}, "messages"')
+    if "conversations" in row:
+        return [_of_sharegpt(part, where) for part in _messages(row["conversations"], f'{where}, "conversations"')]
+    if "prompt" in row and "completion" in row:
+        return [
+            *_side(row["prompt"], "user", f'{where}, "prompt"'),
+            *_side(row["completion"], "assistant", f'{where}, "completion"'),
+        ]
+    raise UserError(f"{where}: the row has {sorted(row)}; give rows with {FORMS}")
+
+
+def _messages(value: Any, where: str) -> Conversation:
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
+        raise UserError(f"{where}: needs to be a list of messages with at least one in it")
+    for part in value:
+        if not isinstance(part, Mapping):
+            raise UserError(f"{where}: holds a {type(part).__name__}; each message is an object")
+    # Tables have every key in every row, those that are not meant as null.
+    return [{key: entry for key, entry in part.items() if entry is not None or key == "content"} for part in value]
+
+
+def _side(value: Any, role: str, where: str) -> Conversation:
+    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, where)
+
+
+def _of_sharegpt(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = SHAREGPT_ROLES.get(part.get("from", ""))
+    if role is None or not isinstance(part.get("value"), str):
+        raise UserError(
+            f'{where}, "conversations": a part has {dict(part)!r:.200}; give "from" (one of {", ".join(SHAREGPT_ROLES)}) and '
+            '"value"'
+        )
+    return {"role": role, "content": part["value"]}

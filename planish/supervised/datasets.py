@@ -1,0 +1,172 @@
+"""Data sets of rows, and the builders that find the rows.
+
+Each epoch shows each row once, in an order that is a function of (shuffle_seed, epoch); the rows that do not fill a batch are
+others each time. With shuffle_seed 0, epoch e has the order of `datasets.Dataset.shuffle(0).shuffle(e)`, in which published
+runs see their data. Rows are rendered when their batch is asked for: what is held is what was read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import chz
+import numpy as np
+
+from planish.dataset_rows import has_split, open_rows
+from planish.errors import UserError
+from planish.renderers import Renderer, TrainOnWhat
+from planish.supervised.conversations import Conversation, Row, conversation_of
+from planish.supervised.rendering import rendering_of
+from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
+
+ReadRow = Callable[[Row, str], Conversation]
+"""A row as a conversation; the text says where the row is, for errors."""
+
+
+class RowDataset(SupervisedDataset):
+    """Batches of `batch_size` rows, each row made into datums by `data_of`."""
+
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        batch_size: int,
+        data_of: Callable[[Any], Batch],
+        *,
+        shuffle_seed: int | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        """`shuffle_seed` None: the rows' own order in every epoch. UserError if there is no whole batch."""
+        if batch_size < 1:
+            raise UserError(f"batch_size={batch_size}: give a whole number of at least 1")
+        if drop_last and len(rows) < batch_size:
+            raise UserError(f"batch_size={batch_size}: there are {len(rows)} rows to train on; give at most so many")
+        self.rows = rows
+        self.batch_size = batch_size
+        self.data_of = data_of
+        self.shuffle_seed = shuffle_seed
+        self.drop_last = drop_last
+        self.set_epoch(0)
+
+    def get_batch(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} is not in 0..{len(self) - 1}")
+        chosen = self._order[index * self.batch_size :][: self.batch_size]
+        return Batch.joined(self.data_of(self.rows[int(row)]) for row in chosen)
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.batch_size if self.drop_last else -(-len(self.rows) // self.batch_size)
+
+    def set_epoch(self, seed: int = 0) -> None:
+        count = len(self.rows)
+        if self.shuffle_seed is None:
+            self._order = np.arange(count)
+        else:
+            self._order = _permutation(self.shuffle_seed, count)[_permutation(seed, count)]
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Row]):
+    """Some rows of a table, which is left where it is."""
+
+    table: Sequence[Row]
+    indices: Sequence[int]
+
+    @overload
+    def __getitem__(self, position: int) -> Row: ...
+    @overload
+    def __getitem__(self, position: slice) -> "Rows": ...
+    def __getitem__(self, position: int | slice) -> "Row | Rows":
+        if isinstance(position, slice):
+            return Rows(self.table, self.indices[position])
+        return self.table[int(self.indices[position])]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True)
+class RowSplits:
+    train: Sequence[Row]
+    test: Sequence[Row]
+
+
+def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) -> RowSplits:
+    """Rows to train on, and the first `test_size` of the test split (None = all of it).
+
+    Without a test split, `test_size` rows are drawn and held out of training; None is then none at all.
+    """
+    if test_size is not None and test_size < 0:
+        raise UserError(f"test_size={test_size}: give a whole number, 0 for no tests")
+    train = open_rows(dataset, "train")
+    if test_size == 0:
+        return RowSplits(train, [])
+    if has_split(dataset, "test"):
+        test = open_rows(dataset, "test")
+        return RowSplits(train, Rows(test, range(len(test))[:test_size]))
+    if test_size is None:
+        return RowSplits(train, [])
+    if test_size >= len(train):
+        raise UserError(
+            f"test_size={test_size}: dataset={dataset} has no test split, and of its {len(train)} rows at least one must be "
+            "left to train on; give fewer"
+        )
+    order = _permutation(shuffle_seed or 0, len(train))
+    return RowSplits(Rows(train, np.sort(order[test_size:]).tolist()), Rows(train, np.sort(order[:test_size]).tolist()))
+
+
+def check_rows(
+    rows: Sequence[Row], read_row: ReadRow, renderer: Renderer, train_on_what: TrainOnWhat, where: str
+) -> None:
+    """UserError for the first row that cannot be trained on, before any of them is: tokens are not made for it."""
+    for number, row in enumerate(rows, start=1):
+        place = f"{where} row {number}"
+        conversation = read_row(row, place)
+        try:
+            renderer.check_supervised_examples(conversation, train_on_what)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from error
+
+
+@chz.chz
+class FromRowsBuilder(ChatDatasetBuilder):
+    """Conversations of a hub name, a local directory or one file (planish/dataset_rows.py)."""
+
+    dataset: str = chz.field(doc="hub name, local directory or JSONL file")
+    test_size: int | None = chz.field(default=None, doc="test conversations; none = the whole test split, 0 = no tests")
+    shuffle_seed: int | None = chz.field(default=0, doc="of the order and of what is held out; none = the rows' order")
+    read_row: ReadRow = chz.field(default=conversation_of, doc="a row as a conversation")
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
+        config, renderer = self.common_config, self.renderer
+        for name, rows in (("train", splits.train), ("test", splits.test)):
+            check_rows(rows, self.read_row, renderer, config.train_on_what, f"dataset={self.dataset}, {name}")
+        render = rendering_of(config, renderer)
+
+        def data_of(row: Row) -> Batch:
+            return render(self.read_row(row, f"dataset={self.dataset}"))
+
+        train = RowDataset(splits.train, config.batch_size, data_of, shuffle_seed=self.shuffle_seed)
+        test = RowDataset(splits.test, config.batch_size, data_of, drop_last=False) if splits.test else None
+        return train, test
+
+
+@chz.chz
+class FromConversationFileBuilder(ChatDatasetBuilder):
+    """Conversations of one JSONL file; see `FromRowsBuilder`."""
+
+    file_path: str
+    test_size: int = chz.field(default=0, doc="conversations held out of training")
+    shuffle_seed: int | None = 0
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        return FromRowsBuilder(
+            common_config=self.common_config,
+            dataset=self.file_path,
+            test_size=self.test_size,
+            shuffle_seed=self.shuffle_seed,
+        )()
+
+
+def _permutation(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(count)

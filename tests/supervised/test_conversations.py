@@ -1,0 +1,44 @@
+"""Rows of several forms become the same conversation; what has none of them is named."""
+
+import pytest
+
+from planish.errors import UserError
+from planish.supervised.conversations import conversation_of
+
+CHAT = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good day."}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT, "prompt": "something else", "prompt_id": 7},
+        {"messages": [{**message, "tool_calls": None, "name": None} for message in CHAT]},
+        {"conversations": [{"from": "human", "value": "Hello."}, {"from": "gpt", "value": "Good day."}]},
+        {"prompt": "Hello.", "completion": "Good day."},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    ],
+)
+def test_each_form_gives_the_messages(row):
+    assert conversation_of(row, "here") == CHAT
+
+
+def test_a_message_of_tool_calls_alone_keeps_its_empty_content():
+    row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]}
+    assert conversation_of(row, "here") == row["messages"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "Hello."}, r"row 3: the row has \['text'\]"),
+        ({"messages": "Hello."}, 'row 3, "messages": needs to be a list'),
+        ({"messages": []}, "at least one"),
+        ({"messages": ["Hello."]}, "holds a str"),
+        ({"conversations": [{"from": "robot", "value": "Beep."}]}, "'from': 'robot'"),
+        ({"conversations": [{"from": "human"}]}, '"value"'),
+        ({"prompt": 5, "completion": "x"}, '"prompt": needs to be a list'),
+    ],
+)
+def test_what_has_no_known_form_is_refused_with_its_place(row, message):
+    with pytest.raises(UserError, match=message):
+        conversation_of(row, "row 3")

@@ -1,0 +1,133 @@
+"""Epochs, orders, splits, and rows that cannot be trained on."""
+
+import json
+
+import datasets as hub
+import pytest
+from ledger_service import learned
+
+from planish.errors import UserError
+from planish.supervised.datasets import FromConversationFileBuilder, FromRowsBuilder, RowDataset, row_splits
+from planish.supervised.types import Batch, ChatDatasetBuilderCommonConfig
+
+ROWS = [{"n": n} for n in range(10)]
+
+
+def numbers(dataset):
+    """A data set of numbers in place of datums."""
+    return [dataset.get_batch(index) for index in range(len(dataset))]
+
+
+def of(rows, batch_size, **options):
+    return RowDataset(rows, batch_size, lambda row: Batch([row["n"]]), **options)
+
+
+def config(**changes):
+    return ChatDatasetBuilderCommonConfig(**{"model_name_for_tokenizer": "tiny", "batch_size": 4, **changes})
+
+
+def test_each_epoch_has_each_row_at_most_once_in_its_own_order():
+    dataset = of(ROWS, 3, shuffle_seed=0)
+    first = numbers(dataset)
+    assert [len(batch) for batch in first] == [3, 3, 3]
+    assert len({n for batch in first for n in batch}) == 9
+    dataset.set_epoch(1)
+    second = numbers(dataset)
+    assert second != first
+    dataset.set_epoch(0)
+    assert numbers(dataset) == first
+    assert numbers(of(ROWS, 3, shuffle_seed=1)) != first
+
+
+def test_the_order_is_that_of_published_runs():
+    published = hub.Dataset.from_list(ROWS).shuffle(seed=0)
+    dataset = of(ROWS, 10, shuffle_seed=0)
+    for epoch in (0, 1, 2):
+        dataset.set_epoch(epoch)
+        assert numbers(dataset) == [published.shuffle(seed=epoch)["n"]]
+
+
+def test_without_a_seed_rows_come_as_they_are_and_nothing_is_dropped_where_that_is_asked():
+    dataset = of(ROWS, 4, drop_last=False)
+    dataset.set_epoch(3)
+    assert numbers(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    with pytest.raises(IndexError):
+        dataset.get_batch(3)
+
+
+def test_a_batch_that_no_epoch_can_fill_is_refused():
+    with pytest.raises(UserError, match="batch_size=11: there are 10 rows"):
+        of(ROWS, 11)
+    with pytest.raises(UserError, match="batch_size=0"):
+        of(ROWS, 0)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_test_rows_are_the_test_split_or_held_out(tmp_path):
+    file = write(tmp_path / "all.jsonl", ROWS)
+    held = row_splits(file, 3, 0)
+    assert (len(held.train), len(held.test)) == (7, 3)
+    assert sorted(row["n"] for part in (held.train, held.test) for row in part) == list(range(10))
+    assert list(row_splits(file, 3, 0).test) == list(held.test)
+    assert list(row_splits(file, None, 0).test) == []
+    assert list(row_splits(file, 0, 0).train) == ROWS
+    (tmp_path / "both").mkdir()
+    write(tmp_path / "both/train.jsonl", ROWS)
+    write(tmp_path / "both/test.jsonl", ROWS[:5])
+    for size, expected in ((None, 5), (2, 2), (0, 0), (9, 5)):
+        splits = row_splits(str(tmp_path / "both"), size, 0)
+        assert (len(splits.train), list(splits.test)) == (10, ROWS[:expected])
+    for size in (10, -1):
+        with pytest.raises(UserError, match=f"test_size={size}"):
+            row_splits(file, size, 0)
+
+
+def test_a_hub_without_a_test_split_is_not_asked_for_one(monkeypatch):
+    tables = {"train": hub.Dataset.from_list(ROWS), "test": hub.Dataset.from_list(ROWS[:4])}
+    monkeypatch.setattr(hub, "load_dataset", lambda name, config, split: tables[split])
+    monkeypatch.setattr(hub, "get_dataset_split_names", lambda name, config: list(tables))
+    assert [row["n"] for row in row_splits("some/chats", 2, 0).test] == [0, 1]
+    del tables["test"]
+    splits = row_splits("some/chats", 2, 0)
+    assert (len(splits.train), len(splits.test)) == (8, 2)
+    monkeypatch.setattr(hub, "get_dataset_split_names", lambda *_: 1 / 0)
+    with pytest.raises(UserError, match="the names of its splits"):
+        row_splits("some/chats", 2, 0)
+
+
+def test_a_file_of_conversations(chats, tokenizer):
+    train, test = FromConversationFileBuilder(common_config=config(), file_path=str(chats), test_size=3)()
+    assert test is not None
+    assert (len(train), len(test)) == (2, 1)
+    texts = [
+        learned(datum, tokenizer)
+        for part in (train, test)
+        for index in range(len(part))
+        for datum in part.get_batch(index)
+    ]
+    assert len(set(texts)) == 11
+    assert all(text.startswith("It is ") and text.endswith(".<|im_end|>") for text in texts)
+
+
+BAD = {
+    "role": ({"messages": [{"role": "robot", "content": "x"}]}, "train row 2: .*'robot'"),
+    "nothing": ({"messages": [{"role": "user", "content": "x"}]}, "train row 2: .*nothing to train on"),
+    "form": ({"text": "x"}, "train row 2: the row has"),
+    "reasoning": (
+        {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
+        "train row 2: .*thinking",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_row_that_cannot_be_trained_on_is_named_before_any_is(name, tmp_path):
+    row, message = BAD[name]
+    good = {"messages": [{"role": "assistant", "content": "x"}]}
+    path = write(tmp_path / "chats.jsonl", [good, row, good, good, good])
+    with pytest.raises(UserError, match=message):
+        FromRowsBuilder(common_config=config(), dataset=path)()
