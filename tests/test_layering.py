@@ -35,7 +35,7 @@ LAYERS = (
     ("engine",),
     ("client", "server"),
     ("planish",),
-    ("completers", "checkpointing", "evaluators"),
+    ("completers", "checkpointing", "evaluators", "learning_rates"),
     ("model_renderer",),
     ("rl", "supervised", "preference"),
     ("tool_use",),

@@ -1,0 +1,48 @@
+"""Supervised training on chat data of many forms, with a learning rate that fits the model.
+
+    python -m planish.recipes.chat_sl                                      no_robots, the embedded model
+    python -m planish.recipes.chat_sl dataset=tulu3 model_name=Qwen/Qwen3-8B test_size=512 preset=seed
+    python -m planish.recipes.chat_sl dataset=chats.jsonl test_size=100    a file of your own
+
+`dataset` is one of the names below, any other hub name, a directory with train and test files, or one file. Rows may have
+"messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or "question" and "answer".
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.recipes import training_run
+from planish.recipes.sl_options import SLOptions, run
+
+NAMES = {
+    "no_robots": "HuggingFaceH4/no_robots",
+    "tulu3": "allenai/tulu-3-sft-mixture",
+    "smoltalk": "HuggingFaceTB/smoltalk:all",
+    "gsm8k": "openai/gsm8k",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "seed": {"batch_size": 128, "lora_rank": 64, "learning_rate": 5e-4, "max_length": 16384},
+}
+
+
+@chz.chz
+class Options(SLOptions):
+    log_path: str = chz.field(default="/tmp/planish-examples/chat_sl", doc="directory of the run's files")
+    dataset: str = chz.field(
+        default="no_robots", doc=f"{', '.join(NAMES)}, a hub name, a local directory or a JSONL file"
+    )
+    batch_size: int = chz.field(default=16, doc="conversations a step")
+    max_length: int = chz.field(default=1024, doc="tokens of a conversation; what is beyond is cut off and counted")
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train; returns the run directory."""
+    dataset = NAMES.get(options.dataset, options.dataset)
+    return run(options, recipe_name="chat_sl", dataset=dataset, service_client=service_client)
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, PRESETS, sys.argv[1:])

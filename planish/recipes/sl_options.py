@@ -1,0 +1,133 @@
+"""What the recipes of `planish.supervised` have in common: their options, flat, and the way from these to a run.
+
+A recipe's options are a class on top of `SLOptions` that adds its own and gives defaults of its own; `run` does the rest.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+
+from planish import ServiceClient
+from planish.errors import UserError
+from planish.learning_rates import get_lr
+from planish.model.sources import DEFAULT_MODEL
+from planish.model_renderer import learn_renderer
+from planish.recipes.problems import QUESTION_SUFFIX, read_problem
+from planish.renderers import TrainOnWhat
+from planish.schedules import SCHEDULES
+from planish.supervised import train
+from planish.supervised.config import Config, check
+from planish.supervised.conversations import Conversation, conversation_of
+from planish.supervised.datasets import FromRowsBuilder
+from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+
+
+@chz.chz
+class SLOptions:
+    """Options of every recipe; those with the name of one of `planish.supervised.config.Config` are that one."""
+
+    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    dataset: str = chz.field(default="HuggingFaceH4/no_robots", doc="hub name, local directory or JSONL file")
+    test_size: int | None = chz.field(
+        default=None, doc="test conversations; none = the whole test split, if there is one; 0 = no tests"
+    )
+    log_path: str = chz.field(default="/tmp/planish-examples/sl", doc="directory of the run's files")
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with: a checkpoint or a run directory"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    lora_rank: int = 32
+    seed: int = chz.field(default=0, doc="of initial weights and the data's order")
+
+    batch_size: int = chz.field(default=128, doc="conversations a step")
+    max_length: int = chz.field(default=16384, doc="tokens of a conversation; what is beyond is cut off and counted")
+    train_on_what: TrainOnWhat = chz.field(
+        default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc=f"one of {', '.join(TrainOnWhat)}"
+    )
+    reduction: Literal["mean", "none"] = chz.field(
+        default="mean", doc="mean = each example weighs 1, none = each token weighs 1"
+    )
+    learning_rate: float | None = chz.field(default=None, doc="of the first step; none = get_lr(model_name)")
+    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    weight_decay: float = 0.0
+    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+
+    num_epochs: int = chz.field(default=1, doc="times through the data")
+    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+    submit_ahead: int = chz.field(default=1, doc="steps submitted before the results of one are waited for")
+    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
+    rolling_save_every: int = chz.field(default=0, doc="steps between short-lived checkpoints; 0 = none")
+    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
+    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+
+
+def run(options: SLOptions, *, recipe_name: str, dataset: str | None = None, service_client: Any = None) -> Path:
+    """Train on `dataset` (none = options.dataset), with the given service client or one of the run's own.
+
+    Options are checked before anything is loaded. Returns the run directory.
+    """
+    config = sl_config(options, chat_builder(options, dataset or options.dataset), recipe_name=recipe_name)
+    check(config)
+    if service_client is not None:
+        return _run_on(service_client, config)
+    with ServiceClient(base_url=config.base_url) as own_client:
+        return _run_on(own_client, config)
+
+
+def _run_on(service_client: Any, config: Config) -> Path:
+    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
+    return asyncio.run(train.main(chz.replace(config, renderer_name=renderer.name), service_client))
+
+
+def sl_config(options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str) -> Config:
+    """The options as `planish.supervised.train` takes them."""
+    shared = (chz.chz_fields(SLOptions).keys() & chz.chz_fields(Config).keys()) - {"learning_rate"}
+    rate = options.learning_rate if options.learning_rate is not None else get_lr(options.model_name)
+    return Config(
+        **{name: getattr(options, name) for name in shared},
+        learning_rate=rate,
+        dataset_builder=dataset_builder,
+        recipe_name=recipe_name,
+    )
+
+
+def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
+    for name, least in (("batch_size", 1), ("max_length", 2), ("test_size", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"{name}={value}: give a whole number of at least {least}")
+    common_config = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=options.model_name,
+        renderer_name=options.renderer_name,
+        max_length=options.max_length,
+        batch_size=options.batch_size,
+        train_on_what=options.train_on_what,
+        reduction=options.reduction,
+    )
+    return FromRowsBuilder(
+        common_config=common_config,
+        dataset=dataset,
+        test_size=options.test_size,
+        shuffle_seed=options.seed,
+        read_row=read_chat,
+    )
+
+
+def read_chat(row: Mapping[str, Any], where: str) -> Conversation:
+    """A row of chat data, or a question with its worked solution, which ends with the answer in a box."""
+    if "question" in row and "answer" in row:
+        problem = read_problem(row, where)
+        return [
+            {"role": "user", "content": problem.question + QUESTION_SUFFIX},
+            {"role": "assistant", "content": problem.solution},
+        ]
+    return conversation_of(row, where)
