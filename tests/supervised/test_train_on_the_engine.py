@@ -55,10 +55,10 @@ def test_the_loss_falls_and_a_resumed_run_has_the_same_bits(model, chats, tmp_pa
             steps = iter(range(8))
             submit = training_client.optim_step_async
 
-            async def optim_step_async(params):
+            async def optim_step_async(adam_params):
                 if next(steps, None) is None:
                     raise StoppedError
-                return await submit(params)
+                return await submit(adam_params)
 
             training_client.optim_step_async = optim_step_async
             return training_client
