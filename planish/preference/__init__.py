@@ -1,0 +1,1 @@
+"""Learning from comparisons: what people, or programs, prefer."""

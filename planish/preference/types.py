@@ -1,0 +1,96 @@
+"""Two answers to one prompt, and which of them is preferred. Names are those of the public cookbooks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from planish.errors import UserError
+
+Messages = Sequence[Mapping[str, Any]]
+Label = Literal["A", "B", "Tie"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    prompt_conversation: Messages
+    completion_A: Messages
+    completion_B: Messages
+
+    def swap(self) -> Self:
+        """The same with the answers in the other order."""
+        return replace(self, completion_A=self.completion_B, completion_B=self.completion_A)
+
+
+@dataclass(frozen=True)
+class LabeledComparison:
+    comparison: Comparison
+    label: Label
+    """The preferred answer."""
+
+    def swap(self) -> Self:
+        swapped: dict[Label, Label] = {"A": "B", "B": "A", "Tie": "Tie"}
+        return replace(self, comparison=self.comparison.swap(), label=swapped[self.label])
+
+    @property
+    def ranked(self) -> tuple[Messages, Messages] | None:
+        """(preferred answer, other answer); None of a tie."""
+        first, second = self.comparison.completion_A, self.comparison.completion_B
+        ranks: dict[Label, tuple[Messages, Messages] | None] = {"A": (first, second), "B": (second, first), "Tie": None}
+        return ranks[self.label]
+
+
+def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
+    """A row of comparison data; UserError, which says `where` it is, for another form.
+
+    Either {"comparison": {"prompt_conversation", "completion_A", "completion_B"}, "label"}, or {"prompt", "chosen",
+    "rejected"}, each a text or a list of messages; without "prompt", chosen and rejected are conversations that differ in the
+    last message.
+    """
+    if "comparison" in row:
+        return _labeled(row, where)
+    if "chosen" not in row or "rejected" not in row:
+        raise UserError(
+            f'{where}: the row has {sorted(row)}; give "prompt", "chosen" and "rejected", or "comparison" and "label"'
+        )
+    chosen = _messages(row["chosen"], "assistant", f'{where}, "chosen"')
+    rejected = _messages(row["rejected"], "assistant", f'{where}, "rejected"')
+    prompt = row.get("prompt")
+    if _is_whole(chosen) and _is_whole(rejected):
+        if chosen[:-1] != rejected[:-1]:
+            raise UserError(
+                f"{where}: chosen and rejected differ before their last message; give answers to one prompt"
+            )
+        comparison = Comparison(chosen[:-1], chosen[-1:], rejected[-1:])
+    elif prompt is None:
+        raise UserError(f'{where}: there is no "prompt", and chosen and rejected are no conversations; give the prompt')
+    else:
+        comparison = Comparison(_messages(prompt, "user", f'{where}, "prompt"'), chosen, rejected)
+    return LabeledComparison(comparison, "A")
+
+
+def _labeled(row: Mapping[str, Any], where: str) -> LabeledComparison:
+    parts, label = row["comparison"], row.get("label")
+    if label not in ("A", "B", "Tie"):
+        raise UserError(f'{where}: label is {label!r}; give "A", "B" or "Tie"')
+    names = ("prompt_conversation", "completion_A", "completion_B")
+    if not isinstance(parts, Mapping) or any(name not in parts for name in names):
+        raise UserError(f'{where}, "comparison": give {", ".join(names)}')
+    roles = ("user", "assistant", "assistant")
+    prompt, first, second = (
+        _messages(parts[name], role, f'{where}, "{name}"') for name, role in zip(names, roles, strict=True)
+    )
+    return LabeledComparison(Comparison(prompt, first, second), label)
+
+
+def _messages(value: Any, role: str, where: str) -> list[Mapping[str, Any]]:
+    """A text as one message of `role`, or a list of messages as it is."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or not value or not all(isinstance(part, Mapping) for part in value):
+        raise UserError(f"{where}: give a text, or a list of messages with at least one in it")
+    return [{key: entry for key, entry in part.items() if entry is not None or key == "content"} for part in value]
+
+
+def _is_whole(messages: Messages) -> bool:
+    """A conversation with its prompt, as some data sets repeat it in each answer."""
+    return len(messages) > 1 and messages[0].get("role") != "assistant"

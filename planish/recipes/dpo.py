@@ -1,0 +1,132 @@
+"""Direct preference optimization on pairs of answers.
+
+    python -m planish.recipes.dpo                                     drawn pairs: short answers preferred to wordy ones
+    python -m planish.recipes.dpo dataset=pairs.jsonl test_size=50    rows with "prompt", "chosen" and "rejected"
+
+Each step takes `batch_size` pairs and makes the chosen answers likelier, measured against the reference, than the rejected ones. The
+reference is what the run begins with, unless another one is named. The loss is planish/preference/dpo.py, the drawn pairs are
+planish/recipes/preference_pairs.py.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish import ServiceClient
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.model_renderer import learn_renderer
+from planish.preference import dpo
+from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
+from planish.preference.types import LabeledComparison
+from planish.recipes import training_run
+from planish.recipes.preference_pairs import drawn_pairs
+from planish.schedules import SCHEDULES
+from planish.supervised.types import ChatDatasetBuilderCommonConfig
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "seed": {"batch_size": 256, "learning_rate": 1e-5, "max_length": 8192},
+}
+
+
+@chz.chz
+class DrawnComparisonBuilder(ComparisonBuilder):
+    """The pairs of planish/recipes/preference_pairs.py."""
+
+    largest: int
+    test_size: int
+    seed: int
+
+    def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+        return drawn_pairs(self.largest, self.test_size, self.seed)
+
+
+@chz.chz
+class Options:
+    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    dataset: str | None = chz.field(default=None, doc="hub name, local directory or JSONL file; none = drawn pairs")
+    test_size: int | None = chz.field(default=64, doc="test pairs; none = the whole test split, 0 = no tests")
+    largest: int = chz.field(default=30, doc="of drawn pairs: the largest number that is added")
+    log_path: str = chz.field(default="/tmp/planish-examples/dpo", doc="directory of the run's files")
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with: a checkpoint or a run directory"
+    )
+    reference_model_name: str | None = chz.field(default=None, doc="base model of the reference; none = model_name")
+    reference_checkpoint_path: str | None = chz.field(
+        default=None, doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    lora_rank: int = 32
+    seed: int = chz.field(default=0, doc="of initial weights and the data's order")
+
+    dpo_beta: float = chz.field(default=0.1, doc="how dear it is to leave the reference")
+    batch_size: int = chz.field(default=16, doc="pairs a step")
+    max_length: int = chz.field(
+        default=1024, doc="tokens of a prompt and an answer; what is beyond is cut off and counted"
+    )
+    learning_rate: float = chz.field(default=1e-5, doc="of the first step")
+    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+
+    num_epochs: int = chz.field(default=1, doc="times through the data")
+    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
+    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train; returns the run directory."""
+    config = dpo_config(options)
+    dpo.check(config)
+    if service_client is not None:
+        return _run_on(service_client, config)
+    with ServiceClient(base_url=config.base_url) as own_client:
+        return _run_on(own_client, config)
+
+
+def _run_on(service_client: Any, config: dpo.Config) -> Path:
+    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
+    return asyncio.run(dpo.main(chz.replace(config, renderer_name=renderer.name), service_client))
+
+
+def dpo_config(options: Options) -> dpo.Config:
+    """The options as `planish.preference.dpo` takes them."""
+    for name, least in (("batch_size", 1), ("max_length", 2), ("test_size", 0), ("largest", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"{name}={value}: give a whole number of at least {least}")
+    shared = chz.chz_fields(Options).keys() & chz.chz_fields(dpo.Config).keys()
+    common_config = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=options.model_name,
+        renderer_name=options.renderer_name,
+        max_length=options.max_length,
+        batch_size=options.batch_size,
+    )
+    builder = DPODatasetBuilderFromComparisons(
+        common_config=common_config, comparison_builder=comparisons(options), shuffle_seed=options.seed
+    )
+    return dpo.Config(**{name: getattr(options, name) for name in shared}, dataset_builder=builder, recipe_name="dpo")
+
+
+def comparisons(options: Options) -> ComparisonBuilder:
+    if options.dataset is not None:
+        return ComparisonBuilderFromRows(
+            dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
+        )
+    count = (options.largest + 1) ** 2
+    test_size = options.test_size if options.test_size is not None else 64
+    if test_size >= count:
+        raise UserError(f"test_size={test_size}: there are {count} drawn pairs; give fewer, or a larger largest")
+    return DrawnComparisonBuilder(largest=options.largest, test_size=test_size, seed=options.seed)
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, PRESETS, sys.argv[1:])

@@ -1,0 +1,176 @@
+"""DPO: the loss of TRL, the logprobs of transformers, and runs on the engine whose reference stays where it was."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from planish import ServiceClient
+from planish.errors import UserError
+from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
+from planish.preference.dpo import REFERENCE, Config, answer_logprob, dpo_loss, main, reference_logprobs
+from planish.preference.metric_definitions import definition_of
+from planish.runs import read_rows
+from planish.supervised.types import ChatDatasetBuilderCommonConfig
+from planish.types import Datum, ModelInput
+
+TRL = json.loads((Path(__file__).parent / "data" / "trl_dpo.json").read_text())
+
+
+def interleaved(kind):
+    return [value for pair in zip(TRL[f"{kind}_chosen"], TRL[f"{kind}_rejected"], strict=True) for value in pair]
+
+
+@pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"beta {case['beta']}")
+def test_loss_measures_and_gradients_are_those_of_trl(case):
+    """Each answer's logprob is spread over three tokens, with an unlearned one in front that must not count."""
+    shares = torch.tensor([0.0, 0.5, 0.3, 0.2])
+    data = [Datum(ModelInput.from_ints([1] * 4), {"target_tokens": [1] * 4, "weights": [0.0, 1.0, 1.0, 1.0]})] * 24
+    logprobs_D = [(shares * value + torch.tensor([-7.0, 0, 0, 0])).requires_grad_() for value in interleaved("policy")]
+    loss, measured = dpo_loss(data, logprobs_D, interleaved("reference"), case["beta"])
+    loss.backward()
+    assert loss.dtype is torch.float32
+    assert measured == pytest.approx(
+        {
+            "dpo_loss": case["loss"],
+            "accuracy": case["accuracy"],
+            "margin": case["margin"],
+            "chosen_reward": case["chosen_reward"],
+            "rejected_reward": case["rejected_reward"],
+        },
+        rel=1e-5,
+    )
+    expected = [g for pair in zip(case["chosen_gradient"], case["rejected_gradient"], strict=True) for g in pair]
+    for logprobs, gradient in zip(logprobs_D, expected, strict=True):
+        assert logprobs.grad is not None
+        torch.testing.assert_close(logprobs.grad, gradient * torch.tensor([0.0, 1.0, 1.0, 1.0]), rtol=1e-4, atol=1e-7)
+
+
+def builder(model, pairs, **changes):
+    common = ChatDatasetBuilderCommonConfig(**{"model_name_for_tokenizer": model, "batch_size": 5, **changes})
+    comparisons = ComparisonBuilderFromRows(dataset=str(pairs), test_size=3)
+    return DPODatasetBuilderFromComparisons(common_config=common, comparison_builder=comparisons)
+
+
+def train(client, model, pairs, path, **changes):
+    options = {"learning_rate": 1e-3, "lora_rank": 4, "num_epochs": 3, "save_every": 2, "eval_every": 3, **changes}
+    config = Config(log_path=str(path), model_name=model, dataset_builder=builder(model, pairs), **options)
+    return asyncio.run(main(config, client))
+
+
+@pytest.fixture
+def client(tmp_path):
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as client:
+        yield client
+
+
+def by_transformers(model, datum):
+    """The logprob of a datum's answer, in float32."""
+    tokens = [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([tokens])).logits[0, :-1]
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return float((logprobs * datum.loss_fn_inputs["weights"].to_torch()).sum())
+
+
+def test_rewards_are_the_difference_of_two_models_by_transformers(client, models, pairs, tmp_path):
+    policy, reference = models
+    _, test = builder(policy, pairs)()
+    data = list(test.get_batch(0))
+    rewards = torch.tensor([0.1 * (by_transformers(policy, d) - by_transformers(reference, d)) for d in data])
+    margins = rewards[::2] - rewards[1::2]
+    run = train(client, policy, pairs, tmp_path / "run", reference_model_name=reference, max_steps=1)
+    row = read_rows(run / "metrics.jsonl")[0]
+    assert row["test/chosen_reward"] == pytest.approx(float(rewards[::2].mean()), abs=1e-5)
+    assert row["test/rejected_reward"] == pytest.approx(float(rewards[1::2].mean()), abs=1e-5)
+    assert row["test/dpo_loss"] == pytest.approx(float(torch.log1p(torch.exp(-margins)).mean()), abs=1e-5)
+    assert row["test/accuracy"] == pytest.approx(float((margins > 0).float().mean()))
+    chosen = [by_transformers(policy, datum) for datum in data[::2]]
+    tokens = sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in data[::2])
+    assert row["test/nll"] == pytest.approx(-sum(chosen) / tokens, rel=1e-5)
+
+
+def test_preferences_are_learned_and_every_metric_is_defined(client, models, pairs, tmp_path):
+    run = train(client, models[0], pairs, tmp_path / "run", dpo_beta=0.5, num_epochs=6)
+    rows = read_rows(run / "metrics.jsonl")
+    assert rows[0]["dpo_loss"] == pytest.approx(0.693147, abs=1e-4), "policy and reference are the same at first"
+    assert rows[0]["margin"] == pytest.approx(0.0, abs=1e-4)
+    assert rows[0]["num_pairs"] == 5
+    assert rows[-1]["test/margin"] > 0.5
+    assert rows[-1]["test/accuracy"] == 1.0
+    assert rows[-1]["test/dpo_loss"] < rows[0]["test/dpo_loss"]
+    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_resumed_run_keeps_its_reference_and_ends_as_if_it_was_not_stopped(
+    client, models, pairs, tmp_path, monkeypatch
+):
+    start = train(client, models[0], pairs, tmp_path / "start", max_steps=2)
+    options = {"load_checkpoint_path": str(start), "lr_schedule": "constant"}
+    train(client, models[0], pairs, tmp_path / "whole", **options)
+    create = client.create_training_client_from_state
+
+    def mortal(*arguments, **keywords):
+        training_client = create(*arguments, **keywords)
+        submit, steps = training_client.optim_step_async, iter(range(3))
+
+        async def optim_step_async(adam_params):
+            if next(steps, None) is None:
+                raise StoppedError
+            return await submit(adam_params)
+
+        training_client.optim_step_async = optim_step_async
+        return training_client
+
+    monkeypatch.setattr(client, "create_training_client_from_state", mortal)
+    with pytest.raises(StoppedError):
+        train(client, models[0], pairs, tmp_path / "parts", **options)
+    monkeypatch.undo()
+    named = json.loads((tmp_path / "parts" / REFERENCE).read_text())
+    train(client, models[0], pairs, tmp_path / "parts", **options)
+    assert json.loads((tmp_path / "parts" / REFERENCE).read_text()) == named
+    timed = ("time/", "tokens_per_second/")
+    first, second = (
+        [
+            {k: v for k, v in row.items() if not k.startswith(timed)}
+            for row in read_rows(tmp_path / run / "metrics.jsonl")
+        ]
+        for run in ("whole", "parts")
+    )
+    assert first == second
+    assert first[0]["chosen_reward"] == pytest.approx(0.0, abs=1e-4), "the reference is what the run begins with"
+    assert abs(first[-1]["test/chosen_reward"]) > 1e-3
+
+
+def test_reference_logprobs_are_the_trainers(client, models, pairs):
+    train_set, _ = builder(models[0], pairs)()
+    data = list(train_set.get_batch(0))
+    reference = client.create_sampling_client(base_model=models[0])
+    training_client = client.create_lora_training_client(base_model=models[0], rank=2, seed=0)
+    output = training_client.forward(data, "cross_entropy").result()
+    trained = [
+        float(answer_logprob(datum, tensors["logprobs"].to_torch()))
+        for datum, tensors in zip(data, output.loss_fn_outputs, strict=True)
+    ]
+    assert asyncio.run(reference_logprobs(reference, data)) == pytest.approx(trained, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dpo_beta": 0.0}, "dpo_beta=0.0"),
+        ({"learning_rate": -1.0}, "learning_rate="),
+        ({"reference_model_name": "a", "reference_checkpoint_path": "b"}, "two references"),
+    ],
+)
+def test_an_option_that_cannot_be_right_is_refused(client, models, pairs, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        train(client, models[0], pairs, tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
