@@ -7,6 +7,7 @@
     timing_spans.jsonl  one object a training step: when each part of it ran
     trace_events.jsonl  the same as Chrome trace events, if asked for (planish/timing.py)
     metric_logs.json    how far W&B, Trackio and TensorBoard have been told, where they are (planish/metric_logs.py)
+    reference.json      the policy that preference training measures against (planish/preference/dpo.py)
     *.png               curves
 
 Invariants: a file is whole or absent (`write_whole`), an appended row is whole or cut off at the next start. Everything
@@ -39,6 +40,7 @@ SPANS = "timing_spans.jsonl"
 CODE_DIFF = "code.diff"
 TRACE = "trace_events.jsonl"
 METRIC_LOGS = "metric_logs.json"
+REFERENCE = "reference.json"
 
 Row = dict[str, Any]
 
@@ -196,7 +198,7 @@ def checkpoint_of(path: str) -> str:
 
 def remove_run(path: str | Path) -> None:
     """Remove the files of a run, and nothing else that may be in its directory."""
-    for name in (METRICS, CHECKPOINTS, SPANS, TRACE, METRIC_LOGS, CONFIG, CODE_DIFF):
+    for name in (METRICS, CHECKPOINTS, SPANS, TRACE, METRIC_LOGS, REFERENCE, CONFIG, CODE_DIFF):
         (Path(path).expanduser() / name).unlink(missing_ok=True)
 
 

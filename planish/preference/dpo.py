@@ -23,7 +23,7 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
 from planish.preference.datasets import pairs_of
-from planish.runs import checkpoint_of, write_whole
+from planish.runs import REFERENCE, checkpoint_of, write_whole
 from planish.supervised import config as supervised
 from planish.supervised.nll import DATUMS_PER_CALL
 from planish.supervised.objective import Metrics
@@ -31,7 +31,6 @@ from planish.supervised.train import train
 from planish.supervised.types import SupervisedDataset
 from planish.types import Datum, ForwardBackwardOutput, ModelInput
 
-REFERENCE = "reference.json"
 SHOWN = {
     "dpo_loss": "loss {:.4f}",
     "accuracy": "accuracy {:.3f}",

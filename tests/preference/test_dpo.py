@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
-from planish.preference.dpo import REFERENCE, Config, answer_logprob, dpo_loss, main, reference_logprobs
+from planish.preference.dpo import Config, answer_logprob, dpo_loss, main, reference_logprobs
 from planish.preference.metric_definitions import definition_of
-from planish.runs import read_rows
+from planish.runs import REFERENCE, read_rows
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.types import Datum, ModelInput
 
@@ -79,6 +79,7 @@ def by_transformers(model, datum):
 def test_rewards_are_the_difference_of_two_models_by_transformers(client, models, pairs, tmp_path):
     policy, reference = models
     _, test = builder(policy, pairs)()
+    assert test is not None
     data = list(test.get_batch(0))
     rewards = torch.tensor([0.1 * (by_transformers(policy, d) - by_transformers(reference, d)) for d in data])
     margins = rewards[::2] - rewards[1::2]

@@ -13,7 +13,7 @@ from planish.preference.datasets import (
     comparison_to_data,
     pairs_of,
 )
-from planish.preference.types import Comparison, LabeledComparison
+from planish.preference.types import Comparison, Label, LabeledComparison
 from planish.renderers import TrainOnWhat
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
@@ -27,7 +27,7 @@ def says(role, content):
     return {"role": role, "content": content}
 
 
-def labeled(*prompt, label="A", first="short", second="a long one"):
+def labeled(*prompt, label: Label = "A", first="short", second="a long one"):
     return LabeledComparison(Comparison(prompt, [says("assistant", first)], [says("assistant", second)]), label)
 
 

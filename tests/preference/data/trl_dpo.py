@@ -3,6 +3,7 @@
 pip install trl==0.23.1 && python tests/preference/data/trl_dpo.py > tests/preference/data/trl_dpo.json
 """
 
+# pyright: reportMissingImports=false, reportOptionalMemberAccess=false
 import json
 from types import SimpleNamespace
 
