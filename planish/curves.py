@@ -59,6 +59,9 @@ PANELS = (
     Panel("sampled tokens a turn", ("env/all/ac_tokens_per_turn",)),
     Panel("turns an episode", ("env/all/turns_per_episode",), dull=1.0),
     Panel("nats a learned token", ("train_mean_nll", "test/nll"), draw_all=True),
+    Panel("bits a learned byte", ("train_mean_bpb", "test/bpb"), draw_all=True),
+    Panel("pairs told apart", ("accuracy", "test/accuracy"), draw_all=True),
+    Panel("margin of rewards", ("margin", "test/margin"), draw_all=True),
 )
 """What is drawn by default, where a run has it."""
 
