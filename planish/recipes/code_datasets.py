@@ -1,0 +1,155 @@
+"""Data sets of programming problems: functions that are drawn (planish/recipes/code_functions.py), or rows of a collection."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import chz
+
+from planish.dataset_rows import FILE_SUFFIXES, load_rows
+from planish.errors import UserError
+from planish.recipes.code_env import CodeGroup, Rules, as_answer, instruction
+from planish.recipes.code_functions import FunctionProblem, draw_function
+from planish.recipes.code_problems import CodeProblem, read_problem
+from planish.recipes.generated_dataset import GeneratedDataset
+from planish.renderers import Message
+from planish.rl.datasets import ProblemDataset
+from planish.rl.types import RLDataset, RLDatasetBuilder
+
+SHOWN_EXAMPLES = 3
+TEST_FUNCTIONS = 64
+
+
+@chz.chz
+class FunctionDatasetBuilder(RLDatasetBuilder):
+    """Small functions, endlessly; those of the test are never trained on."""
+
+    model_name: str
+    renderer_name: str | None = None
+    rules: Rules = Rules()
+    steps: int = chz.field(default=1, doc="operations in a function")
+    batch_size: int = chz.field(default=8, doc="problems a step")
+    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    eval_problems: int | None = chz.field(default=None, doc=f"problems a test; none = {TEST_FUNCTIONS}")
+    seed: int = 0
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        shown = shown_functions(self.steps)
+        prefix = tuple(message for function in shown for message in exchange(function))
+        tests = self._held_out({function.problem.question for function in shown})
+        closed = {problem.question for problem in tests} | {function.problem.question for function in shown}
+
+        def draw_group(rng: random.Random) -> CodeGroup:
+            while (problem := draw_function(rng, self.steps).problem).question in closed:
+                pass
+            return self._group(problem, self.group_size, prefix)
+
+        train = GeneratedDataset(draw_group, self.batch_size, self.seed)
+        if not tests:
+            return train, None
+        return train, ProblemDataset(tests, lambda problem: self._group(problem, 1, prefix), len(tests))
+
+    def _held_out(self, shown: set[str]) -> list[CodeProblem]:
+        """The same for every seed, so that runs can be compared."""
+        rng = random.Random("test")
+        count = TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems
+        tests: dict[str, CodeProblem] = {}
+        for _ in range(100 * count):
+            problem = draw_function(rng, self.steps).problem
+            if problem.question not in shown and len(tests) < count:
+                tests.setdefault(problem.question, problem)
+        if len(tests) < count:
+            raise UserError(
+                f"eval_problems={count}: there are too few functions of steps={self.steps} to keep so many out of training; "
+                f"give at most {len(tests) // 2}, or more steps"
+            )
+        return list(tests.values())
+
+    def _group(self, problem: CodeProblem, size: int, prefix: tuple[Message, ...]) -> CodeGroup:
+        return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, prefix, size, "functions")
+
+
+def shown_functions(steps: int) -> list[FunctionProblem]:
+    """Worked examples, the same in every prompt: a number, a text and a list."""
+    rng = random.Random("shown")
+    shown: dict[str, FunctionProblem] = {}
+    while len(shown) < SHOWN_EXAMPLES:
+        function = draw_function(rng, steps)
+        shown.setdefault(function.solution.split(":")[0], function)
+    return list(shown.values())
+
+
+def exchange(function: FunctionProblem) -> list[Message]:
+    return [
+        {"role": "user", "content": instruction(function.problem)},
+        {"role": "assistant", "content": as_answer(function.solution)},
+    ]
+
+
+@chz.chz
+class CodeDatasetBuilder(RLDatasetBuilder):
+    """The rows of a file, a directory or a hub data set."""
+
+    model_name: str
+    dataset: str
+    renderer_name: str | None = None
+    rules: Rules = Rules()
+    batch_size: int = chz.field(default=8, doc="problems a step")
+    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    train_split: str = "train"
+    test_split: str | None = chz.field(default=None, doc="none = a directory's test file; else held out of training")
+    eval_problems: int | None = chz.field(default=None, doc="problems a test; none = all of a test split, or none")
+    shown_tests: int = chz.field(default=2, doc="tests that are public where a row does not say")
+    max_tests: int | None = chz.field(default=None, doc="of a problem, its first; none = all")
+    seed: int = chz.field(default=0, doc="of the order of the data")
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        train, tests = self._splits()
+        data = ProblemDataset(train, self._group, self.batch_size, shuffle_seed=self.seed)
+        return data, ProblemDataset(tests, self._attempt, len(tests)) if tests else None
+
+    def _splits(self) -> tuple[Sequence[CodeProblem], Sequence[CodeProblem]]:
+        train = self._problems(self.train_split)
+        test_split = self.test_split or ("test" if has_test_file(self.dataset) else None)
+        if self.eval_problems == 0 or (test_split is None and self.eval_problems is None):
+            return train, []
+        if test_split is not None:
+            return train, self._problems(test_split)[: self.eval_problems]
+        count = self.eval_problems or 0
+        if count >= len(train):
+            raise UserError(
+                f"eval_problems={count}: dataset={self.dataset} has no test split, and of its {len(train)} problems at least "
+                "one must be left to train on; give fewer"
+            )
+        held_out = set(random.Random(self.seed).sample(range(len(train)), count))
+        kept = [problem for index, problem in enumerate(train) if index not in held_out]
+        return kept, [train[index] for index in sorted(held_out)]
+
+    def _problems(self, split: str) -> list[CodeProblem]:
+        where = f"dataset={self.dataset}, {split}"
+        rows = load_rows(self.dataset, split)
+        read = [
+            read_problem(row, f"{where} row {number}", self.shown_tests, self.max_tests)
+            for number, row in enumerate(rows, start=1)
+        ]
+        problems = [problem for problem in read if problem is not None]
+        if not problems:
+            raise UserError(
+                f"{where}: none of its {len(rows)} rows has tests that can be run; see docs/recipes/code_rl.md"
+            )
+        if len(problems) < len(rows):
+            print(
+                f"{where}: {len(rows) - len(problems)} of {len(rows)} rows have no tests that can be run and are left out"
+            )
+        return problems
+
+    def _group(self, problem: CodeProblem) -> CodeGroup:
+        return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, (), self.group_size)
+
+    def _attempt(self, problem: CodeProblem) -> CodeGroup:
+        return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, (), 1)
+
+
+def has_test_file(dataset: str) -> bool:
+    path = Path(dataset).expanduser()
+    return path.is_dir() and any(file.suffix in FILE_SUFFIXES for file in [*path.glob("test.*"), *path.glob("test-*")])

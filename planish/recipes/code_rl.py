@@ -1,0 +1,134 @@
+"""Programs as answers: a sandbox runs them, tests decide.
+
+    python -m planish.recipes.code_rl                                    the embedded model writes small functions
+    python -m planish.recipes.code_rl env=repair                         three tries, with what each did in a test
+    python -m planish.recipes.code_rl steps=2                            longer functions
+    python -m planish.recipes.code_rl dataset=problems.jsonl             your own problems
+    python -m planish.recipes.code_rl preset=deepcoder model_name=...    DeepCoder from the hub
+
+The reward, and what an episode is, are in planish/recipes/code_env.py; the forms of problems in planish/recipes/code_problems.py; the
+sandbox in docs/sandbox.md. Where the sandbox does not hold the recipe refuses to begin.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+
+from planish.errors import UserError
+from planish.recipes import training_run
+from planish.recipes.code_datasets import TEST_FUNCTIONS, CodeDatasetBuilder, FunctionDatasetBuilder
+from planish.recipes.code_env import Rules
+from planish.recipes.process_sandbox import process_sandbox
+from planish.recipes.rl_options import RLOptions, run
+from planish.rl.types import RLDatasetBuilder
+from planish.sandbox import Limits
+from planish.sandbox.limits import MIB
+
+REPAIR_TURNS = 3
+PRESETS: dict[str, dict[str, Any]] = {
+    "deepcoder": {
+        "dataset": "agentica-org/DeepCoder-Preview-Dataset:primeintellect",
+        "batch_size": 128,
+        "max_tokens": 8192,
+        "learning_rate": 4e-5,
+        "max_tests": 15,
+        "cpu_seconds": 6,
+        "max_steps": None,
+        "eval_problems": 256,
+        "eval_every": 20,
+        "eval_temperature": 0.6,
+    },
+}
+
+
+@chz.chz
+class Options(RLOptions):
+    log_path: str = "/tmp/planish-examples/code_rl"
+    env: Literal["solve", "repair"] = chz.field(default="solve", doc="one answer, or several with reports between them")
+    reward: Literal["all", "fraction"] = chz.field(default="all", doc="1 for all tests passed, or the part that is")
+    format_coef: float = chz.field(default=0.1, doc="cost of an answer without a code block or an end")
+    max_turns: int | None = chz.field(default=None, doc=f"env=repair: programs in an episode; none = {REPAIR_TURNS}")
+    dataset: str | None = chz.field(
+        default=None, doc="hub name, local directory or file; none = small functions that are drawn"
+    )
+    train_split: str | None = chz.field(default=None, doc="of the dataset; none = train")
+    test_split: str | None = chz.field(
+        default=None, doc="of the dataset; none = a directory's test file, else eval_problems held out"
+    )
+    shown_tests: int | None = chz.field(
+        default=None, doc="of the dataset: tests of a problem that env=repair shows, where a row does not say; none = 2"
+    )
+    max_tests: int | None = chz.field(default=None, doc="of the dataset: tests of a problem, its first; none = all")
+    steps: int | None = chz.field(default=None, doc="of functions that are drawn: operations in each; none = 1")
+    batch_size: int = chz.field(default=8, doc="problems a step")
+    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    eval_problems: int | None = chz.field(
+        default=None, doc=f"problems a test; none = {TEST_FUNCTIONS} functions, or the test split; 0 = no tests"
+    )
+    cpu_seconds: int = chz.field(default=4, doc="of a program in a test, whole")
+    wall_seconds: float = chz.field(default=12.0, doc="of a program in a test")
+    memory_mb: int = chz.field(default=512, doc="of a program")
+    learning_rate: float = 2e-4
+    max_tokens: int = chz.field(default=64, doc="longest answer")
+    max_steps: int | None = 20
+    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train; returns the run directory."""
+    check(options)
+    asyncio.run(process_sandbox(rules(options).limits).check())
+    return run(options, dataset_builder(options), recipe_name="code_rl", service_client=service_client)
+
+
+def check(options: Options) -> None:
+    """UserError for an option that cannot be right, or that would be ignored."""
+    of_dataset = ("train_split", "test_split", "shown_tests", "max_tests")
+    for names, is_used, when in (
+        (("max_turns",), options.env == "repair", "env=repair"),
+        (of_dataset, options.dataset is not None, "dataset=..."),
+        (("steps",), options.dataset is None, "drawn functions, without dataset"),
+    ):
+        for name in names:
+            if getattr(options, name) is not None and not is_used:
+                raise UserError(f"{name}={getattr(options, name)}: this is an option for {when}; leave it out")
+    has_data = options.dataset is not None
+    training_run.require(
+        options,
+        format_coef=(options.format_coef >= 0, "0 or more"),
+        max_turns=(options.max_turns is None or options.max_turns >= 2, "at least 2, or env=solve"),
+        shown_tests=(options.shown_tests is None or options.shown_tests >= 1, "at least 1"),
+        max_tests=(options.max_tests is None or options.max_tests >= 1, "at least 1"),
+        steps=(options.steps is None or 1 <= options.steps <= 8, "a whole number from 1 to 8"),
+        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
+        group_size=(options.group_size >= 2, "at least 2: attempts are compared within their group"),
+        eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
+        max_steps=(has_data or options.max_steps is not None, "a number: drawn functions have no end"),
+        num_epochs=(has_data or options.num_epochs == 1, "1: drawn functions have no end; give max_steps"),
+    )
+
+
+def rules(options: Options) -> Rules:
+    turns = 1 if options.env == "solve" else options.max_turns or REPAIR_TURNS
+    limits = Limits(
+        cpu_seconds=options.cpu_seconds, wall_seconds=options.wall_seconds, memory_bytes=options.memory_mb * MIB
+    )
+    return Rules(max_turns=turns, reward=options.reward, format_coef=options.format_coef, limits=limits)
+
+
+def dataset_builder(options: Options) -> RLDatasetBuilder:
+    names = ["model_name", "renderer_name", "batch_size", "group_size", "eval_problems", "seed"]
+    if options.dataset is None:
+        names += ["steps"]
+    else:
+        names += ["dataset", "train_split", "test_split", "shown_tests", "max_tests"]
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    builder = FunctionDatasetBuilder if options.dataset is None else CodeDatasetBuilder
+    return builder(rules=rules(options), **given)
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, PRESETS, sys.argv[1:])

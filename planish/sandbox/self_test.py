@@ -1,0 +1,82 @@
+"""Runs in the sandbox when it is checked: tries to get out, and prints what it got as a JSON list.
+
+python main.py PROCESSES HAS_SCRATCH
+"""
+
+import ctypes
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+PROCESSES, HAS_SCRATCH = int(sys.argv[1]), sys.argv[2] == "True"
+
+
+def fork() -> None:
+    if PROCESSES > 1:
+        raise OSError
+    if os.fork() == 0:
+        os._exit(0)
+
+
+def mount() -> None:
+    if ctypes.CDLL(None).mount(b"none", b"/program", b"tmpfs", 0, None) != 0:
+        raise OSError
+
+
+def write_scratch() -> None:
+    if HAS_SCRATCH:
+        raise OSError
+    open("/tmp/file", "w").close()
+
+
+def variables() -> None:
+    ours = {"HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PWD"}
+    if not {name for name in os.environ if not name.startswith("PYTHON")} - ours:
+        raise OSError
+
+
+def open_files() -> None:
+    for descriptor in range(3, 1024):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            continue
+        return
+    raise OSError
+
+
+ATTEMPTS: dict[str, Callable[[], object]] = {
+    "a socket": socket.socket,
+    "a pair of sockets": socket.socketpair,
+    "a second process": fork,
+    "a mount": mount,
+    "a file in /": lambda: open("/file", "w"),
+    "a file in /program": lambda: open("/program/file", "w"),
+    "a file in /dev": lambda: open("/dev/file", "w"),
+    "a file in the runtime": lambda: open(os.path.join(sys.prefix, "file"), "w"),
+    "a file in /tmp": write_scratch,
+    "/etc": lambda: os.listdir("/etc"),
+    "/home": lambda: os.listdir("/home"),
+    "/proc": lambda: os.listdir("/proc"),
+    "/sys": lambda: os.listdir("/sys"),
+    "variables of the host": variables,
+    "open files of the host": open_files,
+    "another user's rights": lambda: os.setuid(0),
+}
+
+
+def got() -> list[str]:
+    names = []
+    for name, attempt in ATTEMPTS.items():
+        try:
+            attempt()
+        except OSError:
+            continue
+        names.append(name)
+    return names
+
+
+if __name__ == "__main__":
+    print(json.dumps(got()))
