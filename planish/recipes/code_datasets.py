@@ -18,6 +18,7 @@ from planish.rl.types import RLDataset, RLDatasetBuilder
 
 SHOWN_EXAMPLES = 3
 TEST_FUNCTIONS = 64
+FRUITLESS_DRAWS = 300
 
 
 @chz.chz
@@ -50,20 +51,23 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
         return train, ProblemDataset(tests, lambda problem: self._group(problem, 1, prefix), len(tests))
 
     def _held_out(self, shown: set[str]) -> list[CodeProblem]:
-        """The same for every seed, so that runs can be compared."""
+        """The same for every seed, so that runs can be compared; a quarter of all functions, at least, is left to train on."""
         rng = random.Random("test")
         count = TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems
-        tests: dict[str, CodeProblem] = {}
-        for _ in range(100 * count):
+        found: dict[str, CodeProblem] = {}
+        since_last = 0
+        while len(found) < count + count // 3 and since_last < FRUITLESS_DRAWS:
             problem = draw_function(rng, self.steps).problem
-            if problem.question not in shown and len(tests) < count:
-                tests.setdefault(problem.question, problem)
-        if len(tests) < count:
+            is_new = problem.question not in shown and problem.question not in found
+            since_last = 0 if is_new else since_last + 1
+            if is_new:
+                found[problem.question] = problem
+        if len(found) < count + count // 3:
             raise UserError(
-                f"eval_problems={count}: there are too few functions of steps={self.steps} to keep so many out of training; "
-                f"give at most {len(tests) // 2}, or more steps"
+                f"eval_problems={count}: there are about {len(found)} functions of steps={self.steps}, a quarter of which must "
+                f"be left to train on; give at most {len(found) * 3 // 4}, or more steps"
             )
-        return list(tests.values())
+        return list(found.values())[:count]
 
     def _group(self, problem: CodeProblem, size: int, prefix: tuple[Message, ...]) -> CodeGroup:
         return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, prefix, size, "functions")

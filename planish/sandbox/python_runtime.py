@@ -65,9 +65,9 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
 def runtime_of(python: str) -> PythonRuntime:
     try:
         told = subprocess.run([python, "-I", "-c", ASK], capture_output=True, check=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"python={python} does not run ({error}); give the path of a Python 3 executable") from error
-    parts = json.loads(told)
+        parts = json.loads(told)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UserError(f"python={python} is no Python ({error}); give the path of a Python 3 executable") from error
     library = Path(parts["library"])
     there = f"{PREFIX}/{parts['libdir']}/{library.name}"
     executable = f"{PREFIX}/bin/{Path(parts['executable']).name}"

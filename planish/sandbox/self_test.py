@@ -25,10 +25,14 @@ def mount() -> None:
         raise OSError
 
 
+def create(path: str) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+
+
 def write_scratch() -> None:
     if HAS_SCRATCH:
         raise OSError
-    open("/tmp/file", "w").close()
+    create("/tmp/file")
 
 
 def variables() -> None:
@@ -52,10 +56,10 @@ ATTEMPTS: dict[str, Callable[[], object]] = {
     "a pair of sockets": socket.socketpair,
     "a second process": fork,
     "a mount": mount,
-    "a file in /": lambda: open("/file", "w"),
-    "a file in /program": lambda: open("/program/file", "w"),
-    "a file in /dev": lambda: open("/dev/file", "w"),
-    "a file in the runtime": lambda: open(os.path.join(sys.prefix, "file"), "w"),
+    "a file in /": lambda: create("/file"),
+    "a file in /program": lambda: create("/program/file"),
+    "a file in /dev": lambda: create("/dev/file"),
+    "a file in the runtime": lambda: create(os.path.join(sys.prefix, "file")),
     "a file in /tmp": write_scratch,
     "/etc": lambda: os.listdir("/etc"),
     "/home": lambda: os.listdir("/home"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.sandbox import Ending, FunctionTest, Limits, Outcome, StdinTest
+from planish.sandbox import Ending, FunctionTest, Outcome, StdinTest
 from planish.sandbox.limits import MIB, THREADS
 
 ROOT = Path(__file__).parents[2]
@@ -158,10 +158,7 @@ def test_what_takes_rights_is_refused(sandbox):
     )
     assert results[:2] == ["PermissionError", "OSError"]
     assert set(results[2:13]) == {"-1"}, results
-    assert results[13] == "OSError"
-    assert "0," not in results[14]
-    if os.geteuid() == 0:
-        assert "1000, 1000" in results[14]
+    assert results[13:] == ["OSError", "(1000, 1000, [])"]
 
 
 def test_limits_cannot_be_raised(sandbox):
@@ -220,7 +217,7 @@ def test_a_fork_bomb_of_one_process_never_goes_off(sandbox):
 @pytest.mark.parametrize("processes", [1, 8])
 def test_a_fork_bomb_is_over_in_time(sandbox, processes):
     began = time.monotonic()
-    done = run(sandbox(processes=processes, memory_bytes=1024 * MIB, cpu_seconds=1, wall_seconds=6), FORK_BOMB)
+    done = run(sandbox(processes=processes, memory_bytes=1024 * MIB, cpu_seconds=1, wall_seconds=3.0), FORK_BOMB)
     assert done.ending in (Ending.CPU_TIME, Ending.WALL_TIME)
     assert time.monotonic() - began < 20
 
@@ -275,9 +272,9 @@ def test_daemons_end_with_their_program(sandbox, leave):
 
 def test_signals_reach_nobody_outside(sandbox):
     source = """
-import json, os, signal
+import json, os, signal, sys
 sent = []
-for pid in [os.getppid(), 1, -1, *range(3, 300), %d]:
+for pid in [os.getppid(), 1, -1, *range(3, 300), int(sys.argv[1])]:
     if pid != os.getpid():
         try:
             os.kill(pid, signal.SIGKILL)
@@ -285,8 +282,8 @@ for pid in [os.getppid(), 1, -1, *range(3, 300), %d]:
         except OSError:
             pass
 print(json.dumps([os.getpid(), os.getppid(), sent]))
-""" % os.getpid()
-    pid, parent, sent = said(sandbox(), source)
+"""
+    pid, parent, sent = said(sandbox(), source, arguments=[str(os.getpid())])
     assert pid < 10
     assert parent in (0, 1)
     assert set(sent) <= {1, parent, -1}  # 1 is bubblewrap's own process there, which no signal from within ends
@@ -295,8 +292,8 @@ print(json.dumps([os.getpid(), os.getppid(), sent]))
 def test_a_program_that_ignores_signals_ends(sandbox):
     source = "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
     assert run(sandbox(wall_seconds=1.5), source + "time.sleep(1000)").ending is Ending.WALL_TIME
-    done = run(sandbox(cpu_seconds=1), source + "while True: pass")
-    assert (done.ending, done.exit_code) == (Ending.EXITED, 137)
+    done = run(sandbox(cpu_seconds=1, wall_seconds=60.0), source + "while True: pass")
+    assert (done.ending, done.exit_code) == (Ending.EXITED, 128 + 9)
 
 
 def test_loops_and_sleeps_end(sandbox):
@@ -553,11 +550,3 @@ def test_many_run_at_once_within_the_bound(sandbox):
 
     assert asyncio.run(all_of_them()) == [f"{n}\n".encode() for n in range(12)]
     assert most
-
-
-def test_limits_that_no_run_can_have():
-    for wrong in ({"cpu_seconds": 0}, {"cpu_seconds": 0.5}, {"wall_seconds": 0}, {"processes": 0}, {"memory_bytes": 1}):
-        with pytest.raises(ValueError, match=f"Limits.{next(iter(wrong))}="):
-            Limits(**wrong)
-    with pytest.raises(ValueError, match="64 MiB a process"):
-        Limits(processes=16)

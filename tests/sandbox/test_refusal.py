@@ -1,0 +1,150 @@
+"""Where the sandbox is missing or does not hold, nothing is run."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planish.errors import UserError
+from planish.recipes import code_rl, process_sandbox
+from planish.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailableError, python_runtime, system_calls
+from planish.sandbox import sandbox as sandbox_module
+
+START = Path(sandbox_module.__file__).with_name("start.py")
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_without_bubblewrap(no_bubblewrap):
+    with pytest.raises(SandboxUnavailableError, match="apt-get install bubblewrap"):
+        Sandbox()
+
+
+def test_without_libseccomp(monkeypatch):
+    def nothing(name):
+        raise OSError
+
+    monkeypatch.setattr(system_calls.ctypes, "CDLL", nothing)
+    for function in (system_calls.seccomp_library, system_calls.compiled_filter):
+        function.cache_clear()
+    try:
+        with pytest.raises(SandboxUnavailableError, match="install libseccomp2|bubblewrap"):
+            Sandbox()
+    finally:
+        system_calls.compiled_filter.cache_clear()
+
+
+def test_elsewhere_than_on_linux(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxUnavailableError, match="darwin has none"):
+        Sandbox()
+
+
+def test_a_recipe_refuses_before_it_begins(no_bubblewrap, tmp_path):
+    process_sandbox.process_sandbox.cache_clear()
+    with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
+        code_rl.main(code_rl.Options(log_path=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_that_makes_no_sandbox(sandbox):
+    box = sandbox()
+    box._bwrap = "/bin/false"
+    with pytest.raises(SandboxError, match="could not make the sandbox"):
+        asyncio.run(box.run("print(1)"))
+    with pytest.raises(SandboxUnavailableError, match="user.max_user_namespaces"):
+        asyncio.run(box.check())
+    box._bwrap = "/nowhere/bwrap"
+    with pytest.raises(SandboxUnavailableError, match="did not start"):
+        asyncio.run(box.check())
+
+
+def weakened(command, *, without=(), extra=()):
+    """A command line with an option and its values left out, or with others put in."""
+    if without:
+        first = next(index for index in range(len(command)) if tuple(command[index : index + len(without)]) == without)
+        command = command[:first] + command[first + len(without) + (without == ("--seccomp",)) :]
+    return [command[0], *extra, *command[1:]]
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"without": ("--seccomp",)}, "a pair of sockets, a second process"),
+        ({"without": ("--remount-ro", "/")}, "a file in /"),
+        ({"extra": ("--proc", "/proc")}, "/proc"),
+        ({"extra": ("--ro-bind", "/etc", "/etc")}, "/etc"),
+    ],
+)
+def test_a_sandbox_with_a_hole_is_found_out(sandbox, monkeypatch, change, got):
+    box = sandbox()
+    made = sandbox_module.sandbox_command
+    monkeypatch.setattr(sandbox_module, "sandbox_command", lambda *a, **k: weakened(made(*a, **k), **change))
+    with pytest.raises(SandboxUnavailableError, match=f"does not hold on this machine: .*{got}"):
+        asyncio.run(box.check())
+
+
+def test_a_whole_sandbox_passes_its_check(sandbox):
+    for limits in ({}, {"processes": 4}, {"scratch_bytes": 1 << 20}):
+        asyncio.run(sandbox(**limits).check())
+
+
+def test_an_interpreter_that_others_cannot_read(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    (closed / "python").write_text("")
+    assert not python_runtime.is_open_to_all(str(closed / "python"))
+    assert python_runtime.is_open_to_all("/usr") or not Path("/usr").stat().st_mode & 0o001
+
+
+def test_root_needs_an_interpreter_for_nobody(monkeypatch):
+    monkeypatch.setattr(python_runtime, "is_open_to_all", lambda path: False)
+    with pytest.raises(SandboxUnavailableError, match="run planish as an ordinary user"):
+        python_runtime.find_runtime.__wrapped__(sys.executable, True)
+
+
+def test_an_interpreter_that_is_none(sandbox):
+    with pytest.raises(UserError, match="python=/nowhere/python"):
+        Sandbox(python="/nowhere/python")
+    with pytest.raises(UserError, match="python=/bin/true is no Python"):
+        Sandbox(python="/bin/true")
+
+
+def test_arguments_that_cannot_be_right(sandbox):
+    for name in ("", "..", "a/b"):
+        with pytest.raises(UserError, match="files:"):
+            asyncio.run(sandbox().run("", files={name: ""}))
+    with pytest.raises(UserError, match="NUL"):
+        asyncio.run(sandbox().run("", arguments=["a\0b"]))
+    with pytest.raises(UserError, match="concurrency=0"):
+        Sandbox(concurrency=0)
+
+
+def test_a_program_does_not_begin_when_nobody_waits_for_it(tmp_path):
+    """start.py, outside of a sandbox."""
+    mark = tmp_path / "mark"
+    program = [sys.executable, "-c", f"open({str(mark)!r}, 'w')"]
+    read, write = os.pipe()
+    with open(read), open(write, "w") as output:
+        subprocess.run([sys.executable, str(START), "{}", *program], stdout=output, check=True)
+        assert mark.exists()
+        mark.unlink()
+    read, write = os.pipe()
+    with open(write, "w") as output:
+        os.close(read)
+        subprocess.run([sys.executable, str(START), "{}", *program], stdout=output, check=True)
+    assert not mark.exists()
+
+
+def test_limits_that_no_run_can_have():
+    for wrong in ({"cpu_seconds": 0}, {"cpu_seconds": 0.5}, {"wall_seconds": 0}, {"processes": 0}, {"memory_bytes": 1}):
+        with pytest.raises(UserError, match=f"Limits.{next(iter(wrong))}="):
+            Limits(**wrong)
+    with pytest.raises(UserError, match="64 MiB a process"):
+        Limits(processes=16)
