@@ -27,7 +27,7 @@ LAYERS = (
         "dataset_rows",
         "metric_definition",
     ),
-    ("logtree", "curves", "metrics_table", "metric_services"),
+    ("logtree", "curves", "metrics_table", "metric_services", "sandbox"),
     ("metric_logs", "plotting"),
     ("wire",),
     ("model",),

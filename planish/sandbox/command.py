@@ -47,7 +47,7 @@ def sandbox_command(
     for here, there in runtime.binds:
         options += ["--ro-bind", here, there]
     for directory in runtime.hidden:
-        options += ["--size", "4096", "--tmpfs", directory, "--remount-ro", directory]
+        options += ["--tmpfs", directory, "--remount-ro", directory]
     options += ["--dev-bind", "/dev/null", "/dev/null"]
     for there, descriptor in file_descriptors.items():
         options += ["--ro-bind-data", str(descriptor), there]

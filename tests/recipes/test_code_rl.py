@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 import re
+from typing import Any
 
 import pytest
 from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
@@ -16,6 +17,7 @@ from planish.recipes.code_problems import CodeProblem
 from planish.recipes.code_rl import Options
 from planish.recipes.process_sandbox import process_sandbox
 from planish.recipes.training_run import read_options
+from planish.rl.message_env import EnvFromMessageEnv
 from planish.rl.rollout_limits import RolloutLimits
 from planish.runs import read_rows
 from planish.sandbox import FunctionTest, Limits, Outcome, Sandbox, SandboxUnavailableError, StdinTest, TestResult
@@ -45,7 +47,7 @@ def sandbox():
 
 @pytest.fixture
 def played(small_model):
-    def one(answer, problem=DOUBLE, **rules):
+    def one(answer: Any, problem=DOUBLE, **rules: Any):
         """(trajectory, its reward, its metrics, what the policy was told)"""
         policy = ScriptedPolicy(small_model, answer if callable(answer) else lambda _: answer)
         group = play(CodeGroup(small_model, None, Rules(**rules), problem, (), 1), policy)
@@ -129,6 +131,7 @@ def test_an_episode_that_a_limit_ends_counts_its_last_program(small_model):
         async def make_envs(self):
             envs = await CodeGroup.make_envs(self)
             for env in envs:
+                assert isinstance(env, EnvFromMessageEnv)
                 env.rollout_limits = RolloutLimits(max_turns=1)
             return envs
 

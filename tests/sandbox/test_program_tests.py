@@ -3,6 +3,8 @@
 import ast
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -136,3 +138,11 @@ def test_runs_are_repeatable(sandbox):
     source = "print(list({str(n) for n in range(50)}))"
     box = sandbox()
     assert asyncio.run(box.run(source)).stdout == asyncio.run(box.run(source)).stdout
+
+
+def test_the_example_of_the_page(sandbox, capsys):
+    sandbox()
+    page = (Path(__file__).parents[2] / "docs/sandbox.md").read_text()
+    [code], [output] = (re.findall(f"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
+    exec(code, {})
+    assert capsys.readouterr().out == output

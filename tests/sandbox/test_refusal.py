@@ -142,9 +142,14 @@ def test_a_program_does_not_begin_when_nobody_waits_for_it(tmp_path):
     assert not mark.exists()
 
 
-def test_limits_that_no_run_can_have():
-    for wrong in ({"cpu_seconds": 0}, {"cpu_seconds": 0.5}, {"wall_seconds": 0}, {"processes": 0}, {"memory_bytes": 1}):
-        with pytest.raises(UserError, match=f"Limits.{next(iter(wrong))}="):
-            Limits(**wrong)
+@pytest.mark.parametrize(
+    "wrong", [{"cpu_seconds": 0}, {"cpu_seconds": 0.5}, {"wall_seconds": 0}, {"processes": 0}, {"memory_bytes": 1}]
+)
+def test_limits_that_no_run_can_have(wrong):
+    with pytest.raises(UserError, match=f"Limits.{next(iter(wrong))}="):
+        Limits(**wrong)
+
+
+def test_each_process_needs_memory():
     with pytest.raises(UserError, match="64 MiB a process"):
         Limits(processes=16)
