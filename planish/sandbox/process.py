@@ -46,27 +46,27 @@ class Capture:
 
 
 class SandboxProcess:
-    """bubblewrap as it runs."""
+    """bubblewrap as it runs. It may be told to end before it has begun."""
 
-    def __init__(self, status: int, output_bytes: int) -> None:
-        """`status`: where bubblewrap writes what it knows, to be read without waiting."""
+    def __init__(self, output_bytes: int) -> None:
         self.ending = Ending.EXITED
+        self.exit_code: int | None = None
+        """Of the program, as bubblewrap saw it; None if it never came to that."""
         self.stdout = Capture(output_bytes, lambda: self.end(Ending.OUTPUT))
         self.stderr = Capture(output_bytes, lambda: self.end(Ending.OUTPUT))
-        self._status = status
         self._told = b""
         self._is_to_end = False
-        self._process: asyncio.subprocess.Process | None = None
+        self._first: int | None = None
+        """A handle of the first process within, which no later process of the same number can be taken for."""
 
-    async def finish(self, process: asyncio.subprocess.Process, stdin: bytes, wall_seconds: float) -> None:
-        """Until nothing of the program is left."""
+    async def finish(self, process: asyncio.subprocess.Process, status: int, stdin: bytes, wall_seconds: float) -> None:
+        """Until nothing of the program is left. `status`: where bubblewrap writes what it knows, to be read without waiting."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self._process = process
         loop = asyncio.get_running_loop()
         alarm = loop.call_later(wall_seconds, self.end, Ending.WALL_TIME)
-        loop.add_reader(self._status, self._read_status)
+        loop.add_reader(status, self._read_status, status)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(feed(process.stdin, stdin))
@@ -77,40 +77,33 @@ class SandboxProcess:
             alarm.cancel()
             self.end(Ending.EXITED)
             await process.wait()
-            self._read_status()
-            loop.remove_reader(self._status)
+            self._read_status(status)
+            loop.remove_reader(status)
+            if self._first is not None:
+                os.close(self._first)
+                self._first = None
 
     def end(self, why: Ending) -> None:
         """Kill all of it, as soon as there is anything. The first reason counts."""
-        if self._process is not None and self._process.returncode is not None:
-            return
         if self.ending is Ending.EXITED:
             self.ending = why
         self._is_to_end = True
-        self._kill()
-
-    @property
-    def exit_code(self) -> int | None:
-        """Of the program, as bubblewrap saw it; None if it never came to that."""
-        return self._status_entry("exit-code")
-
-    def _read_status(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._told += os.read(self._status, BLOCK_BYTES)
-        if self._is_to_end:
-            self._kill()
-
-    def _kill(self) -> None:
-        first = self._status_entry("child-pid")
-        # Once bubblewrap has ended, the number may be another process's.
-        if first is not None and self._process is not None and self._process.returncode is None:
+        if self._first is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(first, signal.SIGKILL)
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
 
-    def _status_entry(self, name: str) -> int | None:
-        # Whole lines only: bubblewrap may be in the middle of one.
-        lines = self._told.decode().split("\n")[:-1]
-        return next((entry[name] for entry in map(json.loads, lines) if name in entry), None)
+    def _read_status(self, status: int) -> None:
+        """Take in whole lines; bubblewrap may be in the middle of one."""
+        with contextlib.suppress(BlockingIOError):
+            self._told += os.read(status, BLOCK_BYTES)
+        *lines, self._told = self._told.split(b"\n")
+        for entry in map(json.loads, lines):
+            if "child-pid" in entry:
+                with contextlib.suppress(ProcessLookupError):
+                    self._first = os.pidfd_open(entry["child-pid"])
+            self.exit_code = entry.get("exit-code", self.exit_code)
+        if self._is_to_end:
+            self.end(self.ending)
 
 
 async def feed(stream: asyncio.StreamWriter, data: bytes) -> None:

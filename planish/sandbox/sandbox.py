@@ -100,11 +100,11 @@ class Sandbox:
         for name, text in {**(files or {}), "main.py": source}.items():
             if "/" in name or name in ("", ".", ".."):
                 raise UserError(f"files: {name!r} is not the name of a file; give names without a directory")
-            contents[f"{PROGRAM}/{name}"] = text.encode("utf-8", "surrogateescape")
+            contents[f"{PROGRAM}/{name}"] = text.encode("utf-8", "surrogatepass")
         if any("\0" in argument for argument in arguments):
             raise UserError("arguments: a program's arguments cannot hold a NUL character")
         async with self._slot():
-            return await self._run(contents, stdin.encode("utf-8", "surrogateescape"), arguments)
+            return await self._run(contents, stdin.encode("utf-8", "surrogatepass"), arguments)
 
     async def check(self) -> None:
         """SandboxUnavailableError unless a program that tries to get out is held."""
@@ -128,40 +128,36 @@ class Sandbox:
             )
 
     async def _run(self, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]) -> Execution:
-        with status_pipe() as (status_read, status_write):
-            process = SandboxProcess(status_read, self.limits.output_bytes)
-            # A task of its own, which no cancellation breaks off: between the start of a process and its end there is no
-            # place where it may be forgotten.
-            work = asyncio.create_task(self._execute(process, status_write, contents, stdin, arguments))
-            try:
-                return await asyncio.shield(work)
-            finally:
+        process = SandboxProcess(self.limits.output_bytes)
+        # A task of its own, which no cancellation breaks off: between the start of a process and its end there is no place
+        # where it may be forgotten.
+        work = asyncio.create_task(self._execute(process, contents, stdin, arguments))
+        try:
+            return await asyncio.shield(work)
+        finally:
+            if not work.done():
                 process.end(Ending.EXITED)
                 await asyncio.wait([work])
 
     async def _execute(
-        self,
-        process: SandboxProcess,
-        status: int,
-        contents: Mapping[str, bytes],
-        stdin: bytes,
-        arguments: Sequence[str],
+        self, process: SandboxProcess, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]
     ) -> Execution:
         began = time.monotonic()
         with contextlib.ExitStack() as held:
             descriptors = {path: held.enter_context(memory_file(content)) for path, content in contents.items()}
             filter_descriptor = held.enter_context(memory_file(self._filter))
+            status_read, status_write = held.enter_context(status_pipe())
             command = sandbox_command(
                 self._bwrap,
                 self._runtime,
                 self.limits,
                 filter_descriptor=filter_descriptor,
-                status_descriptor=status,
+                status_descriptor=status_write,
                 file_descriptors=descriptors,
                 arguments=arguments,
             )
-            started = await self._start(command, [*descriptors.values(), filter_descriptor, status])
-        await process.finish(started, stdin, self.limits.wall_seconds)
+            started = await self._start(command, [*descriptors.values(), filter_descriptor, status_write])
+            await process.finish(started, status_read, stdin, self.limits.wall_seconds)
         exit_code = process.exit_code if process.ending is Ending.EXITED else None
         if process.ending is Ending.EXITED and exit_code is None:
             raise SandboxError(f"bubblewrap could not make the sandbox ({last_line(bytes(process.stderr.held))})")

@@ -108,7 +108,9 @@ def test_a_program_that_reads_and_prints(sandbox):
     assert b"NameError" in broken.execution.stderr
     assert run(box, test, "def (").outcome is Outcome.FAILED
     assert run(box, test, "if __name__ == '__main__':\n    print(7)\n    exit()").outcome is Outcome.PASSED
-    assert run(box, test, "\udcff").outcome is Outcome.FAILED
+    for half in ("\udcff", "\ud800"):
+        assert run(box, test, half).outcome is Outcome.FAILED
+        assert run(box, StdinTest(half, "7"), "print(7)").outcome is Outcome.PASSED
 
 
 def test_a_program_that_takes_too_much(sandbox):
