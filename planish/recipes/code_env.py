@@ -72,8 +72,9 @@ class CodeEnv(MessageEnv):
 
     async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
         """The last program counts, whatever came of the public tests."""
-        answers = [message for message in self.history if message["role"] == "assistant"][-self.turns :]
-        await self._grade(read_program(get_text_content(answers[-1])) if self.turns else None)
+        if self.turns:
+            answer = next(message for message in reversed(self.history) if message["role"] == "assistant")
+            await self._grade(read_program(get_text_content(answer)))
         return self._reward(), {}
 
     async def _complaint(self, program: str | None) -> str | None:

@@ -22,6 +22,7 @@ PREFIX = "/python"
 LIBRARIES = f"{PREFIX}/libraries"
 ASK = """
 import json, os, sys, sysconfig
+assert sys.version_info >= (3, 10)
 paths = sysconfig.get_paths(vars={"base": sys.base_prefix, "platbase": sys.base_exec_prefix, "installed_base": sys.base_prefix})
 executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 print(json.dumps({"executable": executable, "library": os.path.realpath(paths["stdlib"]), "libdir": sys.platlibdir}))
@@ -55,7 +56,7 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
             return runtime
         closed.append(unreadable)
     if not closed:
-        raise UserError(f"python={python}: there is no such interpreter; give the path of a Python 3 executable")
+        raise UserError(f"python={python}: there is no such interpreter; give the path of a Python of 3.10 or later")
     raise SandboxUnavailableError(
         f"planish runs as root, its sandbox as an ordinary user, and that one cannot read {closed[0]}; run planish as an "
         "ordinary user, or install a Python that all users can read (Debian, Ubuntu: apt-get install python3)"
@@ -67,7 +68,9 @@ def runtime_of(python: str) -> PythonRuntime:
         told = subprocess.run([python, "-I", "-c", ASK], capture_output=True, check=True, text=True, timeout=60).stdout
         parts = json.loads(told)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise UserError(f"python={python} is no Python ({error}); give the path of a Python 3 executable") from error
+        raise UserError(
+            f"python={python} is no Python that can be used; give the path of one of 3.10 or later"
+        ) from error
     library = Path(parts["library"])
     there = f"{PREFIX}/{parts['libdir']}/{library.name}"
     executable = f"{PREFIX}/bin/{Path(parts['executable']).name}"

@@ -49,7 +49,8 @@ def sandbox():
 def played(small_model):
     def one(answer: Any, problem=DOUBLE, **rules: Any):
         """(trajectory, its reward, its metrics, what the policy was told)"""
-        policy = ScriptedPolicy(small_model, answer if callable(answer) else lambda _: answer)
+        answers: Any = answer if callable(answer) else lambda _: answer
+        policy = ScriptedPolicy(small_model, answers)
         group = play(CodeGroup(small_model, None, Rules(**rules), problem, (), 1), policy)
         [trajectory], [reward], [metrics] = group.trajectories_G, group.get_total_rewards(), group.metrics_G
         return trajectory, reward, metrics, policy.asked
