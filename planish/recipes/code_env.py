@@ -6,7 +6,8 @@ passes all public tests, or with the last turn.
 
     reward = score + format_coef * (format - 1)
 
-`score`: 1 if the last program passes every test, else 0; or, with `reward="fraction"`, the part of the tests that it passes.
+`score`: 1 if the last program passes every test, else 0; or, with `reward="fraction"`, the part of the tests that it passes,
+of the hidden ones where others were shown.
 `format`: the last answer has a code block. An answer without an end costs `format_coef` and ends the episode.
 """
 
@@ -92,13 +93,19 @@ class CodeEnv(MessageEnv):
         self.score = 0.0
         if program is None:
             return
+        tests = self._deciding_tests()
         passed = 0
-        for test in self.problem.tests:
+        for test in tests:
             if (await test.run(self.sandbox, program)).outcome is Outcome.PASSED:
                 passed += 1
             elif self.rules.reward == "all":
                 return
-        self.score = passed / len(self.problem.tests)
+        self.score = passed / len(tests)
+
+    def _deciding_tests(self) -> Sequence[ProgramTest]:
+        """A part of the tests is earned by what was not shown; all of them cannot be had by it alone."""
+        is_partial = self.rules.reward == "fraction" and self.rules.max_turns > 1
+        return self.problem.hidden_tests if is_partial else self.problem.tests
 
     def _reward(self) -> float:
         return self.score + self.rules.format_coef * (self.has_form - 1.0)

@@ -40,10 +40,15 @@ class UnusableTestError(ValueError):
 class CodeProblem:
     question: str
     tests: tuple[ProgramTest, ...]
-    """All that a program must pass; the public ones are among them."""
+    """All that a program must pass."""
     public_tests: tuple[ProgramTest, ...] = ()
-    """May be shown."""
+    """Those that may be shown; some of `tests`, or others."""
     starter_code: str = ""
+
+    @property
+    def hidden_tests(self) -> tuple[ProgramTest, ...]:
+        """Those of `tests` that are not public; all of them if none would be left."""
+        return tuple(test for test in self.tests if test not in self.public_tests) or self.tests
 
     @property
     def function(self) -> str | None:

@@ -116,6 +116,14 @@ def test_what_is_right_at_once_is_not_asked_again(played):
     assert "-5" not in str(asked)  # only public tests are shown
 
 
+def test_a_part_is_earned_by_hidden_tests_where_others_were_shown(played):
+    only_shown = as_answer("def f(x):\n    return 6 if x == 3 else 1")
+    assert played(only_shown, reward="fraction")[1] == 0.25
+    assert played(only_shown, reward="fraction", max_turns=2)[1] == 0.0
+    assert played(HALF, reward="fraction", max_turns=2)[1] == pytest.approx(1 / 3)
+    assert CodeProblem("", DOUBLE.tests[:1], DOUBLE.tests[:1]).hidden_tests == DOUBLE.tests[:1]
+
+
 def test_repair_ends(played):
     trajectory, reward, metrics, asked = played(WRONG, max_turns=3)
     assert (reward, len(trajectory.transitions), metrics["correct"]) == (0.0, 3, 0.0)
@@ -137,8 +145,8 @@ def test_an_episode_that_a_limit_ends_counts_its_last_program(small_model):
             return envs
 
     limited = Limited(small_model, None, Rules(max_turns=3, reward="fraction"), DOUBLE, (), 1)
-    partly = as_answer("def f(x):\n    return 2 * x if x != 3 else 0")
-    for answer, expected in ((partly, 0.75), ("no program", -0.1)):
+    partly = as_answer("def f(x):\n    return 2 * x if x not in (2, 3) else 0")
+    for answer, expected in ((partly, 2 / 3), ("no program", -0.1)):
         group = play(limited, ScriptedPolicy(small_model, lambda _, answer=answer: answer))
         assert group.get_total_rewards() == [pytest.approx(expected)]
         assert group.trajectories_G[0].stop_reason == "max_turns"
