@@ -3,7 +3,7 @@
 It ends by itself, or `end` kills it: when its time is up, when it prints too much, when its caller is cancelled. What is killed
 is the first process of the program's namespace, with which the kernel kills all others; bubblewrap outside then ends by itself.
 Killed first, it might leave a namespace behind that it has just made, so its telling of the process's number is waited for.
-Output is read until its pipes close, which they do when no process of the program is left.
+Output is read until its pipes close; then the first process is waited for, which goes when no other of the program is left.
 """
 
 import asyncio
@@ -56,6 +56,7 @@ class SandboxProcess:
         self.stderr = Capture(output_bytes, lambda: self.end(Ending.OUTPUT))
         self._told = b""
         self._is_to_end = False
+        self._has_ended = False
         self._first: int | None = None
         """A handle of the first process within, which no later process of the same number can be taken for."""
 
@@ -77,9 +78,11 @@ class SandboxProcess:
             alarm.cancel()
             self.end(Ending.EXITED)
             await process.wait()
-            self._read_status(status)
             loop.remove_reader(status)
+            self._has_ended = True
+            self._read_status(status)
             if self._first is not None:
+                await ended(self._first)
                 os.close(self._first)
                 self._first = None
 
@@ -98,12 +101,24 @@ class SandboxProcess:
             self._told += os.read(status, BLOCK_BYTES)
         *lines, self._told = self._told.split(b"\n")
         for entry in map(json.loads, lines):
-            if "child-pid" in entry:
+            # Once bubblewrap has ended, the number may be another process's.
+            if "child-pid" in entry and not self._has_ended:
                 with contextlib.suppress(ProcessLookupError):
                     self._first = os.pidfd_open(entry["child-pid"])
             self.exit_code = entry.get("exit-code", self.exit_code)
         if self._is_to_end:
             self.end(self.ending)
+
+
+async def ended(process: int) -> None:
+    """Until a process, by its handle, is gone; the first of a namespace goes after all others."""
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_reader(process, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(process)
 
 
 async def feed(stream: asyncio.StreamWriter, data: bytes) -> None:
