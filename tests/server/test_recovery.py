@@ -121,7 +121,7 @@ def test_a_stop_refuses_what_comes_and_keeps_what_waits(model_dir, data_dir):
             answers = [await client.answer(one.request_id) for one in accepted]
             assert all(isinstance(answer, Done) for answer in answers)
 
-    async def nothing(_: float) -> None:
+    async def nothing(seconds: float) -> None:
         return
 
     run(scenario())
