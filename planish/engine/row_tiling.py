@@ -36,6 +36,8 @@ _LOW_RANKS = (1, 2, 4)
 """Looked at too, but a rank that needs more rows than _LEAST has is not padded for: on some machines rank 1 in float32 does."""
 _LORA_ROWS = 32
 """Rows of a LoRA's product that are looked at for each number of rows: its sums are short, so their order shows in few entries."""
+_STACKED = 3
+_STACK_ROWS = (4, 8, 12, 16, 32, 64)
 FIXED_TILE = 32
 
 
@@ -51,6 +53,9 @@ class RowTiling:
     """Fewest rows of products with the base weights."""
     lora_least: tuple[tuple[int, int], ...] = ()
     """(rank, fewest rows of products with an adapter of this rank or more), by rising rank."""
+
+    stacks: bool = False
+    """Whether products of several adapters at once have the bits of separate ones."""
 
     def padded(self, rows: int, weights: LoraWeights | None) -> int:
         """How many rows products take for `rows` of this adapter."""
@@ -78,7 +83,13 @@ def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowT
         lora_least = {rank: need for rank, rows in by_rank.items() if (need := _least(rows, multiple))}
         if least and all(rank in lora_least for rank in _LORA_RANKS):
             query_rows = _probe_query_rows(config, device)
-            return RowTiling(multiple, query_rows=query_rows, least=least, lora_least=tuple(lora_least.items()))
+            return RowTiling(
+                multiple,
+                query_rows=query_rows,
+                least=least,
+                lora_least=tuple(lora_least.items()),
+                stacks=_stacks_agree(look, shapes),
+            )
     return None
 
 
@@ -119,6 +130,18 @@ class _Look:
 def _agrees(x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int, least_rows: int) -> bool:
     starts = range(0, max(1, least_rows - rows + 1), rows)
     return all(torch.equal(F.linear(x[a : a + rows], weight), whole[a : a + rows]) for a in starts)
+
+
+def _stacks_agree(look: _Look, shapes: Iterable[tuple[int, int]]) -> bool:
+    """Whether a batched product has the bits of one product with many rows, for every shape of an adapter's."""
+    for fan_out, fan_in in sorted({shape for rank in _LORA_RANKS for shape in _lora_shapes(shapes, rank)}):
+        pairs = [cancelling(_LORA_ROWS, fan_out, fan_in, look.generator) for _ in range(_STACKED)]
+        x, weight = (torch.stack(each).to(look.device, look.dtype) for each in zip(*pairs, strict=True))
+        whole = torch.stack([F.linear(a, b) for a, b in zip(x, weight, strict=True)])
+        for rows in _STACK_ROWS:
+            if not torch.equal(torch.bmm(x[:, :rows], weight.transpose(1, 2)), whole[:, :rows]):
+                return False
+    return True
 
 
 def _least(agreeing: set[int], multiple: int) -> int | None:

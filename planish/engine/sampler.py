@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from planish.engine.adapter_stacks import ROWS, AdapterStacks, shape_of
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.kv_cache import KVPools, KVShape
 from planish.engine.positions import CHUNK, SPAN, capacity_for
@@ -35,7 +38,7 @@ from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.stopping import StopCondition
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
-from planish.model.lora import AdapterRows, LoraWeights
+from planish.model.lora import AdapterRows, LoraWeights, StackRows
 from planish.service import DrawnToken, Sample
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
@@ -67,6 +70,8 @@ class Sampler:
         self._decode_text = decode_text
         self._tiling = tiling
         self._head = SamplingHead(decoder, tiling)
+        self._stacks = AdapterStacks()
+        self._can_stack = tiling is None or tiling.stacks
         self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
         per_position = self._shape.bytes_per_position
         self._scheduler = Scheduler(
@@ -139,6 +144,8 @@ class Sampler:
         going = [sample for sample in self._scheduler.running if sample.tokens]
         if going:
             self._decode(going)
+        if not self.busy:
+            self._stacks.forget()
 
     def forget(self, version: Hashable) -> None:
         """Free the cached prefixes of a version that nobody will ask for again."""
@@ -233,9 +240,20 @@ class Sampler:
         self._samples.reserve(need for sample, need in needs if need > sample.capacity)
         for sample in samples:
             self._make_room(sample)
-        # Within an adapter, rows in the order of the slots: attention then reads them in place.
-        samples = sorted(samples, key=lambda s: (id(s.prompt.weights), s.capacity, s.slot))
-        layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling)
+        rows_of = Counter(sample.prompt.weights for sample in samples)
+        stacked = self._can_stack and len(rows_of) > 1
+        multiple = ROWS if stacked else 1
+
+        def place(sample: RunningSample) -> tuple[Any, ...]:
+            weights = sample.prompt.weights
+            return (shape_of(weights), -rows_of[weights] // multiple, id(weights), sample.capacity, sample.slot)
+
+        # Adapters that can share products are neighbours; within one, rows are in the order of the slots: attention then reads them in place.
+        samples = sorted(samples, key=place)
+        layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling, multiple)
+        if not stacked:
+            self._stacks.forget()
+        adapters = self._stacks.of(layout.adapters) if stacked else layout.adapters
         tokens, positions = [0] * layout.total, [0] * layout.total
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
@@ -243,7 +261,7 @@ class Sampler:
         rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
         query_rows = self._tiling.query_rows if self._tiling else 1
         attention = DecodeAttention(rows, self._prompts, self._samples, query_rows, self._decoder.device)
-        hidden = self._hidden(tokens, positions, attention, layout.adapters)
+        hidden = self._hidden(tokens, positions, attention, adapters)
         self._draw(samples, layout.starts, hidden, self._head.logits(hidden, layout.adapters), layout.adapters)
 
     def _make_room(self, sample: RunningSample) -> None:
@@ -345,7 +363,11 @@ class Sampler:
     # The decoder
 
     def _hidden(
-        self, tokens: list[int], positions: list[int], attention: Callable[..., Tensor], adapters: list[AdapterRows]
+        self,
+        tokens: list[int],
+        positions: list[int],
+        attention: Callable[..., Tensor],
+        adapters: Sequence[AdapterRows | StackRows],
     ) -> Tensor:
         device = self._decoder.device
         tile = self._tiling.tile if self._tiling else None

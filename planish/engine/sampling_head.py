@@ -17,7 +17,10 @@ from planish.model.lora import AdapterRows, LoraWeights
 class RowLayout:
     """Where the rows of each member of a batch go: members of one adapter together, padded as the tiling asks."""
 
-    def __init__(self, members: Sequence[tuple[LoraWeights | None, int]], tiling: RowTiling | None) -> None:
+    def __init__(
+        self, members: Sequence[tuple[LoraWeights | None, int]], tiling: RowTiling | None, multiple: int = 1
+    ) -> None:
+        """`multiple`: of rows of one adapter, besides what the tiling asks."""
         tiling = tiling or RowTiling()
         self.starts: list[int] = []
         self.adapters: list[AdapterRows] = []
@@ -26,7 +29,8 @@ class RowLayout:
             self.starts.append(row)
             row += count
             if index + 1 == len(members) or members[index + 1][0] is not weights:
-                row = first + tiling.padded(row - first, weights)
+                size = tiling.padded(row - first, weights)
+                row = first + size + -size % multiple
                 self.adapters.append(AdapterRows(first, row, weights))
                 first = row
         self.total = row

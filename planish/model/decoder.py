@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
-from planish.model.lora import AdapterRows, LayerLora, Site
+from planish.model.lora import AdapterRows, LayerLora, LoraStack, Site, StackRows
 from planish.model.rope import RotaryEmbedding, Rotation, rotate
 from planish.model.weights import load_weights
 
@@ -77,7 +77,7 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         attend: Attend,
-        adapters: Sequence[AdapterRows],
+        adapters: Sequence[AdapterRows | StackRows],
         *,
         tile: int | None = None,
         recompute: bool = False,
@@ -105,7 +105,7 @@ class _Forward:
     dtype: torch.dtype
     rotation: Rotation
     attend: Attend
-    adapters: Sequence[AdapterRows]
+    adapters: Sequence[AdapterRows | StackRows]
     tile: int | None
 
     def layer(self, index: int, layer: Layer, x: Tensor) -> Tensor:
@@ -129,6 +129,10 @@ class _Forward:
             lora: LayerLora | None = rows.weights.layers[layer] if rows.weights is not None else None
             lora_site: Site | None = getattr(lora, site) if lora is not None else None
             if lora_site is None:
+                continue
+            if isinstance(rows.weights, LoraStack):
+                part = slice(rows.start, rows.stop)
+                _add_stack_(x[part], [out[part] for out in outs], lora_site)
                 continue
             if rows.start == 0 and rows.stop == x.shape[0]:
                 return _add_lora(x, outs, lora_site, self.tile)
@@ -154,6 +158,14 @@ def _add_lora_(x: Tensor, outs: list[Tensor], site: Site, tile: int | None) -> N
             out.addmm_(part, b.t())
         else:
             out.add_(product(part, b, None, tile))
+
+
+def _add_stack_(x: Tensor, outs: list[Tensor], site: Site) -> None:
+    """_add_lora_ of n adapters, each of which has 1 / n of the rows."""
+    n = site.a.shape[0]
+    lows = torch.bmm(x.unflatten(0, (n, -1)), site.a.transpose(1, 2)).chunk(len(outs), dim=-1)
+    for out, part, b in zip(outs, lows, site.bs, strict=True):
+        out.unflatten(0, (n, -1)).baddbmm_(part, b.transpose(1, 2))
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: int | None) -> Tensor:

@@ -11,7 +11,8 @@ and any number of samplers share it, and an optimizer step makes a new one. The 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -167,6 +168,27 @@ class LoraWeights:
         return flat
 
 
+class LoraStack:
+    """Adapters of one shape side by side, so that one batched product serves them all: of each site, A is [n, k * rank, in], each B [n, out, rank]."""
+
+    def __init__(self, members: Sequence[LoraWeights]) -> None:
+        self.members = tuple(members)
+        self.layers = [
+            LayerLora(*(_stacked([getattr(layer, site.name) for layer in layers]) for site in fields(LayerLora)))
+            for layers in zip(*(weights.layers for weights in members), strict=True)
+        ]
+
+
+def _stacked(sites: Sequence[Site | None]) -> Site | None:
+    found = [site for site in sites if site is not None]
+    if not found:
+        return None
+    return Site(
+        torch.stack([site.a for site in found]),
+        tuple(torch.stack(bs) for bs in zip(*(site.bs for site in found), strict=True)),
+    )
+
+
 @dataclass(frozen=True)
 class AdapterRows:
     """Rows start .. stop - 1 of a batch use this adapter; None is the base model alone."""
@@ -174,6 +196,15 @@ class AdapterRows:
     start: int
     stop: int
     weights: LoraWeights | None
+
+
+@dataclass(frozen=True)
+class StackRows:
+    """Rows start .. stop - 1 of a batch use the adapters of a stack, each one an equal part, in their order."""
+
+    start: int
+    stop: int
+    weights: LoraStack
 
 
 def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:

@@ -1,0 +1,94 @@
+"""Adapters that share products draw what each draws alone, and a stack lives as long as its adapters are together."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from planish.engine.adapter_stacks import AdapterStacks
+from planish.engine.row_tiling import probe
+from planish.engine.sampler import Sampler, SamplerSettings
+from planish.model.decoder import Decoder
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, StackRows
+from planish.service import Sample
+from planish.testing import tiny_model
+from planish.types import LoraConfig, ModelInput, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> Decoder:
+    return Decoder.load(tiny_model(tmp_path_factory.mktemp("model"), family="qwen3"), torch.float32, CPU)
+
+
+def adapter(decoder: Decoder, seed: int, rank: int = 8) -> LoraWeights:
+    layout = LoraLayout(decoder.config, LoraConfig(rank))
+    generator = torch.Generator().manual_seed(seed)
+    return LoraWeights(layout, torch.randn(layout.size, generator=generator) * 0.05, decoder.dtype, CPU)
+
+
+def drawn(sampler: Sampler, jobs: list[tuple[Sample, LoraWeights | None]]) -> list[list[tuple[list[int], list[float]]]]:
+    futures = [Future() for _ in jobs]
+    for future, (operation, weights) in zip(futures, jobs, strict=True):
+        sampler.submit(operation, weights, id(weights), future)
+    while sampler.busy:
+        sampler.step()
+    return [[(list(s.tokens), list(s.logprobs)) for s in future.result().sequences] for future in futures]
+
+
+def job(decoder: Decoder, index: int) -> tuple[Sample, LoraWeights | None]:
+    """Of the base model, or of one of three ranks, with 1 to 5 samples of 1 to 12 tokens."""
+    weights = None if index % 7 == 0 else adapter(decoder, index, rank=(4, 8, 16)[index % 3])
+    params = SamplingParams(max_tokens=1 + index % 12, seed=index, stop=[])
+    return Sample("sampler", ModelInput.from_ints([1, 2, index]), 1 + index % 5, params), weights
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_crowd_draws_what_each_draws_alone(decoder: Decoder, deterministic: bool):
+    tiling = probe(decoder.config, decoder.dtype, CPU) if deterministic else None
+    if deterministic and (tiling is None or not tiling.stacks):
+        pytest.skip("products of this machine have other bits in stacks, so there are none")
+    sampler = Sampler(decoder, SamplerSettings(), lambda _: "", tiling)
+    jobs = [job(decoder, index) for index in range(24)]
+    together = drawn(sampler, jobs)
+    for expected, one in zip(together, jobs, strict=True):
+        (alone,) = drawn(sampler, [one])
+        if deterministic:
+            assert alone == expected
+        else:
+            assert [tokens for tokens, _ in alone] == [tokens for tokens, _ in expected]
+            torch.testing.assert_close(
+                [values for _, values in alone], [values for _, values in expected], rtol=1e-3, atol=1e-4
+            )
+
+
+def test_neighbours_of_one_shape_are_stacked(decoder: Decoder):
+    a, b, c, other = (adapter(decoder, seed, rank) for seed, rank in ((1, 8), (2, 8), (3, 8), (4, 4)))
+    rows = [AdapterRows(0, 4, a), AdapterRows(4, 8, b), AdapterRows(8, 16, c), AdapterRows(16, 24, other)]
+    stacks = AdapterStacks()
+    first, *rest = stacks.of([*rows, AdapterRows(24, 32, None)])
+    assert isinstance(first, StackRows)
+    assert (first.start, first.stop, first.weights.members) == (0, 8, (a, b))
+    assert rest == [rows[2], rows[3], AdapterRows(24, 32, None)]
+
+
+def test_a_stack_is_kept_while_its_adapters_are_together(decoder: Decoder):
+    a, b, c = (adapter(decoder, seed) for seed in (1, 2, 3))
+    stacks = AdapterStacks()
+
+    def stack(*members: LoraWeights) -> StackRows:
+        (rows,) = stacks.of([AdapterRows(4 * i, 4 * i + 4, weights) for i, weights in enumerate(members)])
+        assert isinstance(rows, StackRows)
+        return rows
+
+    kept = stack(a, b)
+    assert stack(a, b).weights is kept.weights
+    assert stack(a, c).weights.members == (a, c)
+    assert stack(a, b).weights is not kept.weights
+
+
+def test_a_sampler_without_work_keeps_no_adapter(decoder: Decoder):
+    sampler = Sampler(decoder, SamplerSettings(), lambda _: "", None)
+    drawn(sampler, [job(decoder, index) for index in (1, 2, 4)])
+    assert not sampler._stacks._stacks
