@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +82,10 @@ class BaseModels:
         with self._lock:
             directory = self.directory(name)
             if directory not in self._loaded:
-                self._loaded[directory] = BaseModel(directory, self._settings)
+                # In a thread that ends: OpenMP keeps workers for every thread that ever computed, and where they are more than
+                # the cores, all of them sleep between products, which takes half of the sampler's speed.
+                with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as loading:
+                    self._loaded[directory] = loading.submit(BaseModel, directory, self._settings).result()
             return self._loaded[directory]
 
     def directory(self, name: str) -> Path:
