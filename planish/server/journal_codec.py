@@ -31,12 +31,12 @@ from planish.types import ForwardBackwardOutput, OptimStepResponse, SampleRespon
 from planish.wire.fields import Fields
 from planish.wire.messages import ForwardBackwardRequestMessage
 from planish.wire.models import (
-    SessionPlace,
     create_from_weights_to_json,
     create_model_from_json,
     create_model_to_json,
     load_weights_from_json,
     load_weights_to_json,
+    place_of,
     publish_to_json,
     save_to_json,
     save_weights_for_sampler_from_json,
@@ -69,12 +69,6 @@ class Entry:
     digest: bytes
     operation: Operation[Any]
     """With the seed that it will run with."""
-
-
-def place_of(identifier: str) -> SessionPlace:
-    """Of a model's or a sampler's id."""
-    session, _, number = identifier.split(":")
-    return SessionPlace(session, int(number))
 
 
 def entry(operation: Operation[Any], seq_id: int) -> Entry:

@@ -27,11 +27,11 @@ from planish.service import (
 from planish.types import LoadWeightsResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
 from planish.wire.fields import Fields
 from planish.wire.models import (
-    SessionPlace,
     create_from_weights_to_json,
     create_model_to_json,
     create_sampler_to_json,
     load_weights_to_json,
+    place_of,
     publish_to_json,
     save_to_json,
 )
@@ -58,12 +58,6 @@ class Posted:
     @classmethod
     def json(cls, path: str, fields: dict[str, Any]) -> Posted:
         return cls(path, orjson.dumps(fields))
-
-
-def place_of(server_id: str) -> SessionPlace:
-    """The session and number that are in an id of a model or a sampler."""
-    session_id, _, rest = server_id.partition(":")
-    return SessionPlace(session_id, int(rest.rpartition(":")[2]))
 
 
 def create_model_request(operation: CreateModel) -> Posted:

@@ -33,6 +33,12 @@ class SessionPlace:
         return f"{self.session_id}:sample:{self.seq_id}"
 
 
+def place_of(server_id: str) -> SessionPlace:
+    """The session and number that are in an id of a model or a sampler."""
+    session_id, _, number = server_id.split(":")
+    return SessionPlace(session_id, int(number))
+
+
 def session_of(model_id: str) -> str:
     """The session in which a model was made."""
     return model_id.partition(":")[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from core_client import adam, gradient, sample
 
-from planish.server.journal_codec import entry, operation_of, place_of
+from planish.server.journal_codec import entry, operation_of
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -19,6 +19,7 @@ from planish.service import (
 )
 from planish.types import LoraConfig, ModelInput, SamplingParams, TensorData
 from planish.wire.fields import Fields
+from planish.wire.models import place_of
 from planish.wire.training import forward_backward_from_json, forward_backward_to_json
 
 MODEL, SAMPLER = "a1:train:3", "a1:sample:4"

@@ -14,31 +14,17 @@ import httpx
 import orjson
 
 from planish.server.answers import Accepted, Done, Failed, Outcome, TryAgain
-from planish.server.journal_codec import place_of
-from planish.service import (
-    CreateModel,
-    CreateSampler,
-    ForwardBackward,
-    LoadWeights,
-    Operation,
-    OptimStep,
-    PublishSampler,
-    Sample,
-    SaveWeights,
-    SaveWeightsForSampler,
+from planish.service import CreateModel, CreateSampler, Operation, Sample, UnloadModel
+from planish.wire.client_operations import (
+    JSON,
+    PROTOBUF,
+    Posted,
+    create_model_request,
+    create_sampler_request,
+    sample_request,
+    training_request,
 )
-from planish.wire.models import (
-    create_from_weights_to_json,
-    create_model_to_json,
-    create_sampler_to_json,
-    load_weights_to_json,
-    publish_to_json,
-    save_to_json,
-)
-from planish.wire.sampling import SampleRequest, sample_request_to_json
-from planish.wire.training import forward_backward_to_message, optim_step_to_json
 
-_PROTOBUF = "application/x-protobuf"
 _RETRIED = (408, 429, 503)
 _PAUSE_SECONDS = 0.05
 
@@ -77,38 +63,19 @@ class WireClient:
         await self._send("POST", f"/sessions/{session_id}/finish", orjson.dumps({"reason": {"type": "success"}}))
 
     async def create_model(self, operation: CreateModel) -> Accepted:
-        place = place_of(operation.model_id)
-        if operation.from_path is None:
-            return await self._submit("/create_model", create_model_to_json(operation, place))
-        return await self._submit("/load_weights", create_from_weights_to_json(operation, place))
+        return await self._submit(create_model_request(operation))
 
     async def unload_model(self, model_id: str) -> Accepted:
-        return await self._submit("/unload_model", {"model_id": model_id})
+        return await self._submit(training_request(UnloadModel(model_id), 0))
 
     async def submit_training(self, seq_id: int, operation: Operation[Any]) -> Accepted:
-        match operation:
-            case ForwardBackward():
-                body = forward_backward_to_message(operation, seq_id)
-                return _accepted(await self._send("POST", "/forward_backward", body, _PROTOBUF))
-            case OptimStep():
-                return await self._submit("/optim_step", optim_step_to_json(operation, seq_id))
-            case SaveWeights():
-                return await self._submit("/save_weights", save_to_json(operation, seq_id))
-            case SaveWeightsForSampler():
-                return await self._submit("/save_weights_for_sampler", save_to_json(operation, seq_id))
-            case PublishSampler():
-                body = publish_to_json(operation, place_of(operation.sampler_id).seq_id, seq_id)
-                return await self._submit("/save_weights_for_sampler", body)
-            case LoadWeights():
-                return await self._submit("/load_weights", load_weights_to_json(operation, seq_id))
-        raise TypeError(type(operation).__name__)
+        return await self._submit(training_request(operation, seq_id))
 
     async def create_sampler(self, operation: CreateSampler) -> str:
-        body = create_sampler_to_json(operation, place_of(operation.sampler_id))
-        return (await self._post("/create_sampling_session", body))["sampling_session_id"]
+        return orjson.loads((await self._send_posted(create_sampler_request(operation))).content)["sampling_session_id"]
 
     async def submit_sample(self, seq_id: int, operation: Sample) -> Accepted:
-        return await self._submit("/asample", sample_request_to_json(SampleRequest(seq_id, operation)))
+        return await self._submit(sample_request(operation, seq_id))
 
     async def cancel(self, request_id: str) -> None:
         await self._send("POST", "/cancel_future", orjson.dumps({"request_id": request_id}))
@@ -134,21 +101,24 @@ class WireClient:
             if error.status != 408:
                 raise
             return TryAgain()
-        if _PROTOBUF in answer.headers["content-type"]:
+        if PROTOBUF in answer.headers["content-type"]:
             return Done("", "protobuf", answer.content)
         fields = orjson.loads(answer.content)
         if "error" in fields:
             return Failed(fields["error"], fields["category"])
         return Done(fields.get("type", ""), "json", answer.content)
 
-    async def _submit(self, path: str, body: dict[str, Any]) -> Accepted:
-        return _accepted(await self._send("POST", path, orjson.dumps(body)))
+    async def _submit(self, posted: Posted) -> Accepted:
+        return _accepted(await self._send_posted(posted))
+
+    async def _send_posted(self, posted: Posted) -> httpx.Response:
+        return await self._send("POST", posted.path, posted.content, posted.media)
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return orjson.loads((await self._send("POST", path, orjson.dumps(body))).content)
 
-    async def _send(self, method: str, path: str, body: bytes = b"", media: str = "application/json") -> httpx.Response:
-        headers = {"content-type": media, "accept": f"{_PROTOBUF}, application/json"}
+    async def _send(self, method: str, path: str, body: bytes = b"", media: str = JSON) -> httpx.Response:
+        headers = {"content-type": media, "accept": f"{PROTOBUF}, {JSON}"}
         try:
             answer = await self._http.request(method, path, content=body, headers=headers)
         except httpx.TransportError as error:
