@@ -6,7 +6,7 @@ from pathlib import Path
 
 import chz
 
-from planish.dataset_rows import FILE_SUFFIXES, load_rows
+from planish.dataset_rows import has_split, load_rows
 from planish.errors import UserError
 from planish.recipes.code_env import CodeGroup, Rules, as_answer, instruction
 from planish.recipes.code_functions import FunctionProblem, draw_function
@@ -155,5 +155,4 @@ class CodeDatasetBuilder(RLDatasetBuilder):
 
 
 def has_test_file(dataset: str) -> bool:
-    path = Path(dataset).expanduser()
-    return path.is_dir() and any(file.suffix in FILE_SUFFIXES for file in [*path.glob("test.*"), *path.glob("test-*")])
+    return Path(dataset).expanduser().is_dir() and has_split(dataset, "test")

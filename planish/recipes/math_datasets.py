@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.dataset_rows import FILE_SUFFIXES, load_rows
+from planish.dataset_rows import has_split, load_rows
 from planish.errors import UserError
 from planish.recipes.grading import extract_boxed
 from planish.recipes.problems import QUESTION_SUFFIX, Problem, read_problem
@@ -98,7 +98,7 @@ def has_test_split(collection: Collection, dataset: str | None) -> bool:
         return collection.has_test_split
     path = Path(dataset).expanduser()
     if path.is_dir():
-        return any(file.suffix in FILE_SUFFIXES for file in [*path.glob("test.*"), *path.glob("test-*")])
+        return has_split(dataset, "test")
     return not path.is_file()
 
 
