@@ -30,19 +30,13 @@ _PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
 
 
 @torch.no_grad()
-def base_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[R, V]: what the head_logits of all adapters begin with, for rows of several adapters at once."""
-    return _base_product(hidden, weight)
-
-
-@torch.no_grad()
 def head_logits(hidden: Tensor, weight: Tensor, lora: Lora | None, base: Tensor | None = None) -> Tensor:
     """float32 [R, V]: hidden [R, D] times weight [V, D] transposed, plus the adapter; no gradient.
 
     `base`: the rows' base_product if it is known; it is overwritten.
     """
     low = _low(hidden, lora)
-    logits = _with_lora(_base_product(hidden, weight) if base is None else base, low, lora)
+    logits = _with_lora(base_product(hidden, weight) if base is None else base, low, lora)
     if not _is_rounded(hidden):
         return logits.float()
     tokens, exact = _likeliest(hidden, weight, low, lora, logits)
@@ -174,7 +168,7 @@ class _HeadGrads:
 
 def _stored_logits(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> list[Tensor]:
     """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones at the tokens."""
-    logits = _with_lora(_base_product(hidden, weight), low, lora)
+    logits = _with_lora(base_product(hidden, weight), low, lora)
     return [*_likeliest(hidden, weight, low, lora, logits), logits] if _is_rounded(hidden) else [logits]
 
 
@@ -211,8 +205,8 @@ def _low(hidden: Tensor, lora: Lora | None) -> Tensor | None:
     return hidden @ lora[0].t() if lora is not None else None
 
 
-def _base_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits of the base model [R, V]: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
+def base_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of the base model [R, V], with which those of every adapter begin: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
     if _adds_in_float32(hidden):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden @ weight.t()
