@@ -99,6 +99,12 @@ def choose_renderer(renderer_name: str | None, model_name: str, tokenizer: Any) 
     return get_renderer(name, tokenizer)
 
 
+def origin_metadata(recipe_name: str | None, renderer_name: str | None) -> dict[str, str]:
+    """What every checkpoint of a run says of where it comes from."""
+    named = {"recipe_name": recipe_name, "renderer_name": renderer_name}
+    return {name: value for name, value in named.items() if value is not None}
+
+
 @dataclass
 class RunCheckpoints:
     """Saves the states of one run. `extra` of a row is the loop's own, such as counters, and comes back at a resume."""

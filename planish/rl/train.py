@@ -8,7 +8,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import RunCheckpoints, Start, start_training
+from planish.checkpointing import RunCheckpoints, Start, origin_metadata, start_training
 from planish.errors import UserError
 from planish.evaluators import Evaluator
 from planish.metric_logs import open_metric_logs
@@ -53,7 +53,7 @@ async def _run(config: Config, service_client: Any) -> Path:
             lora_rank=config.lora_rank,
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
-            user_metadata=metadata_of(config),
+            user_metadata=origin_metadata(config.recipe_name, config.renderer_name),
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
             print(f"{run.path}: all {start.batch} steps are done; give more max_steps or num_epochs to go on")
@@ -174,9 +174,3 @@ async def context_of(config: Config, service_client: Any) -> int | None:
     capabilities = await service_client.get_server_capabilities_async()
     lengths = {model.model_name: model.max_context_length for model in capabilities.supported_models}
     return lengths.get(config.model_name)
-
-
-def metadata_of(config: Config) -> dict[str, str]:
-    """What every checkpoint of the run says of where it comes from."""
-    named = {"recipe_name": config.recipe_name, "renderer_name": config.renderer_name}
-    return {name: value for name, value in named.items() if value is not None}

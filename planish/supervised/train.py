@@ -9,7 +9,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import RunCheckpoints, start_training
+from planish.checkpointing import RunCheckpoints, origin_metadata, start_training
 from planish.console import StepDisplay
 from planish.errors import UserError
 from planish.metric_logs import open_metric_logs
@@ -62,7 +62,7 @@ async def train(
             lora_rank=config.lora_rank,
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
-            user_metadata=metadata_of(config),
+            user_metadata=origin_metadata(config.recipe_name, config.renderer_name),
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
             print(f"{run.path}: all {start.batch} steps are done")
@@ -118,9 +118,3 @@ def measured_in(config: Config, objective: Objective, test_set: SupervisedDatase
         Measured(config.eval_every, [*own, *(build() for build in config.evaluator_builders)]),
         Measured(config.infrequent_eval_every, [build() for build in config.infrequent_evaluator_builders]),
     ]
-
-
-def metadata_of(config: Config) -> dict[str, str]:
-    """What every checkpoint of the run says of where it comes from."""
-    named = {"recipe_name": config.recipe_name, "renderer_name": config.renderer_name}
-    return {name: value for name, value in named.items() if value is not None}
