@@ -1,0 +1,59 @@
+"""transformers and PEFT: W2 in bf16 in micro-batches, eager or with `torch.compile`.
+
+The model's head runs on the positions of completions only, and adapters are in bf16 as the base weights are.
+`PEFT_MICRO_BATCH` sequences at a time; `PEFT_COMPILE=1` compiles the model.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import torch
+import transformers
+from serving import Peer, serve
+
+MICRO_BATCH = int(os.environ.get("PEFT_MICRO_BATCH", "16"))
+COMPILE = os.environ.get("PEFT_COMPILE") == "1"
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def load(path: str) -> Peer:
+    base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules=LINEARS, lora_dropout=0.0)
+    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, weight_decay=0.0)
+    forward = torch.compile(model) if COMPILE else model
+
+    def train(work: dict[str, Any]) -> dict[str, Any]:
+        total = 0.0
+        for tokens, sampled, advantages in micro_batches(work):
+            new = sampled.shape[1]
+            logits = forward(input_ids=tokens, use_cache=False, logits_to_keep=new + 1).logits[:, :-1]
+            logprobs = torch.log_softmax(logits.float(), -1).gather(2, tokens[:, -new:, None]).squeeze(2)
+            loss = -((logprobs - sampled).exp() * advantages[:, None]).sum()
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": total}
+
+    versions = {"transformers": transformers.__version__, "peft": peft.__version__, "torch": torch.__version__}
+    return Peer({"W2": train}, versions)
+
+
+def micro_batches(work: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    rows = [
+        (prompt + tokens, logprobs, advantage)
+        for prompt, *group in zip(
+            work["prompts"], work["completions"], work["logprobs"], work["advantages"], strict=True
+        )
+        for tokens, logprobs, advantage in zip(*group, strict=True)
+    ]
+    for first in range(0, len(rows), MICRO_BATCH):
+        tokens, logprobs, advantages = zip(*rows[first : first + MICRO_BATCH], strict=True)
+        yield torch.tensor(tokens), torch.tensor(logprobs), torch.tensor(advantages)
+
+
+if __name__ == "__main__":
+    serve(load)

