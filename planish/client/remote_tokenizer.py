@@ -8,7 +8,6 @@ planish.tokenizer runs no code of them.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import tempfile
@@ -16,13 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from planish.errors import StorageError, UserError
+from planish.home import cache_home
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 def cache_directory() -> Path:
     """`PLANISH_HOME`/tokenizers, by default ~/.cache/planish/tokenizers."""
-    return Path(os.environ.get("PLANISH_HOME") or "~/.cache/planish").expanduser() / "tokenizers"
+    return cache_home() / "tokenizers"
 
 
 def keep_tokenizer(files: Mapping[str, str], cache: Path) -> Path:

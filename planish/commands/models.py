@@ -4,6 +4,7 @@ import argparse
 
 from planish.model.listing import print_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.native import kernels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,12 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         nargs="?",
         const=DEFAULT_MODEL,
-        help="download and cache NAME (by default the embedded model) instead of listing",
+        help="get ready for NAME (by default the embedded model): download, convert, compile, instead of listing",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.fetch is not None:
         print(f"{arguments.fetch}: {resolve_model(arguments.fetch)}")
+        kernels.loaded()  # compiled now rather than at the first sample
     else:
         print_models()

@@ -6,9 +6,8 @@ pool of twice the capacity. Prompts and what is drawn after them live in differe
 its slot. A sample's slot begins at the last multiple of SPAN within the prompt, with a copy of the prompt's positions from there
 on, so that spans of the attention never lie across two slots.
 
-On a CPU both are float32, whatever the model's dtype, for products of bf16 operands would round scores and weighted sums to
-bf16; in shapes as narrow as these float32 costs about the same. On a GPU they are in the model's dtype, and products add
-up in float32.
+They are in the model's dtype where products add up in float32: on a GPU, and in the CPU's own kernels. Elsewhere on a CPU they are
+float32, for torch's products of bf16 operands would round scores and weighted sums to bf16.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
+from planish.native import kernels
 
 
 class SlotOwner(Protocol):
@@ -40,7 +40,8 @@ class KVShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
-        kept = torch.float32 if device.type == "cpu" else dtype
+        narrow = device.type != "cpu" or kernels.attends(config.head_dim, dtype, device)
+        kept = dtype if narrow else torch.float32
         return cls(config.num_layers, config.num_kv_heads, config.head_dim, kept, device)
 
     @property

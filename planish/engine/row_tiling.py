@@ -12,8 +12,9 @@ matrices (up to 16 ** 3 multiplications, so few rows of a LoRA of low rank) by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from planish.engine.ordered_attention import QUERY_ROWS
 from planish.engine.positions import SPAN
 from planish.model.config import ModelConfig
+from planish.model.linear import FrozenLinear
 from planish.model.lora import LAYER_SITES, LoraWeights, linear_shape
 
 _MULTIPLES = (1, 4, 16)
@@ -75,7 +77,7 @@ def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowT
     """The cheapest padding under which this machine's products were seen to have the same bits; None if none was found."""
     look = _Look(dtype, device, torch.Generator().manual_seed(0))
     shapes = _shapes(config)
-    base = look.agreeing(shapes, 1)
+    base = look.agreeing(_base_shapes(config), 1, frozen=True)
     ranks = (*_LOW_RANKS, *_LORA_RANKS)
     by_rank = {rank: base & look.agreeing(_lora_shapes(shapes, rank), _LORA_ROWS) for rank in ranks}
     for multiple in _MULTIPLES:
@@ -113,23 +115,26 @@ class _Look:
     device: torch.device
     generator: torch.Generator
 
-    def agreeing(self, shapes: Iterable[tuple[int, int]], least_rows: int) -> set[int]:
+    def agreeing(self, shapes: Iterable[tuple[int, int]], least_rows: int, frozen: bool = False) -> set[int]:
         """The numbers of rows, of _ROWS, at which products of all these shapes have the bits that they have at the most rows.
 
-        Looked at are `least_rows` or more, in as many products as it takes.
+        Looked at are `least_rows` or more, in as many products as it takes. `frozen`: products with weights of the base model.
         """
         agreeing: set[int] = set(_ROWS)
         for fan_out, fan_in in sorted(set(shapes)):
             pair = cancelling(max(_ROWS), fan_out, fan_in, self.generator)
             x, weight = (tensor.to(self.device, self.dtype) for tensor in pair)
-            whole = F.linear(x, weight)
-            agreeing &= {rows for rows in _ROWS if _agrees(x, weight, whole, rows, least_rows)}
+            product = FrozenLinear([weight]).product if frozen else partial(F.linear, weight=weight)
+            whole = product(x)
+            agreeing &= {rows for rows in _ROWS if _agrees(product, x, whole, rows, least_rows)}
         return agreeing
 
 
-def _agrees(x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int, least_rows: int) -> bool:
+def _agrees(
+    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, whole: torch.Tensor, rows: int, least_rows: int
+) -> bool:
     starts = range(0, max(1, least_rows - rows + 1), rows)
-    return all(torch.equal(F.linear(x[a : a + rows], weight), whole[a : a + rows]) for a in starts)
+    return all(torch.equal(product(x[a : a + rows]), whole[a : a + rows]) for a in starts)
 
 
 def _stacks_agree(look: _Look, shapes: Iterable[tuple[int, int]]) -> bool:
@@ -172,10 +177,18 @@ def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
 
 
 def _shapes(config: ModelConfig) -> set[tuple[int, int]]:
-    """(out, in) of the products; the head's many columns are looked at in part, as columns do not change a kernel's inner loop."""
-    shapes = {linear_shape(config, name) for site in LAYER_SITES for name in site}
-    shapes.add((min(config.vocab_size, _PROBE_COLUMNS), config.hidden_size))
-    return shapes
+    """(out, in) of the linears; the head's many columns are looked at in part, as columns do not change a kernel's inner loop."""
+    return {linear_shape(config, name) for site in LAYER_SITES for name in site} | {_head_shape(config)}
+
+
+def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
+    """(out, in) of the products with base weights: linears that read one input are one product."""
+    sites = ([linear_shape(config, name) for name in site] for site in LAYER_SITES)
+    return {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites} | {_head_shape(config)}
+
+
+def _head_shape(config: ModelConfig) -> tuple[int, int]:
+    return min(config.vocab_size, _PROBE_COLUMNS), config.hidden_size
 
 
 def _lora_shapes(shapes: Iterable[tuple[int, int]], rank: int) -> Iterable[tuple[int, int]]:

@@ -27,6 +27,7 @@ from torch import Tensor
 from planish.engine.adapter_stacks import ROWS, AdapterStacks, shape_of
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.kv_cache import KVPools, KVShape
+from planish.engine.native_attention import NativeDecode, NativePrefill
 from planish.engine.positions import CHUNK, SPAN, capacity_for
 from planish.engine.prefix_cache import PrefixCache
 from planish.engine.prompt_scores import PromptScores, asked
@@ -37,8 +38,9 @@ from planish.engine.sampling_head import RowLayout, SamplingHead
 from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.stopping import StopCondition
 from planish.errors import NonFiniteError
-from planish.model.decoder import Decoder
+from planish.model.decoder import Attend, Decoder
 from planish.model.lora import AdapterRows, LoraWeights, StackRows
+from planish.native import kernels
 from planish.service import DrawnToken, Sample
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
@@ -73,6 +75,7 @@ class Sampler:
         self._stacks = AdapterStacks()
         self._can_stack = tiling is None or tiling.stacks
         self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
+        self._native = kernels.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
         per_position = self._shape.bytes_per_position
         self._scheduler = Scheduler(
             settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
@@ -183,7 +186,7 @@ class Sampler:
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count))
-        attention = PrefillAttention(spans)
+        attention: Attend = NativePrefill(spans) if self._native else PrefillAttention(spans)
         hidden = self._hidden(tokens, positions, attention, layout.adapters)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             self._computed(prompt, hidden[row : row + count])
@@ -260,7 +263,11 @@ class Sampler:
             positions[row] = sample.position
         rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
         query_rows = self._tiling.query_rows if self._tiling else 1
-        attention = DecodeAttention(rows, self._prompts, self._samples, query_rows, self._decoder.device)
+        attention: Attend = (
+            NativeDecode(rows, self._prompts, self._samples)
+            if self._native
+            else DecodeAttention(rows, self._prompts, self._samples, query_rows, self._decoder.device)
+        )
         hidden = self._hidden(tokens, positions, attention, adapters)
         self._draw(samples, layout.starts, hidden, self._head.logits(hidden, layout.adapters), layout.adapters)
 

@@ -40,7 +40,7 @@ class SamplingHead:
     """The output head over a batch whose rows are laid out by RowLayout; padded like it, so that bits do not depend on the batch."""
 
     def __init__(self, decoder: Decoder, tiling: RowTiling | None) -> None:
-        self._weight = decoder.head_weight
+        self._head = decoder.head
         self._tiling = tiling or RowTiling()
 
     def logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
@@ -51,11 +51,11 @@ class SamplingHead:
             return self._tiled(self._padded(hidden, rows.weights), rows.weights)[: hidden.shape[0]]
         if tile is not None:
             return torch.cat([self._tiled(hidden[rows.start : rows.stop], rows.weights) for rows in adapters])
-        base = base_product(hidden, self._weight)
+        base = base_product(hidden, self._head)
         out = torch.empty(base.shape, dtype=torch.float32, device=base.device)
         for rows in adapters:
             mine = slice(rows.start, rows.stop)
-            out[mine] = head_logits(hidden[mine], self._weight, _lora(rows.weights), base[mine])
+            out[mine] = head_logits(hidden[mine], self._head, _lora(rows.weights), base[mine])
         return out
 
     def exact(self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]) -> Tensor:
@@ -66,12 +66,12 @@ class SamplingHead:
             if len(mine):
                 states = self._padded(hidden[segment.start : segment.stop], segment.weights)
                 at = rows[mine] - segment.start
-                out[mine] = exact_logits(states, self._weight, _lora(segment.weights), at, tokens[mine])
+                out[mine] = exact_logits(states, self._head, _lora(segment.weights), at, tokens[mine])
         return out
 
     def _tiled(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
         pieces = hidden.split(self._tiling.tile) if self._tiling.tile else (hidden,)
-        parts = [head_logits(piece, self._weight, _lora(weights)) for piece in pieces]
+        parts = [head_logits(piece, self._head, _lora(weights)) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _padded(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:

@@ -24,6 +24,7 @@ from planish.engine.attention import ForestAttention
 from planish.engine.datums import Example, read_examples
 from planish.engine.heap import give_back
 from planish.engine.losses import Loss, complete_config, find_loss
+from planish.engine.native_attention import NativeForest
 from planish.engine.packing import Packed, pack
 from planish.engine.row_tiling import RowTiling
 from planish.errors import NonFiniteError
@@ -31,6 +32,7 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.head import scored_logprobs
 from planish.model.lora import AdapterRows, LoraWeights
+from planish.native import kernels
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"
@@ -63,7 +65,7 @@ class TrainerSettings:
             narrow += queries + keys
         layer = wide + itemsize * narrow
         if tokens > self.micro_batch_tokens:
-            return tokens * (config.num_layers * 4 * config.hidden_size + 2 * layer)
+            return tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
         return tokens * (config.num_layers * layer + itemsize * config.vocab_size)
 
 
@@ -97,6 +99,7 @@ class Trainer:
         self._decoder = decoder
         self._tiling = tiling or RowTiling()
         self.settings = settings
+        self._native = kernels.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
         self._kept_bytes = settings.activation_bytes(decoder.config)
 
     def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:
@@ -180,12 +183,12 @@ class Trainer:
         hidden = self._decoder.hidden(
             torch.from_numpy(packed.tokens).to(device),
             torch.from_numpy(packed.positions).to(device),
-            ForestAttention(packed, device),
+            NativeForest(packed) if self._native else ForestAttention(packed, device),
             [AdapterRows(0, len(packed), job.weights)],
             recompute=recompute,
         )
         rows, targets = pairs.rows.to(device), pairs.targets.to(device)
-        head, temperature = self._decoder.head_weight, job.config["temperature"]
+        head, temperature = self._decoder.head, job.config["temperature"]
         return scored_logprobs(hidden, head, job.weights.head, rows, targets, temperature, recompute=recompute)
 
     def _backward(

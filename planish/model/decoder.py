@@ -22,18 +22,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
+from planish.model.linear import FrozenLinear
 from planish.model.lora import AdapterRows, LayerLora, LoraStack, Site, StackRows
 from planish.model.rope import RotaryEmbedding, Rotation, rotate
 from planish.model.weights import load_weights
+from planish.native import kernels
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E]), q and k rotated -> [T, Hq, E]. Scores are scaled by E ** -0.5 there."""
-
-
-@dataclass(frozen=True)
-class Linear:
-    weight: Tensor
-    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,13 @@ class Layer:
     """Frozen weights of one decoder layer."""
 
     input_norm: Tensor
-    qkv: tuple[Linear, Linear, Linear]
+    qkv: FrozenLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Linear
+    o: FrozenLinear
     mlp_norm: Tensor
-    gate_up: tuple[Linear, Linear]
-    down: Linear
+    gate_up: FrozenLinear
+    down: FrozenLinear
 
 
 class Decoder:
@@ -62,7 +58,7 @@ class Decoder:
         # Weights that are in the right dtype and place already stay memory-mapped: `to` returns them as they are.
         moved = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items()}
         self._embedding = moved["model.embed_tokens.weight"]
-        self.head_weight = self._embedding if config.tied_head else moved["lm_head.weight"]
+        self.head = FrozenLinear([self._embedding if config.tied_head else moved["lm_head.weight"]])
         self._final_norm = moved["model.norm.weight"].float()
         self._layers = [_layer(config, moved, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._rope = RotaryEmbedding(config.rope, config.head_dim, config.max_context, device)
@@ -89,12 +85,13 @@ class Decoder:
         """
         x = self._embedding[tokens].float()
         run = _Forward(self.config, self.dtype, self._rope(positions), attend, adapters, tile)
+        more: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if recompute and torch.is_grad_enabled():
-                x = checkpoint(run.layer, index, layer, x, use_reentrant=False, preserve_rng_state=False)
+                x, more = checkpoint(run.layer, index, layer, x, more, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = run.layer(index, layer, x)
-        return rms_norm(x, self._final_norm, self.config.rms_norm_eps, self.dtype)
+                x, more = run.layer(index, layer, x, more)
+        return add_norm(x, more, self._final_norm, self.config.rms_norm_eps, self.dtype)[1]
 
 
 @dataclass(frozen=True)
@@ -108,59 +105,90 @@ class _Forward:
     adapters: Sequence[AdapterRows | StackRows]
     tile: int | None
 
-    def layer(self, index: int, layer: Layer, x: Tensor) -> Tensor:
-        """One decoder layer on the float32 residual stream x [T, D]."""
-        h = rms_norm(x, layer.input_norm, self.config.rms_norm_eps, self.dtype)
-        q, k, v = self.linears(h, layer.qkv, index, "attn_in")
-        q, k, v = (y.unflatten(-1, (-1, self.config.head_dim)) for y in (q, k, v))
+    def layer(self, index: int, layer: Layer, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """One decoder layer on the float32 residual stream x [T, D], to which `more` is still to be added; the same again."""
+        heads = [self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads]
+        x, h = self.add_norm(x, more, layer.input_norm)
+        qkv = self.linear(h, layer.qkv, index, "attn_in")
+        q, k, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split(heads, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, self.config.rms_norm_eps, self.dtype)
-            k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps, self.dtype)
+            q = norm(q, layer.q_norm, self.config.rms_norm_eps, self.dtype)
+            k = norm(k, layer.k_norm, self.config.rms_norm_eps, self.dtype)
         attended = self.attend(index, rotate(q, self.rotation), rotate(k, self.rotation), v)
-        x = x + self.linears(attended.flatten(-2), (layer.o,), index, "attn_out")[0]
-        h = rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps, self.dtype)
-        gate, up = self.linears(h, layer.gate_up, index, "mlp_in")
-        return x + self.linears(_SwiGLU.apply(gate, up), (layer.down,), index, "mlp_out")[0]
+        x, h = self.add_norm(x, self.linear(attended.flatten(-2), layer.o, index, "attn_out"), layer.mlp_norm)
+        return x, self.linear(swiglu(self.linear(h, layer.gate_up, index, "mlp_in")), layer.down, index, "mlp_out")
 
-    def linears(self, x: Tensor, linears: Sequence[Linear], layer: int, site: str) -> list[Tensor]:
-        """Each linear of one input [T, in], with the rows' adapters: list of [T, out]."""
-        outs = [product(x, linear.weight, linear.bias, self.tile) for linear in linears]
+    def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return add_norm(x, more, weight, self.config.rms_norm_eps, self.dtype)
+
+    def linear(self, x: Tensor, linear: FrozenLinear, layer: int, site: str) -> Tensor:
+        """Linears of one input [T, in], with the rows' adapters: [T, out]."""
+        whole = len(self.adapters) == 1 and not isinstance(self.adapters[0].weights, LoraStack)
+        if whole and torch.is_grad_enabled():
+            lora_site = _site(self.adapters[0], layer, site)
+            matrices = (lora_site.a, *lora_site.bs) if lora_site is not None else (None,)
+            return _Adapted.apply(x, linear, self.tile, *matrices)  # type: ignore[no-any-return]
+        out = linear.product(x, self.tile)
         for rows in self.adapters:
-            lora: LayerLora | None = rows.weights.layers[layer] if rows.weights is not None else None
-            lora_site: Site | None = getattr(lora, site) if lora is not None else None
+            lora_site = _site(rows, layer, site)
             if lora_site is None:
                 continue
-            if isinstance(rows.weights, LoraStack):
-                part = slice(rows.start, rows.stop)
-                _add_stack_(x[part], [out[part] for out in outs], lora_site)
-                continue
-            if rows.start == 0 and rows.stop == x.shape[0]:
-                return _add_lora(x, outs, lora_site, self.tile)
-            # Several adapters share the batch only without gradients, so each may write into its rows in place.
             part = slice(rows.start, rows.stop)
-            _add_lora_(x[part], [out[part] for out in outs], lora_site, self.tile)
-        return outs
+            outs = out[part].split(linear.sizes, 1)
+            if isinstance(rows.weights, LoraStack):
+                _add_stack_(x[part], outs, lora_site)
+            else:
+                _add_lora_(_low(x[part], lora_site.a, self.tile), outs, lora_site.bs, self.tile)
+        return out
 
 
-def _add_lora(x: Tensor, outs: list[Tensor], site: Site, tile: int | None) -> list[Tensor]:
-    low = product(x, site.a, None, tile)
-    lows = low.chunk(len(outs), dim=-1)
-    if tile is None:
-        return [torch.addmm(out, part, b.t()) for out, part, b in zip(outs, lows, site.bs, strict=True)]
-    return [out + product(part, b, None, tile) for out, part, b in zip(outs, lows, site.bs, strict=True)]
+def _site(rows: AdapterRows | StackRows, layer: int, site: str) -> Site | None:
+    lora: LayerLora | None = rows.weights.layers[layer] if rows.weights is not None else None
+    return getattr(lora, site) if lora is not None else None
 
 
-def _add_lora_(x: Tensor, outs: list[Tensor], site: Site, tile: int | None) -> None:
-    """_add_lora in place."""
-    lows = product(x, site.a, None, tile).chunk(len(outs), dim=-1)
-    for out, part, b in zip(outs, lows, site.bs, strict=True):
+class _Adapted(torch.autograd.Function):
+    """Frozen linears with one adapter for all rows. The gradients go to the input and to A and the Bs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, linear: FrozenLinear, tile: int | None, a: Tensor | None, *bs: Tensor) -> Tensor:
+        out = linear.product(x, tile)
+        ctx.linear, ctx.input = linear, x.shape
+        if a is not None:
+            low = _low(x, a, tile)
+            _add_lora_(low, out.split(linear.sizes, 1), bs, tile)
+            ctx.save_for_backward(x, low, a, *bs)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_x = ctx.linear.product_back(grad)
+        saved = ctx.saved_tensors
+        if not saved:
+            return grad_x, None, None, None
+        x, low, a, *bs = saved
+        parts = grad.split(ctx.linear.sizes, 1)
+        grad_low = torch.cat([part @ b for part, b in zip(parts, bs, strict=True)], 1)
+        grad_bs = [part.t() @ own for part, own in zip(parts, low.chunk(len(bs), 1), strict=True)]
+        return grad_x.addmm_(grad_low, a), None, None, grad_low.t() @ x, *grad_bs
+
+
+def _low(x: Tensor, a: Tensor, tile: int | None) -> Tensor:
+    """The input within an adapter [T, n * rank]."""
+    if tile is None or x.shape[0] == tile:
+        return x @ a.t()
+    return torch.cat([part @ a.t() for part in x.split(tile)])
+
+
+def _add_lora_(low: Tensor, outs: Sequence[Tensor], bs: Sequence[Tensor], tile: int | None) -> None:
+    for out, part, b in zip(outs, low.chunk(len(outs), 1), bs, strict=True):
         if tile is None:
             out.addmm_(part, b.t())
         else:
-            out.add_(product(part, b, None, tile))
+            out.add_(_low(part, b, tile))
 
 
-def _add_stack_(x: Tensor, outs: list[Tensor], site: Site) -> None:
+def _add_stack_(x: Tensor, outs: Sequence[Tensor], site: Site) -> None:
     """_add_lora_ of n adapters, each of which has 1 / n of the rows."""
     n = site.a.shape[0]
     lows = torch.bmm(x.unflatten(0, (n, -1)), site.a.transpose(1, 2)).chunk(len(outs), dim=-1)
@@ -168,65 +196,105 @@ def _add_stack_(x: Tensor, outs: list[Tensor], site: Site) -> None:
         out.unflatten(0, (n, -1)).baddbmm_(part, b.transpose(1, 2))
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: int | None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed; in tiles of `tile` rows if given."""
-    if tile is None or x.shape[0] == tile:
-        return F.linear(x, weight, bias)
-    return torch.cat([F.linear(part, weight, bias) for part in x.split(tile)])
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension (Zhang & Sennrich 2019), float32 inside, `dtype` out."""
-    return _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-any-return]
+    return add_norm(x.float(), None, weight, eps, dtype)[1].contiguous()
 
 
-class _RMSNorm(torch.autograd.Function):
-    """The weight is frozen: only x gets a gradient, and only x and one number a row are kept."""
+def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x + more, and its norm. Without gradients x (float32) may be overwritten with the sum."""
+    if torch.is_grad_enabled():
+        return _AddNorm.apply(x, more, weight, eps, dtype)  # type: ignore[no-any-return]
+    if kernels.usable(x):
+        total, out, _ = kernels.rms_norm(x.contiguous(), more, weight, eps, dtype, in_place=True)
+        return total, out
+    total = x if more is None else x.add_(more)
+    return total, _norm(total, weight, eps, dtype)[0]
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm and its factor."""
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight).to(dtype), scale
+
+
+class _AddNorm(torch.autograd.Function):
+    """The weight is frozen: only x and what is added to it get a gradient, and only the sum and one number a row are kept."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(dtype)
+    def forward(ctx, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
+        if kernels.usable(x):
+            total, out, scale = kernels.rms_norm(x.contiguous(), more, weight, eps, dtype)
+        else:
+            total = x if more is None else x + more
+            out, scale = _norm(total, weight, eps, dtype)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.more = None if more is None else more.dtype
+        ctx.set_materialize_grads(False)
+        return total.view_as(total) if total is x else total, out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_total: Tensor | None, grad: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
-        wide = x.float()
-        weighted = grad.float() * weight
-        inner = torch.linalg.vecdot(weighted, wide).unsqueeze(-1).div_(x.shape[-1]).mul_(scale).mul_(scale)
-        return weighted.sub_(wide * inner).mul_(scale).to(x.dtype), None, None, None
+        if grad is None:
+            found = grad_total
+        elif kernels.usable(x):
+            found = kernels.rms_norm_backward(grad.contiguous(), x, weight, scale, grad_total)
+        else:
+            weighted = grad.to(x.dtype) * weight
+            inner = torch.linalg.vecdot(weighted, x).unsqueeze(-1).div_(x.shape[-1]).mul_(scale).mul_(scale)
+            found = weighted.sub_(x * inner).mul_(scale)
+            found = found if grad_total is None else found.add_(grad_total)
+        assert found is not None
+        return found, None if ctx.more is None else found.to(ctx.more), None, None, None
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020) of [T, 2 * I], gate and up side by side: [T, I]."""
+    if torch.is_grad_enabled():
+        return _SwiGLU.apply(gate_up)  # type: ignore[no-any-return]
+    return _swiglu(gate_up)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    if kernels.usable(gate_up):
+        return kernels.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up (Shazeer 2020); silu is recomputed in the backward pass rather than kept."""
+    """silu is recomputed in the backward pass rather than kept."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _swiglu(gate_up)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = ctx.saved_tensors
+        if kernels.usable(gate_up):
+            return kernels.swiglu_backward(grad.contiguous(), gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
 
 
 def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str) -> Layer:
-    def linear(name: str) -> Linear:
-        return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
+    def linear(*names: str) -> FrozenLinear:
+        biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+        return FrozenLinear([weights[f"{prefix}{name}.weight"] for name in names], biases)
 
     def norm(name: str) -> Tensor:
         return weights[f"{prefix}{name}.weight"].float()
 
     return Layer(
         input_norm=norm("input_layernorm"),
-        qkv=(linear("self_attn.q_proj"), linear("self_attn.k_proj"), linear("self_attn.v_proj")),
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
         k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
         o=linear("self_attn.o_proj"),
         mlp_norm=norm("post_attention_layernorm"),
-        gate_up=(linear("mlp.gate_proj"), linear("mlp.up_proj")),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
         down=linear("mlp.down_proj"),
     )

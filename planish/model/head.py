@@ -18,6 +18,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from planish.model.linear import FrozenLinear
+
 Lora = tuple[Tensor, Tensor]
 """(A [r, D], B [V, r]), the scaling multiplied into B."""
 
@@ -30,28 +32,28 @@ _PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
 
 
 @torch.no_grad()
-def head_logits(hidden: Tensor, weight: Tensor, lora: Lora | None, base: Tensor | None = None) -> Tensor:
-    """float32 [R, V]: hidden [R, D] times weight [V, D] transposed, plus the adapter; no gradient.
+def head_logits(hidden: Tensor, head: FrozenLinear, lora: Lora | None, base: Tensor | None = None) -> Tensor:
+    """float32 [R, V]: hidden [R, D] times the head [V, D] transposed, plus the adapter; no gradient.
 
     `base`: the rows' base_product if it is known; it is overwritten.
     """
     low = _low(hidden, lora)
-    logits = _with_lora(base_product(hidden, weight) if base is None else base, low, lora)
+    logits = _with_lora(base_product(hidden, head) if base is None else base, low, lora)
     if not _is_rounded(hidden):
         return logits.float()
-    tokens, exact = _likeliest(hidden, weight, low, lora, logits)
+    tokens, exact = _likeliest(hidden, head, low, lora, logits)
     return logits.float().scatter_(1, tokens, exact)
 
 
 @torch.no_grad()
-def exact_logits(hidden: Tensor, weight: Tensor, lora: Lora | None, rows: Tensor, tokens: Tensor) -> Tensor:
+def exact_logits(hidden: Tensor, head: FrozenLinear, lora: Lora | None, rows: Tensor, tokens: Tensor) -> Tensor:
     """float32 [P]: single logits as float32 dot products."""
-    return _dots(hidden, weight, _low(hidden, lora), lora, rows, tokens)
+    return _dots(hidden, head, _low(hidden, lora), lora, rows, tokens)
 
 
 def scored_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    head: FrozenLinear,
     lora: Lora | None,
     rows: Tensor,
     targets: Tensor,
@@ -66,34 +68,34 @@ def scored_logprobs(
     """
     a, b = lora if lora is not None else (None, None)
     keep = torch.is_grad_enabled() and not recompute
-    return _ScoredLogprobs.apply(hidden, a, b, weight, rows, targets, temperature, keep)  # type: ignore[no-any-return]
+    return _ScoredLogprobs.apply(hidden, a, b, head, rows, targets, temperature, keep)  # type: ignore[no-any-return]
 
 
 class _ScoredLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, a, b, weight, rows, targets, temperature: float, keep: bool) -> Tensor:
+    def forward(ctx, hidden, a, b, head: FrozenLinear, rows, targets, temperature: float, keep: bool) -> Tensor:
         lora = None if a is None else (a, b)
         low = _low(hidden, lora)
         kept: list[Tensor] = []
         log_total = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
         for chunk in _chunks(hidden.shape[0]):
-            stored = _stored_logits(hidden[chunk], weight, low[chunk] if low is not None else None, lora)
+            stored = _stored_logits(hidden[chunk], head, low[chunk] if low is not None else None, lora)
             for tile, wide in _wide_tiles(stored):
                 log_total[chunk][tile] = _logsumexp_(wide.div_(temperature))
             kept += stored if keep else ()
-        scored = _dots(hidden, weight, low, lora, rows, targets)
-        ctx.save_for_backward(hidden, a, b, weight, rows, targets, low, log_total, *kept)
-        ctx.temperature, ctx.keep = temperature, keep
+        scored = _dots(hidden, head, low, lora, rows, targets)
+        ctx.save_for_backward(hidden, a, b, rows, targets, low, log_total, *kept)
+        ctx.head, ctx.temperature, ctx.keep = head, temperature, keep
         return scored.div_(temperature) - log_total[rows]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row at once."""
-        hidden, a, b, weight, rows, targets, low, log_total, *kept = ctx.saved_tensors
+        hidden, a, b, rows, targets, low, log_total, *kept = ctx.saved_tensors
         lora = None if a is None else (a, b)
         pairs = _LivePairs(rows, targets, grad / ctx.temperature)
         row_grad = log_total.new_zeros(hidden.shape[0]).index_add_(0, pairs.rows, pairs.grad)
-        grads = _HeadGrads(hidden, weight, low, lora)
+        grads = _HeadGrads(hidden, ctx.head, low, lora)
         per_chunk = 3 if _is_rounded(hidden) else 1
         for number, chunk in enumerate(_chunks(hidden.shape[0])):
             where = pairs.distinct_rows(chunk)
@@ -103,7 +105,7 @@ class _ScoredLogprobs(torch.autograd.Function):
             if ctx.keep:
                 stored = [tensor[here] for tensor in kept[per_chunk * number : per_chunk * (number + 1)]]
             else:
-                stored = _stored_logits(hidden[where], weight, low[where] if low is not None else None, lora)
+                stored = _stored_logits(hidden[where], ctx.head, low[where] if low is not None else None, lora)
             for tile, wide in _wide_tiles(stored):
                 mine = where[tile]
                 wide.div_(ctx.temperature).sub_(log_total[mine, None]).exp_().mul_(-row_grad[mine, None])
@@ -140,15 +142,15 @@ class _LivePairs:
 class _HeadGrads:
     """Sums the gradients of hidden, A and B over chunks of rows."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> None:
-        self._source, self._weight, self._low, self._lora = hidden, weight, low, lora
+    def __init__(self, hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None) -> None:
+        self._source, self._head, self._low, self._lora = hidden, head, low, lora
         wide = _wide(hidden)
         self.hidden = torch.zeros_like(hidden)
         self._a = torch.zeros(lora[0].shape, dtype=wide, device=hidden.device) if lora is not None else None
         self._b = torch.zeros(lora[1].shape, dtype=wide, device=hidden.device) if lora is not None else None
 
     def add(self, where: Tensor, grad_logits: Tensor) -> None:
-        grad_hidden = grad_logits @ self._weight
+        grad_hidden = self._head.product_back(grad_logits)
         if self._lora is not None and self._low is not None and self._a is not None and self._b is not None:
             a, b = self._lora
             grad_low = grad_logits @ b
@@ -166,10 +168,10 @@ class _HeadGrads:
         return self._b.to(self._source.dtype) if self._b is not None else None
 
 
-def _stored_logits(hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None) -> list[Tensor]:
+def _stored_logits(hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None) -> list[Tensor]:
     """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones at the tokens."""
-    logits = _with_lora(base_product(hidden, weight), low, lora)
-    return [*_likeliest(hidden, weight, low, lora, logits), logits] if _is_rounded(hidden) else [logits]
+    logits = _with_lora(base_product(hidden, head), low, lora)
+    return [*_likeliest(hidden, head, low, lora, logits), logits] if _is_rounded(hidden) else [logits]
 
 
 def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -205,11 +207,11 @@ def _low(hidden: Tensor, lora: Lora | None) -> Tensor | None:
     return hidden @ lora[0].t() if lora is not None else None
 
 
-def base_product(hidden: Tensor, weight: Tensor) -> Tensor:
+def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
     """Logits of the base model [R, V], with which those of every adapter begin: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
     if _adds_in_float32(hidden):
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden @ weight.t()
+        return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+    return head.product(hidden)
 
 
 def _with_lora(logits: Tensor, low: Tensor | None, lora: Lora | None) -> Tensor:
@@ -227,13 +229,13 @@ def _adds_in_float32(x: Tensor) -> bool:
 
 
 def _likeliest(
-    hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, logits: Tensor
+    hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]."""
     tokens = _top_tokens(logits, min(_EXACT, logits.shape[1]))
     exact = torch.empty(tokens.shape, dtype=_wide(hidden), device=hidden.device)
     for rows in _spans(hidden.shape[0], max(1, _PAIR_ENTRIES // (tokens.shape[1] * hidden.shape[1]))):
-        exact[rows] = _dot(hidden[rows, None], weight[tokens[rows]])
+        exact[rows] = _dot(hidden[rows, None], head.weight[tokens[rows]])
         if low is not None and lora is not None:
             exact[rows] += _dot(low[rows, None], lora[1][tokens[rows]])
     return tokens, exact
@@ -256,12 +258,12 @@ def _top_tokens(logits: Tensor, k: int) -> Tensor:
 
 
 def _dots(
-    hidden: Tensor, weight: Tensor, low: Tensor | None, lora: Lora | None, rows: Tensor, tokens: Tensor
+    hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None, rows: Tensor, tokens: Tensor
 ) -> Tensor:
     """[P] single logits in float32 (or wider)."""
     out = torch.empty(rows.shape[0], dtype=_wide(hidden), device=hidden.device)
     for part in _spans(rows.shape[0], max(1, _PAIR_ENTRIES // hidden.shape[1])):
-        out[part] = _dot(hidden[rows[part]], weight[tokens[part]])
+        out[part] = _dot(hidden[rows[part]], head.weight[tokens[part]])
         if low is not None and lora is not None:
             out[part] += _dot(low[rows[part]], lora[1][tokens[part]])
     return out

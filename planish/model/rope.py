@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig
+from planish.native import kernels
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class RotaryEmbedding:
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Turns each pair (x[e], x[e + E/2]) of [T, H, E] by its row's angles; keeps the dtype."""
-    return _Rotate.apply(x, rotation.cos, rotation.sin)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        return _Rotate.apply(x, rotation.cos, rotation.sin)  # type: ignore[no-any-return]
+    return _turn(x, rotation.cos, rotation.sin)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -59,7 +62,10 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return torch.where(wavelength < old / scaling.high_freq_factor, base, stretched)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    if kernels.usable(x):
+        return kernels.rotate(x, cos, sin, back=back)
+    sin = -sin if back else sin
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -75,4 +81,4 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        return _turn(grad.contiguous(), cos, sin, back=True), None, None

@@ -27,6 +27,7 @@ from filelock import FileLock
 from huggingface_hub import HfApi, snapshot_download
 
 from planish.errors import StorageError, UnknownModelError, UserError
+from planish.home import cache_home
 from planish.model.embedded import DEFAULT_MODEL, DIRECTORY_NAME, fetch_embedded
 from planish.model.gguf import CONVERSION, convert_gguf
 from planish.model.weights import weight_files
@@ -102,7 +103,7 @@ def environment_models() -> dict[str, str]:
 
 def models_home() -> Path:
     """The directory of converted models: models/ in PLANISH_HOME, or in ~/.cache/planish."""
-    return Path(os.environ.get("PLANISH_HOME") or "~/.cache/planish").expanduser().absolute() / "models"
+    return cache_home() / "models"
 
 
 def _mapped(name: str, target: str, label: str) -> Path:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from planish.engine.row_tiling import FIXED, RowTiling, cancelling, probe
 from planish.model.config import ModelConfig
-from planish.model.decoder import product
+from planish.model.linear import FrozenLinear
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import LoraConfig
@@ -15,14 +15,16 @@ CPU = torch.device("cpu")
 COUNTS = (*range(1, 70), 100, 150, 239, 240)
 
 
-def padded_product(x: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
-    return F.linear(F.pad(x, (0, 0, 0, rows - len(x))), weight)[: len(x)]
-
-
 def disagreeing(tiling: RowTiling, weights: LoraWeights | None, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
     """The numbers of rows at which a product that is padded as the tiling says has other bits."""
-    whole = F.linear(x, weight)
-    return [n for n in COUNTS if not torch.equal(padded_product(x[:n], weight, tiling.padded(n, weights)), whole[:n])]
+    frozen = FrozenLinear([weight])
+
+    def product(rows: int) -> torch.Tensor:
+        padded = F.pad(x[:rows], (0, 0, 0, tiling.padded(rows, weights) - rows))
+        return (frozen.product(padded) if weights is None else F.linear(padded, weight))[:rows]
+
+    whole = product(len(x))
+    return [n for n in COUNTS if not torch.equal(product(n), whole[:n])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,8 +61,9 @@ def test_rows_are_padded_to_the_least_then_to_the_multiple(tmp_path):
 def test_fixed_tiles_give_the_same_bits_by_construction():
     x, weight = torch.randn(256, 64), torch.randn(96, 64)
     assert RowTiling(multiple=FIXED.multiple, tile=FIXED.multiple) == FIXED
-    whole = product(x, weight, None, FIXED.tile)
+    frozen = FrozenLinear([weight])
+    whole = frozen.product(x, FIXED.tile)
     for start in range(0, 256, FIXED.multiple):
-        part = product(x[start : start + FIXED.multiple], weight, None, FIXED.tile)
+        part = frozen.product(x[start : start + FIXED.multiple], FIXED.tile)
         assert torch.equal(part, whole[start : start + FIXED.multiple])
     torch.testing.assert_close(whole, x @ weight.t())

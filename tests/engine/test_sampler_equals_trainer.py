@@ -17,6 +17,7 @@ from planish.engine.sampler import Sampler, SamplerSettings
 from planish.engine.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
 from planish.model.lora import LoraLayout
+from planish.native import kernels
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import Datum, EncodedTextChunk, LoraConfig, ModelInput, SampleResponse, SamplingParams
@@ -87,6 +88,14 @@ def gaps(
     return np.concatenate(sampled) - np.concatenate(trained)
 
 
+@pytest.fixture(params=["native", "torch"])
+def _kernels(request, monkeypatch):
+    """With the CPU's own kernels where there are any, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "loaded", lambda: None)
+
+
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_float32(tmp_path, family, temperature):
@@ -94,6 +103,7 @@ def test_float32(tmp_path, family, temperature):
     assert np.abs(gap(Decoder.load(tmp_path, torch.float32, CPU), temperature)).max() < 3e-5
 
 
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(("family", "options"), [("llama", {"layers": 6}), ("qwen2", {}), ("qwen3", {"kv_heads": 4})])
 def test_bf16_to_the_last_bits(tmp_path, family, options):
     # As in real models, a row's SwiGLU fills whole vector registers; torch computes what is left over with another exp.
@@ -147,4 +157,5 @@ def test_another_order_of_sums_would_show(tmp_path, monkeypatch):
         return out * (1 + 2**-9), lse
 
     monkeypatch.setattr(ordered_attention, "attend", less_exact)
+    monkeypatch.setattr(kernels, "loaded", lambda: None)
     assert np.quantile(np.abs(gap(decoder, 1.0)), 0.5) > 1e-3

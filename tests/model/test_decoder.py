@@ -54,7 +54,7 @@ def logits_of(decoder: Decoder, tokens: torch.Tensor, weights: LoraWeights | Non
     hidden = decoder.hidden(
         tokens, torch.arange(len(tokens)), in_dtype, [AdapterRows(0, len(tokens), weights)], **options
     )
-    logits = hidden.float() @ decoder.head_weight.float().t()
+    logits = hidden.float() @ decoder.head.weight.float().t()
     if weights is not None and weights.head is not None:
         logits = logits + (hidden @ weights.head[0].t()).float() @ weights.head[1].float().t()
     return logits
@@ -200,4 +200,4 @@ def test_weights_already_in_dtype_are_not_copied(tmp_path):
     config = ModelConfig.from_directory(tmp_path)
     weights = load_weights(tmp_path, config)
     decoder = Decoder(config, weights, torch.bfloat16, CPU)
-    assert decoder.head_weight.data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
+    assert decoder.head.weight.data_ptr() == weights["model.embed_tokens.weight"].data_ptr()

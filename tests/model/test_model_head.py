@@ -5,6 +5,7 @@ import torch
 
 from planish.engine.row_tiling import cancelling
 from planish.model.head import _top_tokens, exact_logits, head_logits, scored_logprobs
+from planish.model.linear import FrozenLinear
 
 
 def head(
@@ -42,7 +43,9 @@ def test_gradients_equal_those_of_the_plain_formula(rank, recompute: bool, dtype
     upstream[rows % 3 == 0] = 0  # rows without gradient take another path
     leaves = [x.clone().requires_grad_() for x in (states, *(lora or ()))]
     pair = (leaves[1], leaves[2]) if lora else None
-    (scored_logprobs(leaves[0], weight, pair, rows, targets, 0.7, recompute=recompute) * upstream).sum().backward()
+    (
+        scored_logprobs(leaves[0], FrozenLinear([weight]), pair, rows, targets, 0.7, recompute=recompute) * upstream
+    ).sum().backward()
     twins = [x.double().requires_grad_() for x in (states, *(lora or ()))]
     pair = (twins[1], twins[2]) if lora else None
     (plain_logprobs(twins[0], weight, pair, rows, targets, 0.7) * upstream).sum().backward()
@@ -59,7 +62,7 @@ def test_peaked_bfloat16_logits_keep_their_precision():
     weight = (weight.float() * 8).bfloat16()  # logits of magnitude 30, which bfloat16 rounds by up to 0.06
     rows = torch.arange(200)
     best = plain_best(states, weight, lora)
-    got = scored_logprobs(states, weight, lora, rows, best, 1.0)
+    got = scored_logprobs(states, FrozenLinear([weight]), lora, rows, best, 1.0)
     want = plain_logprobs(states, weight, lora, rows, best, 1.0)
     logits = states.double() @ weight.double().T
     assert float(logits.max()) > 30
@@ -77,13 +80,15 @@ def plain_best(states, weight, lora):
 def test_head_logits_agree_with_scored_logprobs(dtype):
     states, weight, lora = head(70, 64, 3000, 4, dtype)
     rows = torch.arange(70)
-    targets = head_logits(states, weight, lora).argmax(-1)
-    from_logits = torch.log_softmax(head_logits(states, weight, lora) / 0.5, -1)[rows, targets]
+    targets = head_logits(states, FrozenLinear([weight]), lora).argmax(-1)
+    from_logits = torch.log_softmax(head_logits(states, FrozenLinear([weight]), lora) / 0.5, -1)[rows, targets]
     torch.testing.assert_close(
-        scored_logprobs(states, weight, lora, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5
+        scored_logprobs(states, FrozenLinear([weight]), lora, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5
     )
-    single = exact_logits(states, weight, lora, rows, targets)
-    torch.testing.assert_close(single, head_logits(states, weight, lora)[rows, targets], rtol=1e-5, atol=1e-5)
+    single = exact_logits(states, FrozenLinear([weight]), lora, rows, targets)
+    torch.testing.assert_close(
+        single, head_logits(states, FrozenLinear([weight]), lora)[rows, targets], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("vocab", [5, 272, 3000, 4096, 8191])
@@ -99,12 +104,12 @@ def test_the_last_row_has_the_same_bits_whatever_is_left_for_its_chunk():
     if not torch.equal(states[:32] @ weight.T, (states @ weight.T)[:32]):
         pytest.skip("this machine's bf16 products depend on the number of rows; see engine/row_tiling.py")
     row, target = torch.tensor([256]), torch.tensor([5])
-    expected = scored_logprobs(states, weight, None, row, target)
+    expected = scored_logprobs(states, FrozenLinear([weight]), None, row, target)
     for rows in (257, 258, 287, 288):
-        assert torch.equal(scored_logprobs(states[:rows], weight, None, row, target), expected)
+        assert torch.equal(scored_logprobs(states[:rows], FrozenLinear([weight]), None, row, target), expected)
 
 
 def test_nothing_to_score():
     states, weight, lora = head(0, 16, 300, 2, torch.float32)
     empty = torch.empty(0, dtype=torch.int64)
-    assert scored_logprobs(states, weight, lora, empty, empty).shape == (0,)
+    assert scored_logprobs(states, FrozenLinear([weight]), lora, empty, empty).shape == (0,)

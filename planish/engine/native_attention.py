@@ -1,0 +1,178 @@
+"""The attention of trainer and sampler in the CPU's own kernels: which rows see which keys, as planish.native wants it told.
+
+The three shapes in which rows come (segments of a forest, prompts, one new row for each sample) are one computation there: blocks of rows
+that share ranges of keys, and behind them perhaps a range of each row's own. A row's outcome does not depend on the shape, so sampler
+and trainer agree to the bit. What it does, without kernels, is written in attention.py, sampling_attention.py and ordered_attention.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.engine.kv_cache import KVPool, KVPools
+from planish.engine.packing import Packed
+from planish.engine.positions import SPAN
+from planish.engine.sampling_attention import PrefillSpan, SampleSlot
+from planish.native import kernels
+from planish.native.kernels import AttentionPlan
+
+_BLOCK_ROWS = 16
+_LANE = 8
+"""Most rows of one prompt in a block: fewer than a cache would hold, so that few prompts still keep all threads busy."""
+_PARTS = 24
+"""About how many pieces of work a backward pass has, whatever the number of threads, that sums do not depend on it."""
+
+
+class NativeForest:
+    """An `Attend` of the decoder for one micro-batch, with gradients."""
+
+    def __init__(self, packed: Packed) -> None:
+        blocks, ranges = [], []
+        for segment in packed.segments:
+            for start in range(segment.start, segment.end, _BLOCK_ROWS):
+                stop = min(start + _BLOCK_ROWS, segment.end)
+                spans = [*segment.ancestors, (segment.start, stop)]
+                blocks.append((start, stop - start, len(ranges), len(spans)))
+                ranges += spans
+        self._spans = np.array(ranges, np.int64)
+        self._plan = AttentionPlan(
+            blocks=np.array(blocks, kernels.Block),
+            ranges=np.zeros(len(ranges), kernels.Range),
+            rows=np.arange(len(packed)),
+            visible=packed.positions + 1,
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Forest.apply(q, k, v, self)  # type: ignore[no-any-return]
+
+    def plan(self, keys: Tensor, values: Tensor) -> AttentionPlan:
+        """For keys and values [T, H, E]."""
+        _, heads, e = keys.shape
+        ranges = self._plan.ranges.copy()
+        first, counts = self._spans[:, 0] * heads * e * keys.itemsize, self._spans[:, 1] - self._spans[:, 0]
+        ranges["k"], ranges["v"] = keys.data_ptr() + first, values.data_ptr() + first
+        ranges["count"], ranges["row"], ranges["head"] = counts, heads * e, e
+        return replace(self._plan, ranges=ranges)
+
+    def part_ends(self, heads: int) -> np.ndarray:
+        """Runs of blocks of about equal work: where each ends."""
+        blocks = self._plan.blocks
+        work = np.cumsum([block["count"] * self._plan.visible[block["first"]] for block in blocks])
+        parts = min(len(blocks), math.ceil(_PARTS / heads))
+        ends = np.searchsorted(work, work[-1] * np.arange(1, parts + 1) / parts) + 1
+        return np.unique(np.minimum(ends, len(blocks))).astype(np.int64)
+
+
+class _Forest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: NativeForest) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        lse = torch.empty(q.shape[:2])
+        out = kernels.attend(forest.plan(k, v), q, k.shape[1], lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.forest = forest
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, ends = ctx.forest.plan(k, v), ctx.forest.part_ends(k.shape[1])
+        return *kernels.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k), None
+
+
+class NativePrefill:
+    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up to its own."""
+
+    def __init__(self, spans: Sequence[PrefillSpan]) -> None:
+        self._spans = spans
+        self._blocks, self._owners, rows, visible = [], [], [], []
+        for span in spans:
+            for first in range(0, span.count, _BLOCK_ROWS):
+                count = min(_BLOCK_ROWS, span.count - first)
+                self._blocks.append((len(rows), count, len(self._owners), 1))
+                self._owners.append((span.pool, span.slot, span.start + first + count))
+                rows += range(span.row + first, span.row + first + count)
+                visible += range(span.start + first + 1, span.start + first + count + 1)
+        self._ranges = _Ranges(self._owners)
+        self._plan = AttentionPlan(
+            blocks=np.array(self._blocks, kernels.Block),
+            ranges=self._ranges.of_layer(0),
+            rows=np.array(rows, np.int64),
+            visible=np.array(visible, np.int64),
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for span in self._spans:
+            rows, positions = slice(span.row, span.row + span.count), slice(span.start, span.start + span.count)
+            span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
+            span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
+        plan = replace(self._plan, ranges=self._ranges.of_layer(layer))
+        return kernels.attend(plan, q.contiguous(), k.shape[1], None)
+
+
+class NativeDecode:
+    """One new row for each running sample."""
+
+    def __init__(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> None:
+        """`rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one."""
+        found = [(sample, pool) for pool in samples.in_use() for sample in cast("list[SampleSlot]", pool.owners)]
+        # Samples of one prompt are neighbours.
+        found.sort(key=lambda item: (id(item[0].prompt), rows[id(item[0])]))
+        homes = {id(owner): pool for pool in prompts.in_use() for owner in pool.owners}
+        blocks, shared, visible = [], [], []
+        for entry, (sample, _) in enumerate(found):
+            prompt = sample.prompt
+            seen = prompt.length // SPAN * SPAN
+            if blocks and blocks[-1][1] < _LANE and found[entry - 1][0].prompt is prompt:
+                blocks[-1][1] += 1
+            else:
+                blocks.append([entry, 1, len(shared), int(seen > 0)])
+                shared += [(homes[id(prompt)], prompt.slot, seen)] if seen else []
+            visible.append(seen)
+        self._shared = _Ranges(shared)
+        self._own = _Ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found])
+        self._plan = AttentionPlan(
+            blocks=np.array([tuple(block) for block in blocks], kernels.Block),
+            ranges=np.zeros(0, kernels.Range),
+            rows=np.array([rows[id(sample)] for sample, _ in found], np.int64),
+            visible=np.array(visible, np.int64),
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plan = replace(self._plan, ranges=self._shared.of_layer(layer), own=self._own.of_layer(layer))
+        kernels.keep(plan, k, v)
+        return kernels.attend(plan, q.contiguous(), k.shape[1], None)
+
+
+class _Ranges:
+    """The first `count` positions of slots, in the layers of their pools."""
+
+    def __init__(self, owners: Sequence[tuple[KVPool, int, int]]) -> None:
+        self._pools = list({id(pool): pool for pool, _, _ in owners}.values())
+        numbers = {id(pool): number for number, pool in enumerate(self._pools)}
+        self._pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
+        self._ranges = np.zeros(len(owners), kernels.Range)
+        sizes = [pool.shape.heads * pool.capacity * pool.shape.head_dim for pool, _, _ in owners]
+        self._offsets = np.array(
+            [slot * size * pool.shape.dtype.itemsize for (pool, slot, _), size in zip(owners, sizes, strict=True)],
+            np.int64,
+        )
+        self._ranges["count"] = [count for _, _, count in owners]
+        self._ranges["row"] = [pool.shape.head_dim for pool, _, _ in owners]
+        self._ranges["head"] = [pool.capacity * pool.shape.head_dim for pool, _, _ in owners]
+
+    def of_layer(self, layer: int) -> np.ndarray:
+        """Good until the next layer is asked for."""
+        for name, bases in (
+            ("k", [pool.keys[layer].data_ptr() for pool in self._pools]),
+            ("v", [pool.values[layer].data_ptr() for pool in self._pools]),
+        ):
+            self._ranges[name] = np.array(bases, np.int64)[self._pool_of] + self._offsets
+        return self._ranges

@@ -1,0 +1,617 @@
+// Kernels for CPUs with AVX-512: norms, rotations, SwiGLU, attention. Every function has a twin in torch, which the tests compare.
+//
+// A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how they are cut into blocks, nor on the
+// number of threads. So every sum has one order, written below where it is made, and every multiply-add is an explicit FMA.
+//
+// bf16 is uint16_t here, widened exactly, rounded to nearest even. All rows are contiguous unless a stride is given.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+using V = __m512;
+constexpr int LANES = 16;
+
+inline V zero() { return _mm512_setzero_ps(); }
+inline V all(float x) { return _mm512_set1_ps(x); }
+inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+
+inline V load(const float* p) { return _mm512_loadu_ps(p); }
+inline V load(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline V load(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
+inline V load(const uint16_t* p, __mmask16 m) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
+}
+inline void store(float* p, V x) { _mm512_storeu_ps(p, x); }
+inline __m256i rounded(V x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    // A NaN must stay one: rounding could carry its bits away.
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+}
+inline void store(uint16_t* p, V x) { _mm256_storeu_si256((__m256i*)p, rounded(x)); }
+inline void store(float* p, V x, __mmask16 m) { _mm512_mask_storeu_ps(p, m, x); }
+inline void store(uint16_t* p, V x, __mmask16 m) { _mm256_mask_storeu_epi16(p, m, rounded(x)); }
+
+// Lane 0 + 8, 1 + 9, ...; then halves of halves: one order for every sum over lanes.
+inline float sum(V x) {
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+// exp(x) within 1 ulp or so, for x <= 88; 0 below -87.3 (Cephes: range reduction by ln 2, polynomial of degree 5).
+inline V exp_(V x) {
+    const V lowest = all(-87.336544f);
+    __mmask16 gone = _mm512_cmp_ps_mask(x, lowest, _CMP_LT_OQ);
+    x = _mm512_min_ps(all(88.3762626647949f), x);  // min(a, NaN) is the second: a NaN passes through
+    V n = _mm512_roundscale_ps(_mm512_mul_ps(x, all(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    V r = _mm512_fnmadd_ps(n, all(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, all(-2.12194440e-4f), r);
+    V p = all(1.9875691500e-4f);
+    p = fma(p, r, all(1.3981999507e-3f));
+    p = fma(p, r, all(8.3334519073e-3f));
+    p = fma(p, r, all(4.1665795894e-2f));
+    p = fma(p, r, all(1.6666665459e-1f));
+    p = fma(p, r, all(5.0000001201e-1f));
+    V y = _mm512_add_ps(fma(p, _mm512_mul_ps(r, r), r), all(1.0f));
+    y = _mm512_scalef_ps(y, n);
+    return _mm512_mask_mov_ps(y, gone, zero());
+}
+
+inline V sigmoid(V x) { return _mm512_div_ps(all(1.0f), _mm512_add_ps(all(1.0f), exp_(_mm512_sub_ps(zero(), x)))); }
+
+inline __mmask16 tail(int64_t left) { return left >= LANES ? (__mmask16)0xffff : (__mmask16)((1u << left) - 1); }
+
+// f(first, last) over 0 .. n - 1, by threads if the work is worth waking them.
+template <class F>
+void parallel(int64_t n, int64_t work, int threads, F f) {
+    if (threads < 2 || work < (1 << 14) || n < 2) return f(0, n);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int t = 0; t < threads; t++) {
+        int64_t a = n * t / threads, b = n * (t + 1) / threads;
+        if (a < b) f(a, b);
+    }
+}
+
+// Norm of rows [T, D]: sum of squares lane by lane, then over lanes. y (any) is added to x first if given, and x keeps the sum in x_out.
+template <class Y, class O>
+void rms_norm(const float* x, const Y* y, const float* w, float eps, float* x_out, O* out, float* scale, int64_t rows, int64_t d,
+              int threads) {
+    parallel(rows, rows * d, threads, [=](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; t++) {
+            const float* xs = x + t * d;
+            float* xo = x_out ? x_out + t * d : nullptr;
+            V s = zero();
+            for (int64_t i = 0; i < d; i += LANES) {
+                __mmask16 m = tail(d - i);
+                V v = load(xs + i, m);
+                if (y) {
+                    v = _mm512_add_ps(v, load(y + t * d + i, m));
+                    store(xo + i, v, m);
+                }
+                s = fma(v, v, s);
+            }
+            float k = 1.0f / std::sqrt(sum(s) / (float)d + eps);
+            if (scale) scale[t] = k;
+            const float* from = y ? xo : xs;
+            for (int64_t i = 0; i < d; i += LANES) {
+                __mmask16 m = tail(d - i);
+                store(out + t * d + i, _mm512_mul_ps(_mm512_mul_ps(load(from + i, m), all(k)), load(w + i, m)), m);
+            }
+        }
+    });
+}
+
+// d/dx of the norm: scale * (g w - x * scale^2 * mean(g w x)), added to `add` if given.
+template <class G>
+void rms_norm_backward(const G* g, const float* x, const float* w, const float* scale, const float* add, float* out, int64_t rows,
+                       int64_t d, int threads) {
+    parallel(rows, rows * d, threads, [=](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; t++) {
+            V s = zero();
+            for (int64_t i = 0; i < d; i += LANES) {
+                __mmask16 m = tail(d - i);
+                s = fma(_mm512_mul_ps(load(g + t * d + i, m), load(w + i, m)), load(x + t * d + i, m), s);
+            }
+            float k = scale[t], inner = sum(s) / (float)d * k * k;
+            for (int64_t i = 0; i < d; i += LANES) {
+                __mmask16 m = tail(d - i);
+                V gw = _mm512_mul_ps(load(g + t * d + i, m), load(w + i, m));
+                V v = _mm512_mul_ps(_mm512_fnmadd_ps(load(x + t * d + i, m), all(inner), gw), all(k));
+                if (add) v = _mm512_add_ps(v, load(add + t * d + i, m));
+                store(out + t * d + i, v, m);
+            }
+        }
+    });
+}
+
+// Pairs (x[e], x[e + E/2]) turned by their row's angles; cos, sin [T, E/2]; `sign` -1 turns back. Rows of x are x_stride apart.
+template <class X>
+void rotate(const X* x, int64_t x_stride, const float* cos, const float* sin, float sign, X* out, int64_t rows, int64_t heads, int64_t e,
+            int threads) {
+    int64_t half = e / 2;
+    parallel(rows, rows * heads * e, threads, [=](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                const X* from = x + t * x_stride + h * e;
+                X* to = out + (t * heads + h) * e;
+                for (int64_t i = 0; i < half; i += LANES) {
+                    __mmask16 m = tail(half - i);
+                    V c = load(cos + t * half + i, m), s = _mm512_mul_ps(load(sin + t * half + i, m), all(sign));
+                    V p = load(from + i, m), q = load(from + half + i, m);
+                    store(to + i, _mm512_fnmadd_ps(q, s, _mm512_mul_ps(p, c)), m);
+                    store(to + half + i, fma(p, s, _mm512_mul_ps(q, c)), m);
+                }
+            }
+    });
+}
+
+// silu(gate) * up; the two lie side by side in a row: [T, 2 * d].
+template <class X>
+void swiglu(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
+    parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; t++)
+            for (int64_t i = 0; i < d; i += LANES) {
+                __mmask16 m = tail(d - i);
+                V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
+                store(out + t * d + i, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u), m);
+            }
+    });
+}
+
+template <class X>
+void swiglu_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
+    parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; t++)
+            for (int64_t i = 0; i < d; i += LANES) {
+                __mmask16 m = tail(d - i);
+                V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
+                V dy = load(grad + t * d + i, m), s = sigmoid(g);
+                V slope = fma(_mm512_mul_ps(g, s), _mm512_sub_ps(all(1.0f), s), s);  // silu' = s + g s (1 - s)
+                store(out + t * 2 * d + i, _mm512_mul_ps(_mm512_mul_ps(dy, u), slope), m);
+                store(out + t * 2 * d + d + i, _mm512_mul_ps(dy, _mm512_mul_ps(g, s)), m);
+            }
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------- attention
+
+// Keys and values of consecutive positions, in the queries' type: `row` elements from one to the next, `head` from one head to the next.
+struct Range {
+    const void* k;
+    const void* v;
+    int64_t count, row, head;
+};
+
+// Rows that share key ranges, one behind the other: entries first .. first + count - 1 of the row lists.
+struct Block {
+    int64_t first, count, first_range, ranges;
+};
+
+// Element pairs of sixteen vectors added up: lane j of the result is the sum over the lanes of x[j], by a tree over lanes.
+inline V sums16(V* x) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            x[i] = _mm512_add_ps(_mm512_permutex2var_ps(x[2 * i], even, x[2 * i + 1]),
+                                 _mm512_permutex2var_ps(x[2 * i], odd, x[2 * i + 1]));
+    return x[0];
+}
+
+// out[i * stride ...] = dot(q_i, key_j) for N rows of q and 16 keys: lanes of 16 elements, then their tree. E is a multiple of 16.
+template <int N>
+inline void dots16(const float* q, int64_t e, const float* const* keys, float* out, int64_t stride) {
+    V found[N][LANES];
+    for (int j = 0; j < LANES; j += 4) {
+        V acc[N][4];
+        for (int i = 0; i < N; i++)
+            for (int c = 0; c < 4; c++) acc[i][c] = zero();
+        for (int64_t s = 0; s < e; s += LANES) {
+            V k[4];
+            for (int c = 0; c < 4; c++) k[c] = load(keys[j + c] + s);
+            for (int i = 0; i < N; i++) {
+                V x = load(q + i * e + s);
+                for (int c = 0; c < 4; c++) acc[i][c] = fma(x, k[c], acc[i][c]);
+            }
+        }
+        for (int i = 0; i < N; i++)
+            for (int c = 0; c < 4; c++) found[i][j + c] = acc[i][c];
+    }
+    for (int i = 0; i < N; i++) store(out + i * stride, sums16(found[i]));
+}
+
+inline void dots(const float* q, int64_t rows, int64_t e, const float* const* keys, float* out, int64_t stride) {
+    int64_t i = 0;
+    for (; i + 4 <= rows; i += 4) dots16<4>(q + i * e, e, keys, out + i * stride, stride);
+    switch (rows - i) {
+        case 3: return dots16<3>(q + i * e, e, keys, out + i * stride, stride);
+        case 2: return dots16<2>(q + i * e, e, keys, out + i * stride, stride);
+        case 1: return dots16<1>(q + i * e, e, keys, out + i * stride, stride);
+    }
+}
+
+// out[i] += sum over j of w[i * stride + j] * values_j, in the order of j; N rows, C * 16 columns.
+template <int N, int C>
+inline void weighted(const float* w, int64_t stride, const float* const* values, int64_t n, float* out, int64_t e) {
+    V acc[N][C];
+    for (int i = 0; i < N; i++)
+        for (int c = 0; c < C; c++) acc[i][c] = load(out + i * e + c * LANES);
+    for (int64_t j = 0; j < n; j++) {
+        V v[C];
+        for (int c = 0; c < C; c++) v[c] = load(values[j] + c * LANES);
+        for (int i = 0; i < N; i++) {
+            V x = all(w[i * stride + j]);
+            for (int c = 0; c < C; c++) acc[i][c] = fma(x, v[c], acc[i][c]);
+        }
+    }
+    for (int i = 0; i < N; i++)
+        for (int c = 0; c < C; c++) store(out + i * e + c * LANES, acc[i][c]);
+}
+
+template <int C>
+inline void weighted_rows(const float* w, int64_t stride, int64_t rows, const float* const* values, int64_t n, float* out, int64_t e) {
+    int64_t i = 0;
+    for (; i + 4 <= rows; i += 4) weighted<4, C>(w + i * stride, stride, values, n, out + i * e, e);
+    switch (rows - i) {
+        case 3: return weighted<3, C>(w + i * stride, stride, values, n, out + i * e, e);
+        case 2: return weighted<2, C>(w + i * stride, stride, values, n, out + i * e, e);
+        case 1: return weighted<1, C>(w + i * stride, stride, values, n, out + i * e, e);
+    }
+}
+
+constexpr int KEYS = 64;  // keys of a tile
+
+// weighted_rows over all columns, 64 at a time.
+inline void add_weighted(const float* w, int64_t stride, int64_t rows, const float* const* values, int64_t n, float* out, int64_t e) {
+    const float* shifted[KEYS];
+    int64_t c = 0;
+    for (; c + 64 <= e; c += 64) {
+        for (int64_t j = 0; j < n; j++) shifted[j] = values[j] + c;
+        weighted_rows<4>(w, stride, rows, shifted, n, out + c, e);
+    }
+    for (; c < e; c += 16) {
+        for (int64_t j = 0; j < n; j++) shifted[j] = values[j] + c;
+        weighted_rows<1>(w, stride, rows, shifted, n, out + c, e);
+    }
+}
+
+// Walks the positions of ranges, a tile at a time.
+template <class X>
+struct Walk {
+    const Range* range;
+    int64_t left, at = 0;
+
+    Walk(const Range* ranges, int64_t n) : range(ranges), left(n) {}
+
+    // Where the keys and values of the next positions lie, at most KEYS; the last is repeated up to a multiple of 16. How many there are.
+    int64_t next(int64_t head, const X** k, const X** v) {
+        int64_t n = 0;
+        while (n < KEYS && left) {
+            int64_t take = std::min<int64_t>(KEYS - n, range->count - at);
+            for (int64_t i = 0; i < take; i++, n++) {
+                int64_t offset = (at + i) * range->row + head * range->head;
+                k[n] = (const X*)range->k + offset;
+                v[n] = (const X*)range->v + offset;
+            }
+            at += take;
+            if (at == range->count) range++, left--, at = 0;
+        }
+        for (int64_t i = n; n && i < (n + 15) / 16 * 16; i++) k[i] = k[n - 1], v[i] = v[n - 1];
+        return n;
+    }
+};
+
+// The rows in float32: as they lie, or widened into `room` [KEYS, E]. A tile fits the first cache, and is read by many queries.
+inline const float* const* widened(const float* const* rows, int64_t, int64_t, float*, const float**) { return rows; }
+inline const float* const* widened(const uint16_t* const* rows, int64_t n, int64_t e, float* room, const float** wide) {
+    for (int64_t j = 0; j < (n + 15) / 16 * 16; j++) {
+        float* to = room + j * e;
+        for (int64_t c = 0; c < e; c += LANES) store(to + c, load(rows[j] + c));
+        wide[j] = to;
+    }
+    return wide;
+}
+
+struct Scratch {
+    std::vector<float> q, s, o, g, d, stats, k, v;
+    float* of(std::vector<float>& x, int64_t n) {
+        if ((int64_t)x.size() < n) x.resize(n);
+        return x.data();
+    }
+};
+
+struct Attention {
+    int64_t heads, group, e;
+    float scale;
+    const Block* blocks;
+    const Range* ranges;
+    const int64_t* rows;
+    const int64_t* visible;
+    const Range* own;  // one for each entry, behind the shared positions; or null
+};
+
+// Queries of a block's rows for one key head, row by row, each with its group: scaled, float32 [count * group, E].
+template <class X>
+void gather(const Attention& a, const Block& b, int64_t head, const X* x, float scale, float* to) {
+    for (int64_t r = 0; r < b.count; r++)
+        for (int64_t g = 0; g < a.group; g++) {
+            const X* from = x + (a.rows[b.first + r] * a.heads * a.group + head * a.group + g) * a.e;
+            for (int64_t i = 0; i < a.e; i += LANES) store(to + (r * a.group + g) * a.e + i, _mm512_mul_ps(load(from + i), all(scale)));
+        }
+}
+
+// weights[0 .. n) become exp(w - peak) and their sum is returned: lane by lane, then over lanes. n is a multiple of 16.
+inline float exponentials(float* w, int64_t n, float peak) {
+    V total = zero();
+    for (int64_t j = 0; j < n; j += LANES) {
+        V x = exp_(_mm512_sub_ps(load(w + j), all(peak)));
+        store(w + j, x);
+        total = _mm512_add_ps(total, x);
+    }
+    return sum(total);
+}
+
+inline float largest(const float* w, int64_t n) {
+    V top = all(-std::numeric_limits<float>::infinity());
+    for (int64_t j = 0; j < n; j += LANES) top = _mm512_max_ps(load(w + j), top);
+    return _mm512_reduce_max_ps(top);
+}
+
+inline void mask_from(float* s, int64_t first, int64_t n) {
+    for (int64_t j = std::max<int64_t>(first, 0); j < n; j++) s[j] = -std::numeric_limits<float>::infinity();
+}
+
+template <class X>
+void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, X* out, float* lse, Scratch& scratch) {
+    const int64_t m = b.count * a.group, e = a.e;
+    int64_t shared = 0, own = 0;
+    for (int64_t i = 0; i < b.ranges; i++) shared += a.ranges[b.first_range + i].count;
+    if (a.own)
+        for (int64_t r = 0; r < b.count; r++) own = std::max(own, a.own[b.first + r].count);
+    const int64_t shared_width = (shared + 15) / 16 * 16, width = shared_width + (own + 15) / 16 * 16;
+    float* queries = scratch.of(scratch.q, m * e);
+    float* s = scratch.of(scratch.s, m * width);
+    float* o = scratch.of(scratch.o, m * e);
+    gather(a, b, head, q, a.scale, queries);
+    std::fill(o, o + m * e, 0.0f);
+    const X *k[KEYS], *v[KEYS];
+    const float* wide[KEYS];
+    float* room = scratch.of(scratch.k, KEYS * e);
+    int64_t at = 0;
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
+        const float* const* keys = widened(k, n, e, room, wide);
+        for (int64_t j = 0; j < n; j += 16) dots(queries, m, e, keys + j, s + at + j, width);
+    }
+    for (int64_t r = 0; r < b.count; r++) {
+        for (int64_t g = 0; g < a.group; g++) mask_from(s + (r * a.group + g) * width, a.visible[b.first + r], shared_width);
+        if (!own) continue;
+        int64_t first = shared_width;
+        const Range& mine = a.own[b.first + r];
+        for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n) {
+            const float* const* keys = widened(k, n, e, room, wide);
+            for (int64_t j = 0; j < n; j += 16)
+                dots(queries + r * a.group * e, a.group, e, keys + j, s + r * a.group * width + first + j, width);
+        }
+        for (int64_t g = 0; g < a.group; g++) mask_from(s + (r * a.group + g) * width + shared_width, mine.count, width - shared_width);
+    }
+    float* totals = scratch.of(scratch.stats, 2 * m);
+    for (int64_t i = 0; i < m; i++) {
+        float peak = largest(s + i * width, width);
+        if (!(peak > -std::numeric_limits<float>::infinity())) peak = std::isnan(peak) ? peak : 0.0f;
+        totals[i] = exponentials(s + i * width, width, peak);
+        totals[m + i] = peak;
+    }
+    at = 0;
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n)
+        add_weighted(s + at, width, m, widened(v, n, e, room, wide), n, o, e);
+    if (own)
+        for (int64_t r = 0; r < b.count; r++) {
+            int64_t first = shared_width;
+            const Range& mine = a.own[b.first + r];
+            for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
+                add_weighted(s + r * a.group * width + first, width, a.group, widened(v, n, e, room, wide), n, o + r * a.group * e, e);
+        }
+    for (int64_t i = 0; i < m; i++) {
+        int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        V inverse = all(1.0f / totals[i]);
+        for (int64_t c = 0; c < e; c += LANES) store(out + row * e + c, _mm512_mul_ps(load(o + i * e + c), inverse));
+        if (lse) lse[row] = totals[m + i] + std::log(totals[i]);
+    }
+}
+
+template <class X>
+void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && n_blocks * a.heads > 1)
+    {
+        Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < n_blocks * a.heads; item++)
+            attend_block(a, a.blocks[item / a.heads], item % a.heads, q, out, lse, scratch);
+    }
+}
+
+// Gradients of one block and head: those of its queries are written, those of keys and values added to rows of [T, Hkv, E].
+template <class X>
+void attend_block_backward(const Attention& a, const Block& b, int64_t head, const X* grad, const X* q, const X* out, const float* lse,
+                           const X* k0, X* grad_q, float* grad_k, float* grad_v, Scratch& scratch) {
+    const int64_t m = b.count * a.group, e = a.e;
+    float* queries = scratch.of(scratch.q, m * e);
+    float* g = scratch.of(scratch.g, m * e);
+    float* s = scratch.of(scratch.s, 2 * m * KEYS);
+    float* ds = s + m * KEYS;
+    float* dq = scratch.of(scratch.o, m * e);
+    float* column = scratch.of(scratch.d, 2 * m * KEYS);
+    float* stats = scratch.of(scratch.stats, 2 * m);
+    std::vector<const float*> query_rows(m), grad_rows(m);
+    gather(a, b, head, q, a.scale, queries);
+    gather(a, b, head, grad, 1.0f, g);
+    std::fill(dq, dq + m * e, 0.0f);
+    for (int64_t i = 0; i < m; i++) {
+        int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        V inner = zero();
+        for (int64_t c = 0; c < e; c += LANES) inner = fma(load(g + i * e + c), load(out + row * e + c), inner);
+        stats[i] = lse[row];
+        stats[m + i] = sum(inner);
+        query_rows[i] = queries + i * e;
+        grad_rows[i] = g + i * e;
+    }
+    const X *k[KEYS], *v[KEYS];
+    const float *wide_k[KEYS], *wide_v[KEYS];
+    float *room_k = scratch.of(scratch.k, KEYS * e), *room_v = scratch.of(scratch.v, KEYS * e);
+    int64_t at = 0;
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
+        const int64_t padded = (n + 15) / 16 * 16;
+        const float* const* keys = widened(k, n, e, room_k, wide_k);
+        const float* const* values = widened(v, n, e, room_v, wide_v);
+        for (int64_t j = 0; j < n; j += 16) {
+            dots(queries, m, e, keys + j, s + j, KEYS);
+            dots(g, m, e, values + j, ds + j, KEYS);
+        }
+        int64_t first = m;  // queries before it see nothing of this tile
+        for (int64_t i = m; i-- > 0;) {
+            int64_t seen = a.visible[b.first + i / a.group] - at;
+            if (seen <= 0) break;
+            first = i;
+            mask_from(s + i * KEYS, seen, padded);
+            for (int64_t j = 0; j < padded; j += LANES) {
+                V p = exp_(_mm512_sub_ps(load(s + i * KEYS + j), all(stats[i])));
+                p = _mm512_maskz_mov_ps(tail(n - j), p);
+                store(s + i * KEYS + j, p);
+                store(ds + i * KEYS + j, _mm512_mul_ps(p, _mm512_sub_ps(load(ds + i * KEYS + j), all(stats[m + i]))));
+            }
+        }
+        const int64_t live = m - first;
+        if (!live) continue;
+        add_weighted(ds + first * KEYS, KEYS, live, keys, n, dq + first * e, e);
+        // Sums over queries: the tile's weights turned, so that a key's lie in a row.
+        for (int64_t i = 0; i < live; i++)
+            for (int64_t j = 0; j < n; j++) {
+                column[j * m + i] = s[(first + i) * KEYS + j];
+                column[KEYS * m + j * m + i] = ds[(first + i) * KEYS + j];
+            }
+        for (int64_t j = 0; j < n;) {
+            // Neighbouring keys of one range are neighbours in the gradients too; runs of them share the loads of the queries.
+            int64_t run = 1;
+            const int64_t row_size = a.heads * e;
+            while (j + run < n && k[j + run] == k[j + run - 1] + row_size) run++;
+            const int64_t offset = k[j] - k0;
+            for (int64_t c = 0; c < e;) {
+                const int64_t wide = e - c >= 64 ? 64 : 16;
+                for (int64_t part = 0; part < live; part += KEYS) {
+                    const float *qs[KEYS], *gs[KEYS];
+                    const int64_t take = std::min<int64_t>(KEYS, live - part);
+                    for (int64_t i = 0; i < take; i++) qs[i] = query_rows[first + part + i] + c, gs[i] = grad_rows[first + part + i] + c;
+                    const float* pw = column + j * m + part;
+                    const float* dw = column + KEYS * m + j * m + part;
+                    if (wide == 64) {
+                        weighted_rows<4>(pw, m, run, gs, take, grad_v + offset + c, row_size);
+                        weighted_rows<4>(dw, m, run, qs, take, grad_k + offset + c, row_size);
+                    } else {
+                        weighted_rows<1>(pw, m, run, gs, take, grad_v + offset + c, row_size);
+                        weighted_rows<1>(dw, m, run, qs, take, grad_k + offset + c, row_size);
+                    }
+                }
+                c += wide;
+            }
+            j += run;
+        }
+    }
+    for (int64_t i = 0; i < m; i++) {
+        int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        for (int64_t c = 0; c < e; c += LANES) store(grad_q + row * e + c, _mm512_mul_ps(load(dq + i * e + c), all(a.scale)));
+    }
+}
+
+// `parts` runs of blocks, each with sums of its own for keys and values [parts, T, Hkv, E], added up in their order: so bits do not
+// depend on the number of threads.
+template <class X>
+void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts, const X* grad, const X* q, const X* out,
+                     const float* lse, const X* k0, X* grad_q, X* grad_k, X* grad_v, float* sums, int64_t size, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < parts * a.heads; item++) {
+            int64_t part = item / a.heads, head = item % a.heads;
+            float* gk = sums + part * 2 * size;
+            for (int64_t b = part ? part_ends[part - 1] : 0; b < part_ends[part]; b++)
+                attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q, gk, gk + size, scratch);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < size; i += LANES) {
+            V gk = zero(), gv = zero();
+            for (int64_t p = 0; p < parts; p++) {
+                gk = _mm512_add_ps(gk, load(sums + p * 2 * size + i));
+                gv = _mm512_add_ps(gv, load(sums + p * 2 * size + size + i));
+            }
+            store(grad_k + i, gk);
+            store(grad_v + i, gv);
+        }
+    }
+}
+
+// New keys and values [T, H, E], whose rows lie apart, to the last position of each entry's own range.
+template <class X>
+void keep(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride, int64_t heads,
+          int64_t e) {
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t offset = (own[i].count - 1) * own[i].row + h * own[i].head;
+            for (int64_t c = 0; c < e; c += LANES) {
+                store((X*)own[i].k + offset + c, load(k + rows[i] * k_stride + h * e + c));
+                store((X*)own[i].v + offset + c, load(v + rows[i] * v_stride + h * e + c));
+            }
+        }
+}
+
+}  // namespace
+
+// One name for each type: `_f` float32, `_h` bf16.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define FOR_TYPES(S, X)                                                                                                                      \
+    EXPORT void rms_norm_##S(const float* x, const X* y, const float* w, float eps, float* x_out, X* out, float* scale, int64_t rows,       \
+                             int64_t d, int threads) {                                                                                       \
+        rms_norm<X, X>(x, y, w, eps, x_out, out, scale, rows, d, threads);                                                                   \
+    }                                                                                                                                        \
+    EXPORT void rms_norm_backward_##S(const X* g, const float* x, const float* w, const float* scale, const float* add, float* out,         \
+                                      int64_t rows, int64_t d, int threads) {                                                                \
+        rms_norm_backward<X>(g, x, w, scale, add, out, rows, d, threads);                                                                    \
+    }                                                                                                                                        \
+    EXPORT void rotate_##S(const X* x, int64_t stride, const float* cos, const float* sin, float sign, X* out, int64_t rows, int64_t heads, \
+                           int64_t e, int threads) {                                                                                         \
+        rotate<X>(x, stride, cos, sin, sign, out, rows, heads, e, threads);                                                                  \
+    }                                                                                                                                        \
+    EXPORT void swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) { swiglu<X>(gate_up, out, rows, d, threads); }   \
+    EXPORT void swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                        \
+        swiglu_backward<X>(grad, gate_up, out, rows, d, threads);                                                                            \
+    }                                                                                                                                        \
+    EXPORT void keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride,       \
+                         int64_t heads, int64_t e, int) {                                                                                    \
+        keep<X>(own, rows, n, k, k_stride, v, v_stride, heads, e);                                                                           \
+    }                                                                                                                                        \
+    EXPORT void attend_##S(const Attention* a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {                             \
+        attend<X>(*a, n_blocks, q, out, lse, threads);                                                                                       \
+    }                                                                                                                                        \
+    EXPORT void attend_backward_##S(const Attention* a, const int64_t* part_ends, int64_t parts, const X* grad,                             \
+                                    const X* q, const X* out, const float* lse, const X* k0, X* grad_q, X* grad_k, X* grad_v,           \
+                                    float* sums, int64_t size, int threads) {                                                                \
+        attend_backward<X>(*a, part_ends, parts, grad, q, out, lse, k0, grad_q, grad_k, grad_v, sums, size, threads);             \
+    }
+
+FOR_TYPES(f, float)
+FOR_TYPES(h, uint16_t)

@@ -1,0 +1,134 @@
+"""The kernels' attention: equal to attention under the T x T mask, and to itself in every shape in which rows may come."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from planish.engine.attention import dense_mask_attention
+from planish.engine.kv_cache import KVPools, KVShape
+from planish.engine.native_attention import NativeDecode, NativeForest, NativePrefill
+from planish.engine.packing import Packed, pack
+from planish.engine.positions import SPAN, capacity_for
+from planish.engine.sampling_attention import PrefillSpan
+from planish.native import kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def here():
+    if kernels.loaded() is None:
+        pytest.skip("this machine has no AVX-512 or no C++ compiler")
+
+
+def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> Packed:
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 50, 37)
+    sequences = [rng.integers(50, 60, longest)]
+    for _ in range(prompts):
+        prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
+        # Few token values, so that completions share their first tokens too and segments of one row occur.
+        completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
+        sequences += [np.concatenate([prompt, completion]) for completion in completions]
+    (packed,) = pack(sequences, 100_000)
+    return packed
+
+
+def tensors(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randn(rows, n, size, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads, heads)]
+
+
+def gradients(attend, qkv: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out = attend(0, *leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 16), (8, 2, 128), (6, 2, 80)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
+def test_forest_equals_dense_mask(shape, dtype, tolerance):
+    for seed in range(2):
+        packed = forest(seed)
+        *qkv, upstream = tensors(len(packed), *shape, dtype)
+        fast = gradients(NativeForest(packed), qkv, upstream)
+        slow = gradients(dense_mask_attention(packed, CPU), qkv, upstream)
+        for ours, theirs in zip(fast, slow, strict=True):
+            assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    packed = forest(5)
+    *qkv, upstream = tensors(len(packed), 6, 2, 64, torch.bfloat16)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(gradients(NativeForest(packed), qkv, upstream))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@dataclass(eq=False)
+class Prompt:
+    length: int
+    slot: int = -1
+
+
+@dataclass(eq=False)
+class Sample:
+    prompt: Prompt
+    stored: int
+    slot: int = -1
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 40, 64, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype):
+    """A sequence attended to as a forest's path, as a prompt in two pieces, and row by row behind a prompt, among others."""
+    total, heads = prompt_tokens + 70, (6, 2)
+    (packed,) = pack([np.arange(total)], total)
+    q, k, v, _ = tensors(total, *heads, 32, dtype)
+    with torch.no_grad():
+        whole = NativeForest(packed)(0, q, k, v)
+    shape = KVShape(layers=1, heads=heads[1], head_dim=32, dtype=dtype, device=CPU)
+    prompts, samples = KVPools(shape), KVPools(shape)
+    prompt = Prompt(prompt_tokens)
+    home = prompts.of(capacity_for(prompt_tokens))
+    home.add(Prompt(3))
+    home.add(prompt)
+    for first, stop in ((0, prompt_tokens // 3), (prompt_tokens // 3, prompt_tokens)):
+        part = slice(first, stop)
+        span = PrefillSpan(home, prompt.slot, 0, first, stop - first)
+        if stop > first:
+            assert torch.equal(NativePrefill([span])(0, q[part], k[part], v[part]), whole[part])
+    running = [Sample(prompt, prompt_tokens % SPAN) for _ in range(11)]
+    pool = samples.of(256)
+    for sample in running:
+        pool.add(sample)
+        pool.copy(sample.slot, home, prompt.slot, prompt_tokens - prompt_tokens % SPAN, prompt_tokens)
+    for position in range(prompt_tokens, total):
+        rows = {id(sample): len(running) - number for number, sample in enumerate(running)}  # row 0 is padding
+        qs, ks, vs = (torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)]) for x in (q, k, v))
+        found = NativeDecode(rows, prompts, samples)(0, qs, ks, vs)
+        assert not found[0].any()
+        assert all(torch.equal(row, whole[position]) for row in found[1:])
+        for sample in running:
+            sample.stored += 1
+
+
+def test_what_is_not_finite_stays_in_its_own_rows():
+    packed = forest(7)
+    q, k, v, _ = tensors(len(packed), 4, 2, 16, torch.float32)
+    clean = NativeForest(packed)(0, q, k, v)
+    bad = len(packed) - 40
+    q[bad] = torch.nan
+    found = NativeForest(packed)(0, q, k, v)
+    assert found[bad].isnan().all()
+    others = torch.arange(len(packed)) != bad
+    assert torch.equal(found[others], clean[others])

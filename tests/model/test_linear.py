@@ -1,0 +1,40 @@
+"""Frozen linears as one product are the linears one by one, and their gradient is autograd's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from planish.engine.row_tiling import cancelling
+from planish.model import linear as module
+from planish.model.linear import FrozenLinear
+
+SIZES = (48, 16, 16)
+
+
+def linears(dtype: torch.dtype, biased: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    weights = [torch.randn(size, 64).to(dtype) for size in SIZES]
+    return weights, [torch.randn(size).to(dtype) if biased else None for size in SIZES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_as_one_product(dtype, biased, rows):
+    weights, biases = linears(dtype, biased)
+    frozen = FrozenLinear(weights, biases)
+    x, grad = torch.randn(rows, 64).to(dtype).requires_grad_(), torch.randn(rows, sum(SIZES)).to(dtype)
+    each = torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], 1)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(frozen.product(x.detach()), each.detach(), rtol=tolerance, atol=tolerance)
+    (expected,) = torch.autograd.grad(each.float(), x, grad.float())
+    torch.testing.assert_close(frozen.product_back(grad), expected, rtol=tolerance, atol=tolerance * 20)
+    tiled = frozen.product(torch.cat([x.detach()] * 4), tile=rows)
+    assert torch.equal(tiled[:rows], frozen.product(x.detach()))
+
+
+def test_packed_weights_give_what_plain_ones_give(monkeypatch):
+    """On cancelling numbers, where another order of additions shows: at worst the rounding of sums of the terms' size."""
+    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(40, 96, 512))
+    packed = FrozenLinear([weight]).product(x)
+    monkeypatch.setattr(module, "_packs", lambda device, dtype: False)
+    torch.testing.assert_close(packed, FrozenLinear([weight]).product(x), rtol=0, atol=1e-4)

@@ -1,0 +1,49 @@
+"""The library is made once, whole, and its absence is said and no more than that."""
+
+import logging
+
+import pytest
+import torch
+
+from planish.errors import UserError
+from planish.native import build, kernels
+
+
+@pytest.fixture
+def asked_anew():
+    kernels.loaded.cache_clear()
+    yield
+    kernels.loaded.cache_clear()
+
+
+def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(tmp_path, monkeypatch, caplog, asked_anew):
+    monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    with caplog.at_level(logging.INFO):
+        assert kernels.loaded() is None
+    assert "no-such-compiler" in caplog.text
+    assert not kernels.usable(torch.zeros(1))
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+@pytest.mark.parametrize(("wanted", "message"), [("native", "no AVX-512"), ("fast", "'auto', 'native' or 'torch'")])
+def test_what_cannot_be_had_is_refused(wanted, message, monkeypatch, asked_anew):
+    monkeypatch.setenv("PLANISH_KERNELS", wanted)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(UserError, match=message):
+        kernels.loaded()
+
+
+def test_torch_can_be_asked_for(monkeypatch, asked_anew):
+    monkeypatch.setenv("PLANISH_KERNELS", "torch")
+    assert kernels.loaded() is None
+
+
+def test_a_source_that_does_not_compile_leaves_nothing(tmp_path, monkeypatch):
+    source = tmp_path / "kernels.cpp"
+    source.write_text("this is no C++")
+    monkeypatch.setattr(build, "SOURCE", source)
+    with pytest.raises(build.BuildError, match=r"could not (compile|be compiled)|no C\+\+ compiler"):
+        build.library(tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))

@@ -1,0 +1,125 @@
+"""Each kernel against its twin in torch, in all types and odd sizes; and that a row's bits are its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.model.decoder import add_norm, swiglu
+from planish.model.rope import Rotation, rotate
+from planish.native import kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+
+
+@pytest.fixture(autouse=True)
+def here():
+    if kernels.loaded() is None:
+        pytest.skip("this machine has no AVX-512 or no C++ compiler")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    """The last output, and the gradients of the leaves."""
+    fresh = [leaf.clone().requires_grad_() for leaf in leaves]
+    out = function(*fresh)
+    out = out[-1] if isinstance(out, tuple) else out
+    return [out.detach(), *torch.autograd.grad(out, fresh, upstream)]
+
+
+def both(function, leaves: list[Tensor], upstream: Tensor, monkeypatch) -> None:
+    native = outcome(function, leaves, upstream)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "loaded", lambda: None)
+        plain = outcome(function, leaves, upstream)
+    for ours, theirs in zip(native, plain, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, **TOLERANCES[upstream.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 67), (300, 576)])
+def test_norm(rows, width, dtype, monkeypatch):
+    weight = normal(width)
+
+    def summed(x, more):
+        return add_norm(x, more, weight, 1e-5, dtype)
+
+    def alone(x):
+        return add_norm(x, None, weight, 1e-5, dtype)
+
+    x, more, upstream = (normal(rows, width, dtype=kind) for kind in (torch.float32, dtype, dtype))
+    both(summed, [x, more], upstream, monkeypatch)
+    both(alone, [x], upstream, monkeypatch)
+
+
+def test_the_sum_of_a_norm_passes_its_own_gradient_on():
+    x, more, weight = normal(9, 64), normal(9, 64).neg(), normal(64)
+    for use in (lambda total, _: total, lambda total, out: total + out):
+        leaves = [x.clone().requires_grad_(), more.clone().requires_grad_()]
+        plain = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        use(*add_norm(leaves[0], leaves[1], weight, 1e-5, torch.float32)).square().sum().backward()
+        total = plain[0] + plain[1]
+        use(total, F.rms_norm(total, (64,), weight, 1e-5)).square().sum().backward()
+        for ours, theirs in zip(leaves, plain, strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "size"), [(1, 3, 64), (7, 2, 20), (200, 9, 128)])
+def test_rotation(rows, heads, size, dtype, monkeypatch):
+    angles = normal(rows, 1, size // 2)
+    rotation = Rotation(angles.cos(), angles.sin())
+
+    def turn(x):
+        return rotate(x[:, :heads], rotation)  # rows that lie apart, as in the product of q, k and v
+
+    both(
+        turn,
+        [normal(rows, heads + 2, size, dtype=dtype)],
+        normal(rows, heads, size, dtype=dtype),
+        monkeypatch,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (250, 1536)])
+def test_swiglu(rows, width, dtype, monkeypatch):
+    both(swiglu, [normal(rows, 2 * width, dtype=dtype) * 4], normal(rows, width, dtype=dtype), monkeypatch)
+
+
+def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite():
+    wide = torch.cat([normal(1000), torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 3e38])])[None]
+    ones = torch.ones_like(wide)
+    # silu(100) is 100: what comes out is the product with `up`, rounded once.
+    out = kernels.swiglu(torch.cat([100 * ones, wide], 1).to(torch.bfloat16))
+    expected = (100 * wide.to(torch.bfloat16).float()).to(torch.bfloat16)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
+    x, weight, angles = normal(500, 576), normal(576), normal(500, 1, 32)
+    heads = normal(500, 9, 64, dtype=dtype)
+
+    def rows(part: slice) -> list[Tensor]:
+        return [
+            kernels.rms_norm(x[part].contiguous(), None, weight, 1e-5, dtype)[1],
+            kernels.swiglu(x[part].to(dtype).contiguous()),
+            kernels.rotate(heads[part], angles[part].cos(), angles[part].sin()),
+        ]
+
+    whole = rows(slice(None))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for part in (slice(None), slice(3, 4), slice(100, 433)):
+                for found, expected in zip(rows(part), whole, strict=True):
+                    assert torch.equal(found, expected[part])
+    finally:
+        torch.set_num_threads(threads)
