@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.model.head import log_normalizer
 from planish.types import SamplingParams
 
 _CHUNK = 128
@@ -26,12 +27,6 @@ class Draw:
     log_normalizer: Tensor
 
 
-def log_normalizer(scaled: Tensor) -> Tensor:
-    """logsumexp over the last dimension of float32 [B, V], with bits that do not depend on B."""
-    peak = scaled.amax(-1, keepdim=True)
-    return (peak.squeeze(-1) + _chunk_sums((scaled - peak).exp_()).sum(-1).log()).float()
-
-
 def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Draw:
     """One token for each row of float32 logits [B, V].
 
@@ -40,10 +35,8 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
     """
     device = logits.device
     temperatures = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
-    scaled = logits / temperatures.unsqueeze(1)
-    peak = scaled.amax(-1, keepdim=True)
-    weights = scaled.sub_(peak).exp_()
-    normalizer = (peak.squeeze(-1) + _chunk_sums(weights).sum(-1).log()).float()
+    weights = logits.clone()
+    normalizer = log_normalizer(weights, temperatures)
     _filter(weights, params)
     drawn = _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
     drawn.clamp_(max=logits.shape[1] - 1)  # of a row that is not finite, anything may have come
@@ -57,11 +50,6 @@ def top_logprobs(logits: Tensor, normalizer: Tensor, temperature: Tensor, k: int
     """The k likeliest tokens of each row and their logprobs, likeliest first: int64 and float32 [B, k]."""
     values, tokens = logits.topk(k, dim=-1)
     return tokens, values / temperature.unsqueeze(1) - normalizer.unsqueeze(1)
-
-
-def _chunk_sums(weights: Tensor) -> Tensor:
-    """Sums of runs of 128 entries: float64 [B, C]. Short runs keep the order of additions the same for any B."""
-    return _padded(weights).unflatten(-1, (-1, _CHUNK)).sum(-1).double()
 
 
 def _padded(weights: Tensor) -> Tensor:

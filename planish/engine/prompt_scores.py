@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.drawing import draw, log_normalizer, top_logprobs
+from planish.engine.drawing import draw, top_logprobs
 from planish.engine.randomness import UniformStream
+from planish.model.head import log_normalizer
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
 
@@ -67,7 +68,7 @@ class PromptScores:
     def _add_block(self, token: int, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
         """Rows of `logits` speak of tokens token, token + 1, ..."""
         span = range(token, token + logits.shape[0])
-        normalizer = log_normalizer(logits)
+        normalizer = log_normalizer(logits.clone(), logits.new_ones(logits.shape[:1]))
         device = logits.device
         rows = torch.arange(len(span), device=device)
         if self._logprobs is not None:

@@ -16,14 +16,17 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.linear import FrozenLinear
+from planish.native import kernels
 
 Lora = tuple[Tensor, Tensor]
 """(A [r, D], B [V, r]), the scaling multiplied into B."""
 
 _EXACT = 16  # likeliest tokens of a row that are computed again in float32
+_RUN = 128
 _BLOCK = 32  # vocabulary entries behind one candidate in the search for them
 _CHUNK = 256  # rows of one product
 _FEW = 32  # with fewer rows left, they join the last chunk: products of few rows may have other bits (engine/row_tiling.py)
@@ -80,13 +83,12 @@ class _ScoredLogprobs(torch.autograd.Function):
         log_total = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
         for chunk in _chunks(hidden.shape[0]):
             stored = _stored_logits(hidden[chunk], head, low[chunk] if low is not None else None, lora)
-            for tile, wide in _wide_tiles(stored):
-                log_total[chunk][tile] = _logsumexp_(wide.div_(temperature))
+            log_total[chunk] = _log_totals(stored, temperature)
             kept += stored if keep else ()
         scored = _dots(hidden, head, low, lora, rows, targets)
         ctx.save_for_backward(hidden, a, b, rows, targets, low, log_total, *kept)
         ctx.head, ctx.temperature, ctx.keep = head, temperature, keep
-        return scored.div_(temperature) - log_total[rows]
+        return scored.div_(torch.full_like(scored, temperature)) - log_total[rows]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -106,11 +108,18 @@ class _ScoredLogprobs(torch.autograd.Function):
                 stored = [tensor[here] for tensor in kept[per_chunk * number : per_chunk * (number + 1)]]
             else:
                 stored = _stored_logits(hidden[where], ctx.head, low[where] if low is not None else None, lora)
-            for tile, wide in _wide_tiles(stored):
-                mine = where[tile]
-                wide.div_(ctx.temperature).sub_(log_total[mine, None]).exp_().mul_(-row_grad[mine, None])
-                pairs.add_at_targets(wide, mine)
-                stored[-1][tile] = wide
+            if kernels.usable(stored[-1]):
+                first, targets, amounts = pairs.by_row(where)
+                totals = log_total[where]
+                kernels.normalizers_backward(
+                    stored[-1], ctx.temperature, totals, first, targets, amounts, _exact_part(stored)
+                )
+            else:
+                for tile, wide in _wide_tiles(stored):
+                    mine = where[tile]
+                    wide.div_(ctx.temperature).sub_(log_total[mine, None]).exp_().mul_(-row_grad[mine, None])
+                    pairs.add_at_targets(wide, mine)
+                    stored[-1][tile] = wide
             grads.add(where, stored[-1].to(hidden.dtype))
         return grads.hidden, grads.a, grads.b, None, None, None, None, None
 
@@ -131,6 +140,12 @@ class _LivePairs:
 
     def distinct_rows(self, chunk: slice) -> Tensor:
         return torch.unique_consecutive(self.rows[self._between(chunk.start, chunk.stop - 1)])
+
+    def by_row(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the pairs of each of these rising rows begin, with the end of all: [R + 1]; their targets and gradients."""
+        mine = self._between(int(rows[0]), int(rows[-1]))
+        first = torch.searchsorted(self.rows[mine], torch.cat([rows, rows[-1:] + 1]))
+        return first, self._targets[mine].contiguous(), self.grad[mine].contiguous()
 
     def add_at_targets(self, grad_logits: Tensor, rows: Tensor) -> None:
         """Adds each gradient at its target; `rows`, rising, are those that grad_logits holds."""
@@ -187,10 +202,32 @@ def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         yield tile, wide
 
 
-def _logsumexp_(x: Tensor) -> Tensor:
-    """log(sum(exp(x))) of each row; overwrites x."""
-    largest = x.amax(1, keepdim=True)
-    return x.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
+def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Log-sum-exp of float32 logits [R, V] / temperature [R], which are overwritten with exp(entry - the row's largest)."""
+    if kernels.usable(logits):
+        return kernels.normalizers(logits, temperature, weights=logits)
+    peak = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
+    return (peak.squeeze(1) + _chunk_sums(logits.sub_(peak).exp_()).sum(1).log()).to(logits.dtype)
+
+
+def _chunk_sums(weights: Tensor) -> Tensor:
+    """Sums of runs of 128 entries: float64 [R, C]. Short runs keep the order of additions the same for any R."""
+    missing = -weights.shape[1] % _RUN
+    return (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _RUN)).sum(2).double()
+
+
+def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
+    """log_normalizer of stored logits, which stay as they are."""
+    if kernels.usable(stored[-1]):
+        temperatures = torch.full((stored[-1].shape[0],), temperature)
+        return kernels.normalizers(stored[-1], temperatures, _exact_part(stored))
+    return torch.cat(
+        [log_normalizer(wide, wide.new_full(wide.shape[:1], temperature)) for _, wide in _wide_tiles(stored)]
+    )
+
+
+def _exact_part(stored: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    return (stored[0], stored[1]) if len(stored) == 3 else None
 
 
 def _wide(x: Tensor) -> torch.dtype:

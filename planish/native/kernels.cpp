@@ -188,6 +188,81 @@ void swiglu_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int6
     });
 }
 
+// ---------------------------------------------------------------------------------------------------------------- the head
+
+// A row of logits in float32: widened, with exact values in the place of some, divided by a temperature.
+template <class X>
+inline void scaled_row(const X* from, const int64_t* tokens, const float* exact, int64_t k, float temperature, float* to, int64_t v) {
+    V t = all(temperature);
+    for (int64_t i = 0; i < v; i += LANES) {
+        __mmask16 m = tail(v - i);
+        store(to + i, _mm512_div_ps(load(from + i, m), t), m);
+    }
+    for (int64_t i = 0; i < k; i++) to[tokens[i]] = exact[i] / temperature;
+}
+
+// log of the sum of exp(row), which becomes exp(row - its largest entry). Runs of 128 entries are summed in float32 lane by lane, runs in
+// double, lanes last.
+inline float log_sum(float* row, int64_t v) {
+    V top = all(-std::numeric_limits<float>::infinity());
+    for (int64_t i = 0; i < v; i += LANES) {
+        __mmask16 m = tail(v - i);
+        top = _mm512_mask_max_ps(top, m, load(row + i, m), top);
+    }
+    const float peak = _mm512_reduce_max_ps(top);
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+    for (int64_t first = 0; first < v; first += 128) {
+        V run = zero();
+        for (int64_t i = first; i < std::min(first + 128, v); i += LANES) {
+            __mmask16 m = tail(v - i);
+            V x = exp_(_mm512_sub_ps(load(row + i, m), all(peak)));
+            store(row + i, x, m);
+            run = _mm512_add_ps(run, _mm512_maskz_mov_ps(m, x));
+        }
+        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(run)));
+        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(run, 1)));
+    }
+    double lanes[8], total = 0;
+    _mm512_storeu_pd(lanes, _mm512_add_pd(low, high));
+    for (double lane : lanes) total += lane;
+    return (float)(peak + std::log(total));
+}
+
+// Each row's log-sum-exp; `weights` [R, v], if given, takes exp(row - its largest entry), and may be the logits themselves.
+template <class X>
+void normalizers(const X* logits, const int64_t* tokens, const float* exact, int64_t k, const float* temperature, float* weights, float* out,
+                 int64_t rows, int64_t v, int threads) {
+    parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
+        std::vector<float> room(weights ? 0 : v);
+        for (int64_t r = a; r < b; r++) {
+            float* row = weights ? weights + r * v : room.data();
+            scaled_row(logits + r * v, tokens + r * k, exact + r * k, k, temperature[r], row, v);
+            out[r] = log_sum(row, v);
+        }
+    });
+}
+
+// Logits become the gradient of the sum of (pair gradient * log-softmax at the pair's target): the pairs of row r are first[r] .. first[r + 1].
+template <class X>
+void normalizers_backward(X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature, const float* log_total,
+                          const int64_t* first, const int64_t* targets, const float* grads, int64_t rows, int64_t v, int threads) {
+    parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
+        std::vector<float> room(v);
+        float* row = room.data();
+        for (int64_t r = a; r < b; r++) {
+            scaled_row(logits + r * v, tokens + r * k, exact + r * k, k, temperature, row, v);
+            float total = 0;
+            for (int64_t p = first[r]; p < first[r + 1]; p++) total += grads[p];
+            for (int64_t i = 0; i < v; i += LANES) {
+                __mmask16 m = tail(v - i);
+                store(row + i, _mm512_mul_ps(exp_(_mm512_sub_ps(load(row + i, m), all(log_total[r]))), all(-total)), m);
+            }
+            for (int64_t p = first[r]; p < first[r + 1]; p++) row[targets[p]] += grads[p];
+            for (int64_t i = 0; i < v; i += LANES) store(logits + r * v + i, load(row + i, tail(v - i)), tail(v - i));
+        }
+    });
+}
+
 // ---------------------------------------------------------------------------------------------------------------- attention
 
 // Keys and values of consecutive positions, in the queries' type: `row` elements from one to the next, `head` from one head to the next.
@@ -599,6 +674,15 @@ void keep(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t 
     EXPORT void swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) { swiglu<X>(gate_up, out, rows, d, threads); }   \
     EXPORT void swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                        \
         swiglu_backward<X>(grad, gate_up, out, rows, d, threads);                                                                            \
+    }                                                                                                                                        \
+    EXPORT void normalizers_##S(const X* logits, const int64_t* tokens, const float* exact, int64_t k, const float* temperature,            \
+                                float* weights, float* out, int64_t rows, int64_t v, int threads) {                                          \
+        normalizers<X>(logits, tokens, exact, k, temperature, weights, out, rows, v, threads);                                               \
+    }                                                                                                                                        \
+    EXPORT void normalizers_backward_##S(X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature,                \
+                                         const float* log_total, const int64_t* first, const int64_t* targets, const float* grads,          \
+                                         int64_t rows, int64_t v, int threads) {                                                             \
+        normalizers_backward<X>(logits, tokens, exact, k, temperature, log_total, first, targets, grads, rows, v, threads);                  \
     }                                                                                                                                        \
     EXPORT void keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride,       \
                          int64_t heads, int64_t e, int) {                                                                                    \

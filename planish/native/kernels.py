@@ -161,6 +161,45 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return out
 
 
+Exact = tuple[Tensor, Tensor]
+"""Entries of logits whose values are known better: tokens int64 [R, k], values float32 [R, k]."""
+
+
+def normalizers(
+    logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Log-sum-exp of logits [R, V] / temperature [R]: float32 [R].
+
+    `weights`, float32 [R, V] and perhaps the logits themselves, takes exp(entry - the row's largest).
+    """
+    out = torch.empty(logits.shape[0])
+    corrections, sizes = _corrections(exact), (ctypes.c_int64(n) for n in logits.shape)
+    _call("normalizers", logits.dtype, logits, *corrections, temperature, weights, out, *sizes)
+    return out
+
+
+def normalizers_backward(
+    logits: Tensor,
+    temperature: float,
+    log_total: Tensor,
+    first: Tensor,
+    targets: Tensor,
+    grads: Tensor,
+    exact: Exact | None = None,
+) -> None:
+    """Logits [R, V] become the gradient, by logits / temperature, of grads [P] times the logprobs of targets [P].
+
+    Pairs first[r] .. first[r + 1] - 1 are those of row r, whose log-sum-exp is log_total[r].
+    """
+    corrections, sizes = _corrections(exact), (ctypes.c_int64(n) for n in logits.shape)
+    scale = ctypes.c_float(temperature)
+    _call("normalizers_backward", logits.dtype, logits, *corrections, scale, log_total, first, targets, grads, *sizes)
+
+
+def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, ctypes.c_int64]:
+    return (None, None, ctypes.c_int64(0)) if exact is None else (*exact, ctypes.c_int64(exact[0].shape[1]))
+
+
 def keep(plan: AttentionPlan, k: Tensor, v: Tensor) -> None:
     """New keys and values [T, H, E], whose rows may lie apart, at the last position of each entry's own range."""
     assert plan.own is not None

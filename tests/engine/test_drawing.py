@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine.drawing import draw, log_normalizer, top_logprobs
+from planish.engine.drawing import draw, top_logprobs
 from planish.engine.randomness import UniformStream
+from planish.model.head import log_normalizer
 from planish.types import SamplingParams
 
 
@@ -95,12 +96,13 @@ def test_rows_do_not_depend_on_the_batch():
         alone = draw(logits[row : row + 1], [SamplingParams()], uniforms[row : row + 1])
         assert torch.equal(alone.tokens, whole.tokens[row : row + 1])
         assert torch.equal(alone.log_normalizer, whole.log_normalizer[row : row + 1])
-    assert torch.equal(log_normalizer(logits[5:6]), log_normalizer(logits)[5:6])
+    ones = torch.ones(len(logits))
+    assert torch.equal(log_normalizer(logits[5:6].clone(), ones[5:6]), log_normalizer(logits.clone(), ones)[5:6])
 
 
 def test_top_logprobs_are_those_of_a_log_softmax():
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(3)) * 3
-    tokens, values = top_logprobs(logits, log_normalizer(logits), torch.ones(5), 4)
+    tokens, values = top_logprobs(logits, log_normalizer(logits.clone(), torch.ones(5)), torch.ones(5), 4)
     expected = logits.log_softmax(-1).topk(4)
     assert torch.equal(tokens, expected.indices)
     torch.testing.assert_close(values, expected.values)

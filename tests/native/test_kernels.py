@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.decoder import add_norm, swiglu
+from planish.model.head import scored_logprobs
+from planish.model.linear import FrozenLinear
 from planish.model.rope import Rotation, rotate
 from planish.native import kernels
 
@@ -90,6 +92,34 @@ def test_rotation(rows, heads, size, dtype, monkeypatch):
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (250, 1536)])
 def test_swiglu(rows, width, dtype, monkeypatch):
     both(swiglu, [normal(rows, 2 * width, dtype=dtype) * 4], normal(rows, width, dtype=dtype), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, 128, 3001])
+def test_logprobs_and_their_gradient(dtype, vocab, monkeypatch):
+    head, rows = FrozenLinear([normal(vocab, 32, dtype=dtype)]), torch.arange(0, 70, 2).repeat_interleave(2)
+    targets = (torch.arange(len(rows)) * 5) % vocab
+
+    def logprobs(hidden):
+        return scored_logprobs(hidden, head, None, rows, targets, 0.7)
+
+    upstream = normal(len(rows)) * (torch.arange(len(rows)) % 3 > 0)
+    both(logprobs, [normal(70, 32, dtype=dtype)], upstream, monkeypatch)
+
+
+def test_normalizers_leave_the_weights_that_tokens_are_drawn_by():
+    logits, temperature = normal(9, 300) * 5, torch.linspace(0.5, 2, 9)
+    weights = logits.clone()
+    found = kernels.normalizers(weights, temperature, weights=weights)
+    scaled = logits / temperature[:, None]
+    torch.testing.assert_close(found, scaled.logsumexp(1))
+    torch.testing.assert_close(weights, (scaled - scaled.amax(1, keepdim=True)).exp())
+    assert torch.equal(found, kernels.normalizers(logits, temperature))
+    logits[3, 5], logits[4, 200] = torch.nan, torch.inf
+    bad = kernels.normalizers(logits, temperature)
+    assert bad.isfinite().tolist() == [row not in (3, 4) for row in range(9)]
+    others = bad.isfinite()
+    assert torch.equal(bad[others], found[others])
 
 
 def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite():
