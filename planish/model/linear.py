@@ -50,7 +50,8 @@ class FrozenLinear:
             return _multiply(grad, self._packed_back, None)
         if len(self._weights) == 1 or grad.device.type != "cpu":
             return grad @ (self.weight if len(self._weights) == 1 else self._whole)
-        return sum(part @ weight for part, weight in zip(grad.split(self.sizes, 1), self._weights, strict=True))
+        parts = [part @ weight for part, weight in zip(grad.split(self.sizes, 1), self._weights, strict=True)]
+        return torch.stack(parts).sum(0)
 
     @property
     def _whole(self) -> Tensor:

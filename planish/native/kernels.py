@@ -235,7 +235,7 @@ def attend_backward(
 
     Runs of blocks that end at `part_ends` add up by themselves first, each in memory of the size of keys and values.
     """
-    grads = (torch.zeros_like(q), *(torch.empty(keys.shape, dtype=q.dtype) for _ in range(2)))
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.empty_like(keys), torch.empty_like(keys)
     sums = torch.zeros(len(part_ends), 2, *keys.shape)
     _call(
         "attend_backward",
@@ -248,11 +248,13 @@ def attend_backward(
         out,
         lse,
         keys,
-        *grads,
+        grad_q,
+        grad_k,
+        grad_v,
         sums,
         ctypes.c_int64(keys.numel()),
     )
-    return grads
+    return grad_q, grad_k, grad_v
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: Any) -> None:

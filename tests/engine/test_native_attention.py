@@ -37,8 +37,8 @@ def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> 
     return packed
 
 
-def tensors(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rows)
+def tensors(rows: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    generator, (heads, kv_heads, size) = torch.Generator().manual_seed(rows), shape
     return [torch.randn(rows, n, size, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads, heads)]
 
 
@@ -53,7 +53,7 @@ def gradients(attend, qkv: list[Tensor], upstream: Tensor) -> list[Tensor]:
 def test_forest_equals_dense_mask(shape, dtype, tolerance):
     for seed in range(2):
         packed = forest(seed)
-        *qkv, upstream = tensors(len(packed), *shape, dtype)
+        *qkv, upstream = tensors(len(packed), shape, dtype)
         fast = gradients(NativeForest(packed), qkv, upstream)
         slow = gradients(dense_mask_attention(packed, CPU), qkv, upstream)
         for ours, theirs in zip(fast, slow, strict=True):
@@ -62,7 +62,7 @@ def test_forest_equals_dense_mask(shape, dtype, tolerance):
 
 def test_bits_do_not_depend_on_the_number_of_threads():
     packed = forest(5)
-    *qkv, upstream = tensors(len(packed), 6, 2, 64, torch.bfloat16)
+    *qkv, upstream = tensors(len(packed), (6, 2, 64), torch.bfloat16)
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 2, 5):
@@ -93,7 +93,7 @@ def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype):
     """A sequence attended to as a forest's path, as a prompt in two pieces, and row by row behind a prompt, among others."""
     total, heads = prompt_tokens + 70, (6, 2)
     (packed,) = pack([np.arange(total)], total)
-    q, k, v, _ = tensors(total, *heads, 32, dtype)
+    q, k, v, _ = tensors(total, (*heads, 32), dtype)
     with torch.no_grad():
         whole = NativeForest(packed)(0, q, k, v)
     shape = KVShape(layers=1, heads=heads[1], head_dim=32, dtype=dtype, device=CPU)
@@ -124,7 +124,7 @@ def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype):
 
 def test_what_is_not_finite_stays_in_its_own_rows():
     packed = forest(7)
-    q, k, v, _ = tensors(len(packed), 4, 2, 16, torch.float32)
+    q, k, v, _ = tensors(len(packed), (4, 2, 16), torch.float32)
     clean = NativeForest(packed)(0, q, k, v)
     bad = len(packed) - 40
     q[bad] = torch.nan
