@@ -40,12 +40,14 @@ LAYERS = (
     ("completers", "checkpointing", "evaluators", "learning_rates"),
     ("model_renderer",),
     ("rl", "supervised", "preference"),
-    ("tool_use",),
+    ("tool_use", "problems"),
+    ("evaluation",),
     ("recipes", "commands", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the order of layers: what never may know of the engine.
-FORBIDDEN = {(part, "engine") for part in ("rl", "supervised", "preference", "renderers", "recipes", "tool_use")}
+ABOVE_THE_SEAM = ("rl", "supervised", "preference", "renderers", "problems", "evaluation", "recipes", "tool_use")
+FORBIDDEN = {(part, "engine") for part in ABOVE_THE_SEAM}
 FORBIDDEN |= {("server", "client"), ("client", "server")}
 THE_ONE_EXCEPTION = ("planish.client.local", "planish.engine")
 

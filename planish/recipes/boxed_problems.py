@@ -2,21 +2,20 @@
 
     reward = correct + 0.1 * (format - 1)
 
-`correct`: the last box holds the known answer, by value (planish/recipes/grading.py). `format`: there is a box, and the
+`correct`: the last box holds the known answer, by value (planish/problems/grading.py). `format`: there is a box, and the
 message is properly ended.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import chz
 
 from planish.model_renderer import model_renderer
-from planish.recipes.grading import extract_boxed
-from planish.recipes.math_datasets import COLLECTIONS, load_splits
-from planish.recipes.problems import QUESTION_SUFFIX, SHOWN_EXAMPLE, Problem
-from planish.recipes.process_grader import process_grader
-from planish.renderers import Message, Renderer
+from planish.problems.grading import extract_boxed
+from planish.problems.gsm8k import QUESTION_SUFFIX, Problem, shown_example
+from planish.problems.math_datasets import COLLECTIONS, load_splits
+from planish.problems.process_grader import process_grader
+from planish.renderers import Renderer
 from planish.rl.datasets import ProblemDataset
 from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
@@ -48,16 +47,9 @@ def boxed_problem_env(problem: Problem, suffix: str, model_name: str, renderer_n
     return BoxedProblemEnv(model_renderer(model_name, renderer_name), problem, suffix)
 
 
-def shown_example(suffix: str) -> Sequence[Message]:
-    """The worked question in front of every prompt, put in the words of `suffix`."""
-    question, answer = SHOWN_EXAMPLE
-    asked = question["content"].removesuffix(QUESTION_SUFFIX) + suffix
-    return ({"role": "user", "content": asked}, {"role": "assistant", "content": answer["content"]})
-
-
 @chz.chz
 class BoxedProblemDatasetBuilder(RLDatasetBuilder):
-    """A collection of planish/recipes/math_datasets.py: groups for training, single attempts for tests."""
+    """A collection of planish/problems/math_datasets.py: groups for training, single attempts for tests."""
 
     collection: str
     model_name: str

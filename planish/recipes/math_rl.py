@@ -20,9 +20,9 @@ from typing import Any
 import chz
 
 from planish.errors import UserError
+from planish.problems.math_datasets import COLLECTIONS
 from planish.recipes import training_run
 from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder
-from planish.recipes.math_datasets import COLLECTIONS
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
 from planish.recipes.reasoning_tasks import check_name
 from planish.recipes.rl_options import RLOptions, run

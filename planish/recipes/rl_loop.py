@@ -24,8 +24,9 @@ from planish.completers import derived_seed
 from planish.console import StepDisplay, step_line
 from planish.model.sources import DEFAULT_MODEL
 from planish.plotting import draw_curve
+from planish.problems.grading import Grader, GradingError
+from planish.problems.gsm8k import Problem, load_problems, problem_prompt
 from planish.recipes import training_run
-from planish.recipes.grading import Grader, GradingError
 from planish.recipes.grpo import (
     RL_LOSSES,
     Judgement,
@@ -38,7 +39,6 @@ from planish.recipes.grpo import (
     train_step,
     training_examples,
 )
-from planish.recipes.problems import Problem, load_problems, problem_prompt
 from planish.renderers import Renderer, get_text_content
 from planish.runs import RunDirectory
 from planish.types import SampledSequence

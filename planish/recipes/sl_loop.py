@@ -26,9 +26,9 @@ from planish.dataset_rows import load_rows
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.plotting import draw_curve
+from planish.problems.gsm8k import Conversation, problem_prompt, read_problem
 from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
-from planish.recipes.problems import Conversation, problem_prompt, read_problem
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
 from planish.runs import RunDirectory
 from planish.types import ForwardBackwardOutput

@@ -15,7 +15,7 @@ from planish.errors import UserError
 from planish.learning_rates import get_lr
 from planish.model.sources import DEFAULT_MODEL
 from planish.model_renderer import learn_renderer
-from planish.recipes.problems import QUESTION_SUFFIX, read_problem
+from planish.problems.gsm8k import QUESTION_SUFFIX, read_problem
 from planish.renderers import TrainOnWhat
 from planish.schedules import SCHEDULES
 from planish.supervised import train

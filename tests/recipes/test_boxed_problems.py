@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from planish.model_renderer import model_renderer
+from planish.problems.gsm8k import Problem, problem_prompt
+from planish.problems.math_datasets import BOX_SUFFIX
 from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
-from planish.recipes.math_datasets import BOX_SUFFIX
-from planish.recipes.problems import Problem, problem_prompt
 from planish.renderers import get_renderer
 from planish.testing import EOS_TOKEN_ID
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "problems" / "data"
 PROBLEM = Problem("How many?", r"\frac{1}{2}", "")
 
 

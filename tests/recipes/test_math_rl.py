@@ -15,7 +15,7 @@ from planish.recipes.training_run import read_options
 from planish.runs import read_rows
 from planish.testing import tiny_model
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "problems" / "data"
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from planish.errors import UserError
-from planish.recipes import math_datasets
-from planish.recipes.grading import Grader
-from planish.recipes.math_datasets import COLLECTIONS, boxed_answer, load_splits
+from planish.problems import math_datasets
+from planish.problems.grading import Grader
+from planish.problems.math_datasets import COLLECTIONS, boxed_answer, load_splits
 
 DATA = Path(__file__).parent / "data"
 

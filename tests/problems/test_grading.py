@@ -5,7 +5,7 @@ import time
 import pytest
 from math_verify import parse, verify
 
-from planish.recipes.grading import Grade, Grader, GradingError, extract_boxed
+from planish.problems.grading import Grade, Grader, GradingError, extract_boxed
 
 
 @pytest.fixture(scope="module")

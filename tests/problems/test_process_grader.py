@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from planish.recipes.grading import Grade, GradingError
-from planish.recipes.process_grader import SharedGrader, process_grader
+from planish.problems.grading import Grade, GradingError
+from planish.problems.process_grader import SharedGrader, process_grader
 from planish.rl.problem_env import UnjudgedAnswerError
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from planish.dataset_rows import has_split, load_rows
 from planish.errors import UserError
-from planish.recipes.grading import extract_boxed
-from planish.recipes.problems import QUESTION_SUFFIX, Problem, read_problem
+from planish.problems.grading import extract_boxed
+from planish.problems.gsm8k import QUESTION_SUFFIX, Problem, read_problem
 
 BOX_SUFFIX = r" Write the final answer inside \boxed{}."
 HENDRYCKS = "EleutherAI/hendrycks_math"

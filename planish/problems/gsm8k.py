@@ -50,6 +50,13 @@ def problem_prompt(problem: Problem) -> Conversation:
     return [*SHOWN_EXAMPLE, {"role": "user", "content": problem.question + QUESTION_SUFFIX}]
 
 
+def shown_example(suffix: str) -> Conversation:
+    """The worked question in front of every prompt, put in the words of `suffix`."""
+    question, answer = SHOWN_EXAMPLE
+    asked = question["content"].removesuffix(QUESTION_SUFFIX) + suffix
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer["content"]}]
+
+
 def read_problem(row: Mapping[str, Any], where: str) -> Problem:
     """A row as a problem; `where` names it in errors."""
     question, answer = row.get("question"), row.get("answer")
