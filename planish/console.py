@@ -78,12 +78,14 @@ class StepDisplay:
         done: int = 0,
         console: Console | None = None,
         *,
+        unit: str = "steps",
         interval: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`interval`: seconds without a line after which one says what is under way, where there is no terminal."""
         self.console = console or Console(highlight=False)
         self.steps = steps
+        self._unit = unit
         self._done = done
         self._interval = interval
         self._clock = clock
@@ -97,7 +99,7 @@ class StepDisplay:
             transient=True,
             speed_estimate_period=3600.0,  # a step may take minutes, and what is left is told from several
         )
-        self._run = self._progress.add_task("steps", total=steps, completed=done, detail=f"{done}/{steps}")
+        self._run = self._progress.add_task(unit, total=steps, completed=done, detail=f"{done}/{steps}")
         self._open: list[Stage] = []
         self._current: Stage | None = None
         self._last_line = clock()
@@ -151,7 +153,7 @@ class StepDisplay:
     def status(self) -> str:
         """What is under way, as one line; "" if nothing is."""
         stages = [stage.status() for stage in list(self._open) if stage.is_open]
-        return " | ".join([f"{self._done} of {self.steps} steps done", *stages]) if stages else ""
+        return " | ".join([f"{self._done} of {self.steps} {self._unit} done", *stages]) if stages else ""
 
     def _end_current(self) -> None:
         if self._current is not None:

@@ -20,16 +20,9 @@ Row = dict[str, Any]
 
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
     """The rows of one split ("train" or "test") of a hub name, a directory or a file; UserError if there are none."""
-    path = Path(dataset).expanduser()
-    if path.is_dir():
-        rows = [row for file in _split_files(path, split) for row in _read_file(file)]
-    elif path.is_file():
-        if split != "train":
-            raise UserError(
-                f"dataset={dataset} is one file and has no {split} split; give a directory with train.jsonl and "
-                f"{split}.jsonl, or turn evaluation off (eval_problems=0)"
-            )
-        rows = _read_file(path)
+    files = _files(Path(dataset).expanduser(), split)
+    if files is not None:
+        rows = [row for file in files for _, row in _located_in(file)]
     elif _is_path(dataset):
         raise UserError(f"dataset={dataset}: no such file or directory; check the path")
     else:
@@ -37,6 +30,15 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
     if not len(rows):
         raise UserError(f"dataset={dataset} has no rows in its {split} split; give one that has")
     return rows
+
+
+def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
+    """The same rows, each with its place for messages: file and line where there are lines, otherwise its number."""
+    files = _files(Path(dataset).expanduser(), split)
+    if files is None:
+        rows = open_rows(dataset, split)
+        return [(f"dataset={dataset}, {split} row {number}", dict(row)) for number, row in enumerate(rows, start=1)]
+    return [located for file in files for located in _located_in(file)]
 
 
 def load_rows(dataset: str, split: str) -> list[Row]:
@@ -65,6 +67,18 @@ def _is_path(dataset: str) -> bool:
     return Path(dataset).suffix in FILE_SUFFIXES or dataset.startswith((".", "/", "~"))
 
 
+def _files(path: Path, split: str) -> Sequence[Path] | None:
+    """The files of a split; None if the data set is no file and no directory."""
+    if path.is_dir():
+        return _split_files(path, split)
+    if path.is_file() and split != "train":
+        raise UserError(
+            f"dataset={path} is one file and has no {split} split; give a directory with train.jsonl and "
+            f"{split}.jsonl, or turn evaluation off (eval_problems=0)"
+        )
+    return [path] if path.is_file() else None
+
+
 def _split_files(directory: Path, split: str) -> Sequence[Path]:
     found = _found_files(directory, split)
     if not found:
@@ -80,26 +94,24 @@ def _found_files(directory: Path, split: str) -> Sequence[Path]:
     return []
 
 
-def _read_file(path: Path) -> list[Row]:
+def _located_in(path: Path) -> list[tuple[str, Row]]:
     if path.suffix == ".parquet":
-        return _read_parquet(path)
-    rows = []
+        return [(f"{path}, row {number}", row) for number, row in enumerate(_read_parquet(path), start=1)]
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-            if line.strip():
-                rows.append(_parse(line, path, number))
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); give JSON lines or a .parquet file") from error
-    return rows
+    places = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [(where, _parse(line, where)) for where, line in places]
 
 
-def _parse(line: str, path: Path, number: int) -> Row:
+def _parse(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{path}, line {number} is not JSON ({error}); write one object a line") from error
+        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
     if not isinstance(row, dict):
-        raise UserError(f"{path}, line {number} is not a JSON object; write one object a line")
+        raise UserError(f"{where} is not a JSON object; write one object a line")
     return row
 
 
