@@ -4,6 +4,7 @@ planish models               what can be loaded as a base model, and from where
 planish models --fetch       get the embedded model now, rather than at its first use
 planish plot RUN [RUN ...]   curves of runs, as a picture and as a page
 planish trace RUN            when each part of a traced run ran, for Perfetto
+planish eval TASK            a model or checkpoint on GSM8K, MATH-500 or questions of your own
 planish serve                the engine as a server, for the tinker SDK and for clients of OpenAI's API
 planish runs                 training runs, of a server or of this machine
 planish checkpoints          checkpoints: list, show, delete, publish, keep for a time, download
@@ -33,6 +34,7 @@ COMMANDS = (
     Command("models", "planish.commands.models", "list the base models that can be loaded, and from where"),
     Command("plot", "planish.commands.plot", "draw the curves of runs: curves.png, and curves.html to explore"),
     Command("trace", "planish.commands.trace", "turn the events of a run with enable_trace=True into trace.json"),
+    Command("eval", "planish.commands.evaluate", "measure a model or checkpoint: GSM8K, MATH-500, multiple choice"),
     Command("serve", "planish.server.serve", "serve base models to the tinker SDK, to planish and to OpenAI's client"),
     Command("runs", "planish.commands.runs", "list training runs, of a server or of this machine"),
     Command("checkpoints", "planish.commands.checkpoints", "list, show, delete, publish or download checkpoints"),

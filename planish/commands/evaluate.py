@@ -1,0 +1,116 @@
+"""`planish eval`: a model or checkpoint on a task."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+from pathlib import Path
+
+from planish.client.service_client import ServiceClient
+from planish.console import StepDisplay
+from planish.errors import UserError
+from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
+from planish.evaluation.evaluate import CONCURRENCY
+from planish.evaluation.files import RESULTS, SAMPLES
+from planish.renderers import FORMATS
+from planish.runs import read_rows
+
+INTERRUPTED = 130
+DRAWS = ("samples", "max_tokens", "temperature", "seed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Sampling()
+    parser.add_argument("task", metavar="TASK", choices=TASKS, help=", ".join(TASKS))
+    parser.add_argument(
+        "--model", required=True, metavar="NAME", help="a base model, tinker://RUN/..., or a run's directory"
+    )
+    parser.add_argument("--data", metavar="PLACE", help="JSONL or parquet file, directory with test.jsonl, hub name")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions (default: all)")
+    parser.add_argument("--samples", type=int, metavar="N", help=f"answers to each question ({default.samples})")
+    parser.add_argument("--k", type=_numbers, metavar="K,...", help="the k of pass@k (1)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"longest answer ({default.max_tokens})")
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy ({default.temperature:g})")
+    parser.add_argument("--seed", type=int, metavar="S", help=f"of the draws ({default.seed})")
+    parser.add_argument("--renderer", choices=FORMATS, help="chat format (default: the checkpoint's, or the model's)")
+    parser.add_argument("--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this process)")
+    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="of this machine's checkpoints (PLANISH_DATA)")
+    parser.add_argument(
+        "--concurrency", type=int, default=CONCURRENCY, metavar="N", help="questions at a time (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to keep answers, and to go on (evaluations/TASK-MODEL)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    task = load_task(arguments.task, arguments.data, limit=arguments.limit)
+    sampling = _sampling(arguments)
+    out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
+    try:
+        results = asyncio.run(_evaluate(arguments, task, sampling, out))
+    except KeyboardInterrupt:
+        rows = read_rows(out / SAMPLES)
+        answered = len({row["question"] for row in rows} & {question.number for question in task.questions})
+        print(f"stopped: {answered} of {len(task.questions)} questions are answered in {out}; the same command goes on")
+        return INTERRUPTED
+    print("\n".join(summary(results)))
+    print(f"{out / RESULTS}; the answers are in {SAMPLES}")
+    return 0
+
+
+async def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Sampling | None, out: Path) -> Results:
+    with ServiceClient(
+        base_url=arguments.base_url, api_key=arguments.api_key, data_dir=arguments.data_dir
+    ) as service_client:
+        model = open_model(service_client, arguments.model, arguments.renderer)
+        with StepDisplay(len(task.questions), unit="questions") as display:
+            return await evaluate(
+                model.sampling_client,
+                task,
+                sampling,
+                k=arguments.k,
+                renderer=model.renderer,
+                context_window=model.context_window,
+                concurrency=arguments.concurrency,
+                out=out,
+                model_name=model.name,
+                display=display,
+            )
+
+
+def summary(results: Results) -> list[str]:
+    """Of results, a line each; what has a standard error with it."""
+    model = f"{results.model['name']} ({results.model['renderer']})"
+    lines = [f"{results.task['name']}, {results.task['num_questions']} questions of {results.task['source']}, {model}"]
+    for name, value in results.metrics.items():
+        if name.endswith("_stderr"):
+            continue
+        error = results.metrics.get(f"{name}_stderr")
+        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+        lines.append(f"  {name:24} {shown}" + (f" ± {error:.4f}" if error is not None else ""))
+    return lines
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling | None:
+    """What was said of drawing; None if nothing was, since some tasks draw nothing."""
+    given = {name: value for name in DRAWS if (value := getattr(arguments, name)) is not None}
+    return Sampling(**given) if given else None
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers with commas between, such as 1,4,8") from None
+
+
+def _file_name(model: str) -> str:
+    """The last part of a base model's name; of a checkpoint, its run too."""
+    parts = model.rstrip("/").split("/")
+    name = "-".join(parts[2:]) if "://" in model else parts[-1]
+    if not name:
+        raise UserError(f"--model {model!r} is no name of a model; give a base model or a checkpoint")
+    return re.sub(r"[^\w.-]", "_", name)

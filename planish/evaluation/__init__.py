@@ -1,0 +1,27 @@
+"""How good a model is at a task: questions, answers, and numbers with their errors."""
+
+from planish.evaluation.estimates import Mean, pass_at_k
+from planish.evaluation.evaluate import Results, evaluate
+from planish.evaluation.evaluator import TaskEvaluator
+from planish.evaluation.models import OpenedModel, open_model
+from planish.evaluation.tasks import TASKS, TaskKind, load_task
+from planish.evaluation.types import ChoiceTask, Question, SampledTask, Sampling, Task, Verdict
+
+__all__ = [
+    "TASKS",
+    "ChoiceTask",
+    "Mean",
+    "OpenedModel",
+    "Question",
+    "Results",
+    "SampledTask",
+    "Sampling",
+    "Task",
+    "TaskEvaluator",
+    "TaskKind",
+    "Verdict",
+    "evaluate",
+    "load_task",
+    "open_model",
+    "pass_at_k",
+]

@@ -1,0 +1,136 @@
+"""One question put to a model: by drawn answers, or by scoring its choices."""
+
+import asyncio
+from dataclasses import dataclass
+from string import ascii_uppercase as LETTERS
+from typing import Any
+
+from planish.completers import derived_seed
+from planish.evaluation.types import (
+    ChosenAnswer,
+    Question,
+    SampledAnswer,
+    SampledTask,
+    Sampling,
+    ScoredChoice,
+    Verdict,
+)
+from planish.renderers import Message, Renderer, get_text_content
+from planish.types import ModelInput, SamplingParams
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as tokens."""
+
+    question: Question
+    prompt: ModelInput
+    messages: tuple[list[int], ...] = ()
+    """For each choice, the tokens of the assistant's message that says it, after the prompt."""
+
+
+def ask(question: Question, renderer: Renderer) -> Asked:
+    return Asked(question, renderer.build_generation_prompt(question.messages))
+
+
+def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
+    """With each choice as training would have it, end mark included: so a choice is not likelier for being the beginning of another."""
+    prompt = renderer.build_generation_prompt(question.messages)
+    messages = []
+    for choice in question.choices:
+        answer: Message = {"role": "assistant", "content": choice}
+        tokens, _ = renderer.build_supervised_example([*question.messages, answer])
+        messages.append(tokens.to_ints()[prompt.length :])
+    return Asked(question, prompt, tuple(messages))
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """What all questions of an evaluation are put to. `context_window`: tokens of a prompt and its answer together."""
+
+    sampling_client: Any
+    renderer: Renderer
+    context_window: int | None
+
+    async def draw(self, asked: Asked, task: SampledTask, sampling: Sampling) -> list[SampledAnswer]:
+        prompt, question = asked.prompt, asked.question
+        room = sampling.max_tokens
+        if self.context_window is not None:
+            room = min(room, self.context_window - prompt.length)
+        if room < 1:
+            error = self._too_long(prompt.length)
+            return [
+                self._answer(asked, index, [], None, Verdict(False, None, error)) for index in range(sampling.samples)
+            ]
+        params = SamplingParams(
+            max_tokens=room,
+            seed=derived_seed(sampling.seed, question.number),
+            stop=self.renderer.get_stop_sequences(),
+            temperature=sampling.temperature,
+        )
+        response = await self.sampling_client.sample_async(
+            prompt=prompt, num_samples=sampling.samples, sampling_params=params
+        )
+        answers = []
+        for index, sequence in enumerate(response.sequences):
+            message, _ = self.renderer.parse_response(sequence.tokens)
+            verdict = await task.grade(question, get_text_content(message))  # type: ignore[arg-type]
+            answers.append(self._answer(asked, index, list(sequence.tokens), sequence.stop_reason, verdict))
+        return answers
+
+    async def choose(self, asked: Asked) -> ChosenAnswer:
+        question, prompt = asked.question, asked.prompt
+        longest = prompt.length + max(map(len, asked.messages))
+        if self.context_window is not None and longest > self.context_window:
+            return ChosenAnswer(
+                question.number,
+                self._text(prompt.to_ints()),
+                choices=[],
+                answer=None,
+                answer_length_normalized=None,
+                reward=0.0,
+                reward_length_normalized=0.0,
+                reference=question.reference,
+                error=self._too_long(longest),
+            )
+        async with asyncio.TaskGroup() as tasks:
+            scoring = [tasks.create_task(self._score(prompt, message)) for message in asked.messages]
+        named = zip(LETTERS, question.choices, asked.messages, scoring, strict=False)
+        choices = [ScoredChoice(letter, text, task.result(), len(message)) for letter, text, message, task in named]
+        likeliest = max(choices, key=lambda choice: choice.logprob).letter
+        normalized = max(choices, key=lambda choice: choice.mean_logprob).letter
+        return ChosenAnswer(
+            question.number,
+            self._text(prompt.to_ints()),
+            choices,
+            likeliest,
+            normalized,
+            reward=float(likeliest == question.reference),
+            reward_length_normalized=float(normalized == question.reference),
+            reference=question.reference,
+        )
+
+    async def _score(self, prompt: ModelInput, message: list[int]) -> float:
+        whole = ModelInput.from_ints([*prompt.to_ints(), *message])
+        logprobs = await self.sampling_client.compute_logprobs_async(whole, prompt_logprobs_last_n=len(message))
+        return sum(logprobs[-len(message) :])
+
+    def _answer(self, asked: Asked, index: int, tokens: list[int], stop_reason: Any, verdict: Verdict) -> SampledAnswer:
+        return SampledAnswer(
+            asked.question.number,
+            index,
+            prompt=self._text(asked.prompt.to_ints()),
+            answer=self._text(tokens),
+            tokens=tokens,
+            stop_reason=stop_reason,
+            reward=float(verdict.correct),
+            extracted=verdict.extracted,
+            reference=asked.question.reference,
+            error=verdict.error,
+        )
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.renderer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _too_long(self, tokens: int) -> str:
+        return f"{tokens} tokens do not fit the model's context of {self.context_window}"

@@ -1,0 +1,45 @@
+r"""Mathematics with the answer in \boxed{}: GSM8K, and rows in the form of MATH-500.
+
+Questions are put as in the tests of recipes (a worked question in front, what to box behind), and judged by the same grader,
+so a number from a training run and one from `planish eval` measure the same.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from planish.errors import UserError
+from planish.evaluation.types import Question, Verdict
+from planish.problems.grading import extract_boxed
+from planish.problems.gsm8k import QUESTION_SUFFIX, read_problem, shown_example
+from planish.problems.math_datasets import BOX_SUFFIX, boxed_answer, text_of
+from planish.problems.process_grader import process_grader
+from planish.rl.problem_env import UnjudgedAnswerError
+
+
+def gsm8k_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    problem = read_problem(row, where)
+    return _question(number, problem.question, problem.answer, QUESTION_SUFFIX)
+
+
+def math_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    r"""Of "problem" and "answer", which may be boxed itself; without an answer, it is that of "solution"."""
+    answer = text_of(row, "answer", where) if row.get("answer") is not None else ""
+    known = boxed_answer(answer) or answer or boxed_answer(text_of(row, "solution", where))
+    if not known:
+        raise UserError(
+            rf'{where}: no answer; give it as "answer", or as the last \boxed{{}} of "solution", or remove the row'
+        )
+    return _question(number, text_of(row, "problem", where), known, BOX_SUFFIX)
+
+
+async def grade_boxed(question: Question, text: str) -> Verdict:
+    try:
+        grade = await process_grader().grade(text, question.reference)
+    except UnjudgedAnswerError as error:
+        return Verdict(False, extract_boxed(text), str(error))
+    return Verdict(grade.correct, grade.boxed)
+
+
+def _question(number: int, text: str, answer: str, suffix: str) -> Question:
+    asked: Any = {"role": "user", "content": text + suffix}
+    return Question(number, (*shown_example(suffix), asked), answer)  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""The evaluation itself: questions in, answers kept as they come, numbers out.
+
+Invariants: everything is read, checked and rendered before the first token is drawn. Draws are a function of (seed, question, sample),
+so neither `concurrency` nor a kill in between changes an answer (where sampling is deterministic, see docs/architecture.md).
+Questions are begun in order, `concurrency` at a time, so that batches are full; the answers to one share its prompt. An error that is
+not the question's own, such as a server that is gone, ends the evaluation, and what is answered is kept.
+"""
+
+import asyncio
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.checkpointing import choose_renderer
+from planish.console import Stage, StepDisplay
+from planish.errors import UserError
+from planish.evaluation.answering import Answerer, Asked, ask, ask_for_choice
+from planish.evaluation.files import Answers, EvaluationDirectory
+from planish.evaluation.metrics import check_k, metrics_of
+from planish.evaluation.types import ChoiceTask, Sampling, Task
+from planish.interruption import first_error
+from planish.renderers import Renderer
+
+CONCURRENCY = 64
+VERSIONS = ("planish", "torch", "transformers", "math-verify")
+
+
+@dataclass(frozen=True)
+class Results:
+    """As in results.json."""
+
+    task: Mapping[str, Any]
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    metrics: Mapping[str, float]
+    """Defined in planish/evaluation/metric_definitions.py."""
+
+
+async def evaluate(
+    sampling_client: Any,
+    task: Task,
+    sampling: Sampling | None = None,
+    *,
+    k: Sequence[int] | None = None,
+    renderer: Renderer | None = None,
+    context_window: int | None = None,
+    concurrency: int = CONCURRENCY,
+    out: str | Path | None = None,
+    model_name: str | None = None,
+    display: StepDisplay | None = None,
+) -> Results:
+    """Put the task's questions to a model.
+
+    `sampling` and `k`, the k of pass@k, are for tasks whose answers are drawn (None: Sampling() and 1). `renderer`: None is the
+    one that the base model is known for. `context_window`: with it, an answer gets no more tokens than its prompt leaves room
+    for, and a prompt that leaves none is an error of that question; without, it ends the evaluation. `out`: a directory to keep
+    the answers in, and to go on from. `model_name`: how the files name the model; None: its checkpoint, or its base model.
+    """
+    draws, sizes = _checked(task, sampling, k, concurrency)
+    renderer = renderer or choose_renderer(None, sampling_client.get_base_model(), sampling_client.get_tokenizer())
+    model = {
+        "name": model_name or getattr(sampling_client, "model_path", None) or sampling_client.get_base_model(),
+        "base_model": sampling_client.get_base_model(),
+        "renderer": renderer.name,
+    }
+    settings = {} if draws is None else asdict(draws)
+    asked = [_rendered(task, renderer, question) for question in task.questions]
+    config = {"task": task.name, "digest": task.digest, **model, **settings, "context_window": context_window}
+    answerer = Answerer(sampling_client, renderer, context_window)
+
+    async def answer(one: Asked) -> Answers:
+        if draws is None or isinstance(task, ChoiceTask):
+            return [await answerer.choose(one)]
+        return await answerer.draw(one, task, draws)
+
+    with _directory(out, config) as directory:
+        samples = 1 if draws is None else draws.samples
+        known = directory.answers(task, samples) if directory else {}
+        wanted = {question.number for question in task.questions}
+        answers = {number: found for number, found in known.items() if number in wanted}
+        progress = _Progress(directory, answers, display)
+        await _answer_all([one for one in asked if one.question.number not in answers], answer, progress, concurrency)
+        results = Results(
+            task={
+                "name": task.name,
+                "source": task.source,
+                "digest": task.digest,
+                "num_questions": len(task.questions),
+            },
+            model=model,
+            settings={**settings, "k": list(sizes), "context_window": context_window},
+            versions=_versions(),
+            metrics=metrics_of([answers[question.number] for question in task.questions], sizes),
+        )
+        if directory:
+            directory.write_results(asdict(results))
+    return results
+
+
+class _Progress:
+    """Keeps the answers to a question, in memory and on disk, and shows that they are there."""
+
+    def __init__(
+        self, directory: EvaluationDirectory | None, answers: dict[int, Answers], display: StepDisplay | None
+    ) -> None:
+        self._directory = directory
+        self._answers = answers
+        self._display = display
+        self._stage: Stage | None = None
+        for _ in answers if display else ():
+            display.step_done()  # type: ignore[union-attr]
+
+    def begin(self, questions: int) -> None:
+        self._stage = self._display.begin("answering", questions) if self._display else None
+
+    def keep(self, found: Answers) -> None:
+        self._answers[found[0].question] = found
+        if self._directory:
+            self._directory.append(found)
+        if self._stage and self._display:
+            self._stage.advance()
+            self._stage.sampled(sum(len(getattr(one, "tokens", ())) for one in found))
+            self._display.step_done()
+
+
+async def _answer_all(
+    asked: Sequence[Asked], answer: Callable[[Asked], Any], progress: _Progress, concurrency: int
+) -> None:
+    places = asyncio.Semaphore(concurrency)
+    progress.begin(len(asked))
+
+    async def one(question: Asked) -> None:
+        async with places:
+            progress.keep(await answer(question))
+
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            for question in asked:
+                tasks.create_task(one(question))
+
+
+def _checked(
+    task: Task, sampling: Sampling | None, k: Sequence[int] | None, concurrency: int
+) -> tuple[Sampling | None, tuple[int, ...]]:
+    if concurrency < 1:
+        raise UserError(f"concurrency={concurrency}: give a whole number of at least 1")
+    if not task.questions:
+        raise UserError(f"task {task.name} has no questions")
+    if isinstance(task, ChoiceTask):
+        if sampling is not None or k is not None:
+            raise UserError(
+                f"task {task.name} compares the logprobs of choices and draws nothing: leave out samples, k, max_tokens, "
+                "temperature and seed"
+            )
+        return None, ()
+    draws = sampling or Sampling()
+    sizes = tuple(k) if k is not None else (1,)
+    check_k(sizes, draws.samples)
+    return draws, sizes
+
+
+def _rendered(task: Task, renderer: Renderer, question: Any) -> Asked:
+    return ask_for_choice(question, renderer) if isinstance(task, ChoiceTask) else ask(question, renderer)
+
+
+@contextmanager
+def _directory(out: str | Path | None, config: Mapping[str, Any]) -> Iterator[EvaluationDirectory | None]:
+    if out is None:
+        yield None
+        return
+    with EvaluationDirectory(out, config) as directory:
+        yield directory
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in VERSIONS}

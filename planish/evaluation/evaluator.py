@@ -1,0 +1,45 @@
+"""A task as a test between training steps."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planish.evaluation.evaluate import CONCURRENCY, evaluate
+from planish.evaluation.metrics import named
+from planish.evaluation.types import Sampling, Task
+from planish.evaluators import SamplingClientEvaluator
+from planish.renderers import Renderer
+
+
+class TaskEvaluator(SamplingClientEvaluator):
+    """Answers eval/TASK/score, .../num_correct, .../num_examples, .../num_errors and the task's other metrics."""
+
+    def __init__(
+        self,
+        task: Task,
+        sampling: Sampling | None = None,
+        *,
+        k: Sequence[int] | None = None,
+        renderer: Renderer | None = None,
+        context_window: int | None = None,
+        concurrency: int = CONCURRENCY,
+    ) -> None:
+        """As `evaluate`. Draws are a function of the seed, so two policies are given the same luck."""
+        self.name = task.name
+        self.task = task
+        self.sampling = sampling
+        self.k = k
+        self.renderer = renderer
+        self.context_window = context_window
+        self.concurrency = concurrency
+
+    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+        results = await evaluate(
+            sampling_client,
+            self.task,
+            self.sampling,
+            k=self.k,
+            renderer=self.renderer,
+            context_window=self.context_window,
+            concurrency=self.concurrency,
+        )
+        return named(self.task.name, results.metrics)

@@ -1,0 +1,115 @@
+"""The directory of an evaluation, and how it survives being killed.
+
+    config.json     what was asked of which model, and how; written first
+    samples.jsonl   a row for each answer, appended as questions are answered
+    results.json    settings, versions and metrics; written when all questions are answered
+
+Invariants: the answers of one question are appended at once; a question of which a kill left only some is asked again. As draws are
+a function of the seed and the question's number, what is asked again gives the same answers. A directory belongs to one evaluation:
+other questions, another model or other draws are refused. `limit` and `k` may change, for they select from what is there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from planish.errors import DamagedFileError, StorageError, UserError
+from planish.evaluation.types import ChoiceTask, ChosenAnswer, SampledAnswer, ScoredChoice, Task
+from planish.runs import RowFile, read_rows, write_whole
+
+CONFIG = "config.json"
+SAMPLES = "samples.jsonl"
+RESULTS = "results.json"
+
+Answers = Sequence[SampledAnswer] | Sequence[ChosenAnswer]
+"""Of one question."""
+
+
+class EvaluationDirectory:
+    """One evaluation's files, held by this process until the end of the `with` block."""
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
+        """Make the directory, or go on with the evaluation in it. UserError if that is another one, or another process is at it."""
+        self.path = Path(path).expanduser()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.path / ".lock")
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"out={self.path}: another process is writing there; wait for it or give another out"
+            ) from error
+        except OSError as error:
+            raise StorageError(f"out={self.path}: {error}; give a directory that can be written to") from error
+        try:
+            self._check(json.loads(json.dumps(config)))
+            self._rows = RowFile(self.path / SAMPLES)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rows.close()
+        self._lock.release()
+
+    def answers(self, task: Task, samples: int) -> dict[int, Answers]:
+        """What is answered already, by the number of the question; questions with fewer than `samples` answers are dropped."""
+        rows = read_rows(self.path / SAMPLES)
+        try:
+            counts = {number: len(list(group)) for number, group in groupby(sorted(row["question"] for row in rows))}
+            whole = {number for number, count in counts.items() if count == samples}
+            self._rows.keep(lambda row: row["question"] in whole)
+            kept = sorted((row for row in rows if row["question"] in whole), key=lambda row: row["question"])
+            read = _read_chosen if isinstance(task, ChoiceTask) else _read_sampled
+            return {number: read(list(group)) for number, group in groupby(kept, key=lambda row: row["question"])}
+        except (KeyError, TypeError) as error:
+            raise DamagedFileError(
+                f"{self.path / SAMPLES} has rows that are none of this evaluation ({error!r}); give another out"
+            ) from error
+
+    def append(self, answers: Answers) -> None:
+        """All answers of one question."""
+        self._rows.append(*(asdict(answer) for answer in answers))
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        self._rows.sync()
+        write_whole(self.path / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        path, begun = self.path / CONFIG, self.path / SAMPLES
+        if begun.exists() and begun.stat().st_size:
+            try:
+                found = json.loads(path.read_bytes())
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"out={self.path} holds {SAMPLES}, and {CONFIG} cannot be read ({error}); give another out"
+                ) from error
+            changed = [
+                f"{name} was {found.get(name)!r}, is {config.get(name)!r}"
+                for name in sorted(found.keys() | config.keys())
+                if found.get(name) != config.get(name)
+            ]
+            if changed:
+                raise UserError(
+                    f"out={self.path} holds another evaluation: {', '.join(changed)}; give the same to go on with it, or another out"
+                )
+        write_whole(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _read_sampled(rows: list[dict[str, Any]]) -> list[SampledAnswer]:
+    return sorted((SampledAnswer(**row) for row in rows), key=lambda answer: answer.sample)
+
+
+def _read_chosen(rows: list[dict[str, Any]]) -> list[ChosenAnswer]:
+    return [ChosenAnswer(**{**row, "choices": [ScoredChoice(**choice) for choice in row["choices"]]}) for row in rows]

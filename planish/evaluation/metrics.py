@@ -1,0 +1,71 @@
+"""What is counted over the answers of an evaluation. Each key is defined in metric_definitions.py.
+
+The unit of every error is the problem (see estimates.py). Answers that could not be judged or asked for are wrong, and counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from planish.errors import UserError
+from planish.evaluation.estimates import Mean, pass_at_k
+from planish.evaluation.types import ChosenAnswer, SampledAnswer
+
+Metrics = dict[str, float]
+
+
+def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int]) -> Metrics:
+    """Of the answers to each problem, equally many to each."""
+    answers = [answer for problem in problems for answer in problem]
+    count = len(answers)
+    correct = [sum(answer.reward > 0 for answer in problem) for problem in problems]
+    metrics = _with_stderr(
+        "score", Mean.of([right / len(problem) for right, problem in zip(correct, problems, strict=True)])
+    )
+    for size in k:
+        estimates = [pass_at_k(len(problem), right, size) for right, problem in zip(correct, problems, strict=True)]
+        metrics |= _with_stderr(f"pass@{size}", Mean.of(estimates))
+    return metrics | {
+        "num_correct": sum(correct),
+        "num_examples": len(problems),
+        "num_samples": count,
+        "num_errors": sum(answer.error is not None for answer in answers),
+        "ended": sum(answer.stop_reason == "stop" for answer in answers) / count,
+        "cut_off": sum(answer.stop_reason == "length" for answer in answers) / count,
+        "answered": sum(answer.extracted is not None for answer in answers) / count,
+        "tokens_per_answer": sum(len(answer.tokens) for answer in answers) / count,
+    }
+
+
+def choice_metrics(answers: Sequence[ChosenAnswer]) -> Metrics:
+    normalized = Mean.of([answer.reward_length_normalized for answer in answers])
+    return (
+        _with_stderr("score", Mean.of([answer.reward for answer in answers]))
+        | _with_stderr("score_length_normalized", normalized)
+        | {
+            "num_correct": sum(answer.reward > 0 for answer in answers),
+            "num_examples": len(answers),
+            "num_errors": sum(answer.error is not None for answer in answers),
+        }
+    )
+
+
+def metrics_of(problems: Sequence[Sequence[Any]], k: Sequence[int]) -> Metrics:
+    """Of problems of either kind, at least one."""
+    if isinstance(problems[0][0], ChosenAnswer):
+        return choice_metrics([answer for [answer] in problems])
+    return sampled_metrics(cast(Sequence[Sequence[SampledAnswer]], problems), k)
+
+
+def check_k(k: Sequence[int], samples: int) -> None:
+    wrong = [size for size in k if not 1 <= size <= samples]
+    if wrong or len(set(k)) < len(k):
+        raise UserError(f"k={list(k)} with samples={samples}: give each k once, from 1 to the number of samples")
+
+
+def named(task: str, metrics: Mapping[str, float]) -> Metrics:
+    """As a training loop logs them: eval/TASK/score, ..."""
+    return {f"eval/{task}/{name}": value for name, value in metrics.items()}
+
+
+def _with_stderr(name: str, mean: Mean) -> Metrics:
+    return {name: mean.value} | ({} if mean.stderr is None else {f"{name}_stderr": mean.stderr})

@@ -1,0 +1,83 @@
+"""Questions with choices: rows of "question", "choices" (two or more texts) and "answer" (a letter, or an index from 0).
+
+Two ways to answer, which are two tasks:
+
+    multiple_choice            the choices are listed with letters; the letter is read from the answer that was drawn
+    multiple_choice_logprobs   the choices are not shown; each is scored as the assistant's message
+
+Reading a letter never guesses: a text in which none is plainly given has no answer, and is wrong.
+"""
+
+import re
+from collections.abc import Mapping
+from string import ascii_uppercase as LETTERS
+from typing import Any
+
+from planish.errors import UserError
+from planish.evaluation.types import Question, Verdict
+from planish.problems.grading import extract_boxed
+from planish.problems.math_datasets import text_of
+
+ASK_FOR_LETTER = 'Answer with the letter of the right choice. End with "Answer: " and that letter.'
+NO_WORD = r"(?![A-Za-z0-9'])(?!(?<=[AI]) [a-z])"
+"""Behind a letter that is not the article, the pronoun, or the beginning of a word."""
+STATED = re.compile(r"(?i:\banswer)\W{0,3}?(?:(?i:is\b)|[:=])\W{0,4}(?:boxed\{)?([A-Z])" + NO_WORD)
+LISTED = re.compile(r"^\s*\(?([A-Z])[).:]", re.MULTILINE)
+LEADING = re.compile(r"\s*\(?([A-Z])(?:[).:]|\s*(?:\n|\Z))")
+ALONE = re.compile(r"\W*([A-Za-z])\W*")
+
+
+def lettered_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    question, choices, reference = _read(row, where)
+    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+    asked: Any = {"role": "user", "content": f"{question}\n\n{listed}\n\n{ASK_FOR_LETTER}"}
+    return Question(number, (asked,), reference, choices)
+
+
+def open_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    question, choices, reference = _read(row, where)
+    asked: Any = {"role": "user", "content": question}
+    return Question(number, (asked,), reference, choices)
+
+
+async def grade_letter(question: Question, text: str) -> Verdict:
+    letter = letter_of(text, len(question.choices))
+    return Verdict(letter == question.reference, letter)
+
+
+def letter_of(text: str, choices: int) -> str | None:
+    """The letter that a text gives: boxed, stated as the answer (the last statement counts), in front, or alone."""
+    boxed = extract_boxed(text)
+    stated = STATED.findall(text)
+    front, alone = LEADING.match(text), ALONE.fullmatch(text)
+    if boxed is not None and (only := ALONE.fullmatch(boxed)):
+        found = only[1].upper()
+    elif stated:
+        found = stated[-1]
+    elif front and len(set(LISTED.findall(text))) <= 1:  # otherwise it repeats the list
+        found = front[1]
+    else:
+        found = alone[1].upper() if alone else ""
+    return found if found and found in LETTERS[:choices] else None
+
+
+def _read(row: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...], str]:
+    question, choices = text_of(row, "question", where), row.get("choices")
+    if not question:
+        raise UserError(f"{where}: the question is empty; write it, or remove the row")
+    if not isinstance(choices, list | tuple) or not 2 <= len(choices) <= len(LETTERS):
+        raise UserError(f'{where}: needs "choices", a list of 2 to {len(LETTERS)} texts; it has {choices!r}')
+    texts = tuple(text_of({"choices": choice}, "choices", where) for choice in choices)
+    if not all(texts) or len(set(texts)) < len(texts):
+        raise UserError(f"{where}: a choice is empty, or there twice: {list(texts)}; let each be there once")
+    return question, texts, LETTERS[_index(row.get("answer"), len(texts), where)]
+
+
+def _index(answer: Any, choices: int, where: str) -> int:
+    if isinstance(answer, str) and len(letter := answer.strip().upper()) == 1 and letter in LETTERS[:choices]:
+        return LETTERS.index(letter)
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < choices:
+        return answer
+    raise UserError(
+        f'{where}: "answer" is {answer!r}; give a letter from A to {LETTERS[choices - 1]}, or an index from 0 to {choices - 1}'
+    )

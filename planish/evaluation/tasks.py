@@ -1,0 +1,62 @@
+"""Tasks by name. All rows of a task are read and checked before anything is sampled; what is wrong is named by its line."""
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.dataset_rows import located_rows
+from planish.errors import UserError
+from planish.evaluation.boxed import grade_boxed, gsm8k_question, math_question
+from planish.evaluation.multiple_choice import grade_letter, lettered_question, open_question
+from planish.evaluation.types import ChoiceTask, Question, SampledTask, Task, Verdict
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    form: str
+    """Of a row."""
+    published: str | None
+    """The hub's name of its data; None: there is none, and the data have to be named."""
+    read: Callable[[Mapping[str, Any], str, int], Question]
+    """A row, its place for messages, and its number."""
+    grade: Callable[[Question, str], Awaitable[Verdict]] | None
+    """None: choices are compared by their logprobs."""
+
+
+TASKS: dict[str, TaskKind] = {
+    "gsm8k": TaskKind('"question", "answer" (after ####)', "openai/gsm8k", gsm8k_question, grade_boxed),
+    "math500": TaskKind('"problem", "answer" or "solution"', "HuggingFaceH4/MATH-500", math_question, grade_boxed),
+    "multiple_choice": TaskKind('"question", "choices", "answer"', None, lettered_question, grade_letter),
+    "multiple_choice_logprobs": TaskKind('"question", "choices", "answer"', None, open_question, None),
+}
+"""Add a task of your own here: `TASKS["mine"] = TaskKind(...)`."""
+
+
+def load_task(name: str, data: str | Path | None = None, *, limit: int | None = None, title: str | None = None) -> Task:
+    """The questions of a task: all of `data`, or the first `limit`.
+
+    `data`: a JSONL or parquet file, a directory with a test split, or a name of the hub; None is the published test set.
+    `title` is the task's name in metrics and files, if it is not `name`.
+    """
+    kind = TASKS.get(name)
+    if kind is None:
+        raise UserError(f"task {name!r}: there is no such task; there are {', '.join(TASKS)}")
+    place = str(data) if data is not None else kind.published
+    if place is None:
+        raise UserError(f"task {name}: its data have to be named (--data FILE, data=...); rows have {kind.form}")
+    if limit is not None and limit < 1:
+        raise UserError(f"limit={limit}: give a whole number of at least 1, or leave it out for all questions")
+    rows = located_rows(place, "train" if Path(place).expanduser().is_file() else "test")
+    questions = [kind.read(row, where, number) for number, (where, row) in enumerate(rows, start=1)]
+    if not questions:
+        raise UserError(f"task {name}: {place} has no rows; give data with {kind.form}")
+    shared = (title or name, place, _digest(questions), questions[:limit])
+    return ChoiceTask(*shared) if kind.grade is None else SampledTask(*shared, kind.grade)
+
+
+def _digest(questions: list[Question]) -> str:
+    asked = [(question.messages, question.reference, question.choices) for question in questions]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()

@@ -1,0 +1,148 @@
+"""`planish eval` on a small random model: what it prints and keeps, checkpoints by name, Ctrl-C."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import planish
+from planish import ServiceClient
+from planish.cli import main
+from planish.errors import UserError
+from planish.evaluation import Sampling, evaluate, load_task, open_model
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch, small_model):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLANISH_MODELS", f"tiny={small_model}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(planish.__file__).parents[1]))  # of the subprocess
+    monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
+    monkeypatch.delenv("PLANISH_BASE_URL", raising=False)
+    return tmp_path
+
+
+def words(model, data, *more):
+    given = ["eval", "gsm8k", "--model", model, "--data", str(data), "--max-tokens", "8", "--temperature", "1"]
+    return [*given, "--samples", "3", "--k", "1,3", *more]
+
+
+def results_of(directory):
+    return json.loads((directory / "results.json").read_text())
+
+
+def test_it_prints_what_it_keeps(here, sums, capsys):
+    assert main(words("tiny", sums, "--limit", "4")) == 0
+    out = here / "evaluations" / "gsm8k-tiny"
+    printed = capsys.readouterr().out
+    assert "evaluations/gsm8k-tiny/results.json" in printed
+    found = results_of(out)
+    assert found["task"]["num_questions"] == 4
+    assert found["model"] == {"name": "tiny", "base_model": "tiny", "renderer": "qwen3_instruct"}
+    assert found["settings"]["k"] == [1, 3]
+    assert f"pass@3                   {found['metrics']['pass@3']:.4f} ± " in printed
+    assert {"planish", "torch", "python"} <= set(found["versions"])
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 12
+    assert len({row["answer"] for row in rows}) > 6
+    assert all(1 <= len(row["tokens"]) <= 8 for row in rows)
+    before = (out / "samples.jsonl").read_bytes()
+    assert main(words("tiny", sums, "--limit", "4", "--concurrency", "1")) == 0
+    assert (out / "samples.jsonl").read_bytes() == before
+    assert main(words("tiny", sums, "--limit", "4", "--seed", "1")) == 1
+    assert "seed was 0, is 1" in capsys.readouterr().err
+
+
+def test_concurrency_changes_no_answer(sums):
+    task = load_task("gsm8k", sums, limit=6)
+    drawn = Sampling(samples=2, max_tokens=8, temperature=1.0)
+    with ServiceClient() as service:
+        client = open_model(service, "tiny").sampling_client
+        one, many = (asyncio.run(evaluate(client, task, drawn, concurrency=count)) for count in (1, 6))
+    assert one == many
+
+
+def test_choices_are_scored_as_one_by_one(capitals, here):
+    task = load_task("multiple_choice_logprobs", capitals)
+    with ServiceClient() as service:
+        model = open_model(service, "tiny")
+        asyncio.run(evaluate(model.sampling_client, task, out=here / "out"))
+        rows = [json.loads(line) for line in (here / "out" / "samples.jsonl").read_text().splitlines()]
+        for row in rows:
+            for choice in row["choices"]:
+                messages = [
+                    *task.questions[row["question"] - 1].messages,
+                    {"role": "assistant", "content": choice["text"]},
+                ]
+                tokens, weights = model.renderer.build_supervised_example(messages)
+                every = model.sampling_client.compute_logprobs(tokens).result()
+                scored = [logprob for logprob, weight in zip(every, weights.tolist(), strict=True) if weight]
+                assert choice["logprob"] == pytest.approx(sum(scored), abs=1e-4)
+                assert choice["num_tokens"] == len(scored)
+            assert row["answer"] == max(row["choices"], key=lambda choice: choice["logprob"])["letter"]
+
+
+def test_a_checkpoint_is_named_by_path_or_by_its_run_and_brings_its_renderer(here, sums, capsys):
+    with ServiceClient() as service:
+        training = service.create_lora_training_client("tiny", rank=2, user_metadata={"renderer_name": "role_colon"})
+        path = training.save_weights_for_sampler("trained").result().path
+        run = here / "runs" / "sl"
+        run.mkdir(parents=True)
+        (run / "checkpoints.jsonl").write_text(json.dumps({"name": "a", "batch": 1, "sampler_path": path}) + "\n")
+        model = open_model(service, path)
+        assert (model.name, model.renderer.name) == (path, "role_colon")
+        assert open_model(service, str(run)).name == path
+        assert open_model(service, path.replace("tinker://", "planish://"), "chatml").renderer.name == "chatml"
+        assert model.context_window == 2048
+        (run / "checkpoints.jsonl").write_text("")
+        with pytest.raises(UserError, match="saved no weights"):
+            open_model(service, str(run))
+    assert main(words(path, sums, "--limit", "1", "--out", "out")) == 0
+    assert results_of(here / "out")["model"] == {"name": path, "base_model": "tiny", "renderer": "role_colon"}
+    assert main(words("tinker://gone/sampler_weights/x", sums)) == 1
+    assert "gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--samples", "3", "--temperature", "0"], "the same answer"),
+        (["--data", "missing.jsonl"], "no such file"),
+        (["--k", "9"], "from 1 to the number of samples"),
+        (["--limit", "0"], "limit=0"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(sums, capsys, more, message):
+    assert main(words("tiny", sums, *more)) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_control_c_keeps_what_is_done(here, sums):
+    command = [sys.executable, "-m", "planish", *words("tiny", sums), "--max-tokens", "30", "--concurrency", "1"]
+    out = here / "evaluations" / "gsm8k-tiny"
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as process:
+        while not ((out / "samples.jsonl").exists() and (out / "samples.jsonl").stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate()
+    assert process.returncode == 130
+    assert "the same command goes on" in printed
+    done = (out / "samples.jsonl").read_bytes()
+    assert 0 < done.count(b"\n") < 36
+    assert main(command[3:]) == 0
+    assert (out / "samples.jsonl").read_bytes().startswith(done)
+    resumed = results_of(out)
+    assert main([*command[3:], "--out", "whole", "--concurrency", "12"]) == 0
+    assert results_of(here / "whole")["metrics"] == resumed["metrics"]
