@@ -11,7 +11,7 @@ from planish.client.service_client import ServiceClient
 from planish.console import StepDisplay
 from planish.errors import UserError
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
-from planish.evaluation.evaluate import CONCURRENCY
+from planish.evaluation.evaluate import CONCURRENCY, checked_draws
 from planish.evaluation.files import RESULTS, SAMPLES
 from planish.renderers import FORMATS
 from planish.runs import read_rows
@@ -48,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     task = load_task(arguments.task, arguments.data, limit=arguments.limit)
     sampling = _sampling(arguments)
+    checked_draws(task, sampling, arguments.k, arguments.concurrency)  # before a model is loaded
     out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
     try:
-        results = asyncio.run(_evaluate(arguments, task, sampling, out))
+        results = _evaluate(arguments, task, sampling, out)
     except KeyboardInterrupt:
         rows = read_rows(out / SAMPLES)
         answered = len({row["question"] for row in rows} & {question.number for question in task.questions})
@@ -61,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Sampling | None, out: Path) -> Results:
+def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Sampling | None, out: Path) -> Results:
     with ServiceClient(
         base_url=arguments.base_url, api_key=arguments.api_key, data_dir=arguments.data_dir
     ) as service_client:
         model = open_model(service_client, arguments.model, arguments.renderer)
         with StepDisplay(len(task.questions), unit="questions") as display:
-            return await evaluate(
+            work = evaluate(
                 model.sampling_client,
                 task,
                 sampling,
@@ -79,6 +80,7 @@ async def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Samplin
                 model_name=model.name,
                 display=display,
             )
+            return asyncio.run(work)
 
 
 def summary(results: Results) -> list[str]:

@@ -9,8 +9,8 @@ not the question's own, such as a server that is gone, ends the evaluation, and 
 import asyncio
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ async def evaluate(
     for, and a prompt that leaves none is an error of that question; without, it ends the evaluation. `out`: a directory to keep
     the answers in, and to go on from. `model_name`: how the files name the model; None: its checkpoint, or its base model.
     """
-    draws, sizes = _checked(task, sampling, k, concurrency)
+    draws, sizes = checked_draws(task, sampling, k, concurrency)
     renderer = renderer or choose_renderer(None, sampling_client.get_base_model(), sampling_client.get_tokenizer())
     model = {
         "name": model_name or getattr(sampling_client, "model_path", None) or sampling_client.get_base_model(),
@@ -78,7 +78,7 @@ async def evaluate(
             return [await answerer.choose(one)]
         return await answerer.draw(one, task, draws)
 
-    with _directory(out, config) as directory:
+    with nullcontext() if out is None else EvaluationDirectory(out, config) as directory:
         samples = 1 if draws is None else draws.samples
         known = directory.answers(task, samples) if directory else {}
         wanted = {question.number for question in task.questions}
@@ -144,9 +144,10 @@ async def _answer_all(
                 tasks.create_task(one(question))
 
 
-def _checked(
+def checked_draws(
     task: Task, sampling: Sampling | None, k: Sequence[int] | None, concurrency: int
 ) -> tuple[Sampling | None, tuple[int, ...]]:
+    """What is drawn, and the k of pass@k; UserError if that cannot be done for this task."""
     if concurrency < 1:
         raise UserError(f"concurrency={concurrency}: give a whole number of at least 1")
     if not task.questions:
@@ -166,15 +167,6 @@ def _checked(
 
 def _rendered(task: Task, renderer: Renderer, question: Any) -> Asked:
     return ask_for_choice(question, renderer) if isinstance(task, ChoiceTask) else ask(question, renderer)
-
-
-@contextmanager
-def _directory(out: str | Path | None, config: Mapping[str, Any]) -> Iterator[EvaluationDirectory | None]:
-    if out is None:
-        yield None
-        return
-    with EvaluationDirectory(out, config) as directory:
-        yield directory
 
 
 def _versions() -> dict[str, str]:

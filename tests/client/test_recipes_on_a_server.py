@@ -1,10 +1,12 @@
 """Recipes with `base_url`: the rows of a run in this process, and a run that goes on in another session."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from planish.evaluation import Sampling, evaluate, load_task, open_model
 from planish.recipes import math_rl, rl_loop, sl_loop
 from planish.runs import read_rows
 
@@ -77,3 +79,19 @@ def test_the_library_of_recipes_runs_on_a_server(server_url, tmp_path):
     run = math_rl.main(options)
     assert [row["progress/batch"] for row in rows_of(run)] == [0, 1, 2]
     assert read_rows(run / "checkpoints.jsonl")[-1]["sampler_path"].startswith("tinker://")
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "multiple_choice_logprobs"])
+def test_an_evaluation_is_the_same(remote_client, embedded_client, sums, tmp_path, name):
+    choices = {"question": "Which?", "choices": ["one", "two", "three"], "answer": "B"}
+    (tmp_path / "choices.jsonl").write_text(json.dumps(choices) + "\n")
+    task = load_task(name, sums if name == "gsm8k" else tmp_path / "choices.jsonl")
+    draws = Sampling(samples=2, max_tokens=8, temperature=1.0) if name == "gsm8k" else None
+    rows = []
+    for client in (remote_client, embedded_client):
+        model = open_model(client, "tiny", "role_colon")
+        assert model.context_window == 2048
+        out = tmp_path / f"out-{len(rows)}"
+        asyncio.run(evaluate(model.sampling_client, task, draws, renderer=model.renderer, concurrency=1, out=out))
+        rows.append(read_rows(out / "samples.jsonl"))
+    assert rows[0] == rows[1]

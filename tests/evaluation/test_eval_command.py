@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,9 +15,11 @@ import pytest
 
 import planish
 from planish import ServiceClient
-from planish.cli import main
+from planish.cli import _parser, main
 from planish.errors import UserError
-from planish.evaluation import Sampling, evaluate, load_task, open_model
+from planish.evaluation import TASKS, Sampling, evaluate, load_task, open_model
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +112,13 @@ def test_a_checkpoint_is_named_by_path_or_by_its_run_and_brings_its_renderer(her
     assert results_of(here / "out")["model"] == {"name": path, "base_model": "tiny", "renderer": "role_colon"}
     assert main(words("tinker://gone/sampler_weights/x", sums)) == 1
     assert "gone" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page_are_ones_that_are_taken():
+    commands = re.findall(r"^planish (eval .+)$", (DOCS / "evaluation.md").read_text(), re.MULTILINE)
+    assert len(commands) > 3
+    for command in commands:
+        assert _parser(["eval"]).parse_args(shlex.split(command)).task in TASKS
 
 
 @pytest.mark.parametrize(

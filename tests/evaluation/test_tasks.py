@@ -21,7 +21,11 @@ def write(path, *rows):
 
 def verdict(task, text, question=0):
     assert isinstance(task, SampledTask)
-    return asyncio.run(task.grade(task.questions[question], text))
+
+    async def graded():
+        return await task.grade(task.questions[question], text)
+
+    return asyncio.run(graded())
 
 
 def test_gsm8k_is_asked_as_in_training(sums):
@@ -37,7 +41,7 @@ def test_a_directory_gives_its_test_split(tmp_path):
     write(tmp_path / "train.jsonl", {"question": "train?", "answer": "1"})
     write(tmp_path / "test.jsonl", {"question": "test?", "answer": "1"})
     [question] = load_task("gsm8k", tmp_path).questions
-    assert question.messages[-1]["content"].startswith("test?")
+    assert str(question.messages[-1]["content"]).startswith("test?")
 
 
 def test_math_rows_have_answers_plain_boxed_or_in_their_solution(tmp_path):
