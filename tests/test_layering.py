@@ -41,7 +41,7 @@ LAYERS = (
     ("model_renderer",),
     ("rl", "supervised", "preference"),
     ("tool_use", "problems"),
-    ("evaluation",),
+    ("inspect_entry", "evaluation"),
     ("recipes", "commands", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,75 @@
+# pyright: reportMissingImports=false
+"""A task of Inspect as a test between training steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from inspect_ai import eval_async
+from inspect_ai.log import EvalLog
+from inspect_ai.model import GenerateConfig, Model
+
+from planish.checkpointing import choose_renderer
+from planish.errors import PlanishError
+from planish.evaluation.inspect_model import MAX_CONNECTIONS
+from planish.evaluation.models import OpenedModel
+from planish.evaluators import SamplingClientEvaluator
+from planish.inspect_entry import provider
+from planish.renderers import Renderer
+
+
+class InspectEvaluator(SamplingClientEvaluator):
+    """Answers eval/TASK/SCORER/METRIC of each of the tasks, and eval/TASK/num_examples and .../num_errors."""
+
+    def __init__(
+        self,
+        tasks: Any,
+        *,
+        name: str = "inspect",
+        config: GenerateConfig | None = None,
+        renderer: Renderer | None = None,
+        context_window: int | None = None,
+        limit: int | None = None,
+        log_dir: str | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """`tasks`, `limit` and `log_dir` as Inspect's `eval_async` takes them; `config` overrides what the tasks say of generation.
+        `renderer`: None is the one that the base model is known for."""
+        self.name = name
+        self.tasks = tasks
+        self.config = config or GenerateConfig()
+        self.renderer = renderer
+        self.context_window = context_window
+        self.limit = limit
+        self.log_dir = log_dir
+        self.max_connections = max_connections
+
+    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+        base_model = sampling_client.get_base_model()
+        renderer = self.renderer or choose_renderer(None, base_model, sampling_client.get_tokenizer())
+        opened = OpenedModel(base_model, sampling_client, renderer, self.context_window)
+        logs = await eval_async(
+            self.tasks,
+            model=Model(provider(base_model, model=opened), self.config),  # the registry names it in logs
+            limit=self.limit,
+            log_dir=self.log_dir,
+            max_connections=self.max_connections,
+            fail_on_error=False,
+        )
+        return {name: value for log in logs for name, value in metrics_of(log).items()}
+
+
+def metrics_of(log: EvalLog) -> dict[str, float]:
+    """PlanishError if the task as a whole came to no end; samples that failed are counted."""
+    if log.status != "success" or log.results is None:
+        reason = log.error.message if log.error else "none of its samples could be scored"
+        raise PlanishError(f"Inspect's task {log.eval.task} gave no results: {reason}; see {log.location}")
+    results, prefix = log.results, f"eval/{log.eval.task}"
+    metrics = {
+        f"{prefix}/{score.name}/{name}": float(metric.value)
+        for score in results.scores
+        for name, metric in score.metrics.items()
+    }
+    return metrics | {
+        f"{prefix}/num_examples": results.total_samples,
+        f"{prefix}/num_errors": results.total_samples - results.completed_samples,
+    }

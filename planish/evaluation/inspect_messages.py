@@ -1,0 +1,100 @@
+# pyright: reportMissingImports=false
+"""Messages of Inspect as messages of a renderer, and sampled sequences as Inspect's choices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    ContentReasoning,
+    ContentText,
+    Logprob,
+    Logprobs,
+    TopLogprob,
+)
+
+from planish.errors import UnsupportedError
+from planish.renderers import Message, Renderer
+from planish.types import SampledSequence
+
+
+def renderer_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """UnsupportedError for what is no text: pictures, sound, documents, calls of tools."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: ChatMessage) -> Message:
+    if message.role == "tool" or getattr(message, "tool_calls", None):
+        raise UnsupportedError("a message calls a tool or answers for one; planish's provider of Inspect has no tools")
+    if isinstance(message.content, str):
+        return {"role": message.role, "content": message.content}
+    parts: list[Any] = [_part(part, message.role) for part in message.content]
+    if all(part["type"] == "text" for part in parts):
+        return {"role": message.role, "content": "\n".join(part["text"] for part in parts)}
+    return {"role": message.role, "content": parts}
+
+
+def _part(part: Any, role: str) -> dict[str, str]:
+    if isinstance(part, ContentText):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ContentReasoning) and role == "assistant":
+        return {"type": "thinking", "thinking": part.reasoning}
+    raise UnsupportedError(f"a message of the {role} holds {part.type}; planish reads text only")
+
+
+def choice(
+    sequence: SampledSequence,
+    renderer: Renderer,
+    model_name: str,
+    *,
+    stop: Sequence[str],
+    was_bounded_by_context: bool,
+    with_logprobs: bool,
+) -> ChatCompletionChoice:
+    """`stop`: the strings of the request, which Inspect leaves out of the text."""
+    message, _ = renderer.parse_response(sequence.tokens)
+    cut_off = "model_length" if was_bounded_by_context else "max_tokens"
+    return ChatCompletionChoice(
+        message=ChatMessageAssistant(content=_content(message, stop), model=model_name, source="generate"),
+        stop_reason="stop" if sequence.stop_reason == "stop" else cut_off,
+        logprobs=Logprobs(content=_logprobs(sequence, renderer)) if with_logprobs else None,
+    )
+
+
+def _content(message: dict[str, Any], stop: Sequence[str]) -> Any:
+    if isinstance(message["content"], str):
+        return _before(message["content"], stop)
+    return [
+        ContentReasoning(reasoning=part["thinking"])
+        if part["type"] == "thinking"
+        else ContentText(text=_before(part["text"], stop))
+        for part in message["content"]
+    ]
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    found = [at for string in stop if (at := text.find(string)) >= 0]
+    return text[: min(found)] if found else text
+
+
+def _logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:
+    """Of each token, the end mark included."""
+    tops = sequence.topk_logprobs or [None] * len(sequence.tokens)
+    drawn = zip(sequence.tokens, sequence.logprobs, tops, strict=True)
+    return [
+        Logprob(
+            token=_text(renderer, token),
+            logprob=logprob,
+            bytes=list(_text(renderer, token).encode()),
+            top_logprobs=[TopLogprob(token=_text(renderer, other), logprob=value) for other, value in top]
+            if top
+            else None,
+        )
+        for token, logprob, top in drawn
+    ]
+
+
+def _text(renderer: Renderer, token: int) -> str:
+    return renderer.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)

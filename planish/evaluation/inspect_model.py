@@ -1,0 +1,120 @@
+# pyright: reportMissingImports=false
+"""planish as a provider of models for Inspect (https://inspect.aisi.org.uk):
+
+    inspect eval task.py --model planish/HuggingFaceTB/SmolLM2-135M-Instruct
+    inspect eval task.py --model planish/tinker://RUN/sampler_weights/NAME -M renderer=chatml -M data_dir=DIR
+    inspect eval task.py --model planish/Qwen/Qwen3-8B --model-base-url http://gpu:8000
+
+Messages go through the model's renderer, so a task sees the prompts that training sees. Text only, and no tools: a task that needs
+more is refused at its first request.
+"""
+
+import asyncio
+import time
+
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelAPI, ModelOutput, ModelUsage
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from planish.client.service_client import ServiceClient
+from planish.errors import UnsupportedError
+from planish.evaluation.inspect_messages import choice, renderer_messages
+from planish.evaluation.inspect_options import check_options, sampling_params
+from planish.evaluation.models import OpenedModel, open_model
+
+MAX_TOKENS = 2048
+"""Of an answer where the task does not say, as Inspect's own providers have it; less where the context has no room."""
+MAX_CONNECTIONS = 64
+
+
+class PlanishAPI(ModelAPI):
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008, as Inspect's providers have it
+        *,
+        renderer: str | None = None,
+        data_dir: str | None = None,
+        model: OpenedModel | None = None,
+    ) -> None:
+        """`renderer` and `data_dir` as `-M` arguments. `model` is used instead of opening one, and not closed."""
+        super().__init__(model_name, base_url, api_key, ["PLANISH_API_KEY"], config)
+        self._service: ServiceClient | None = None
+        if model is None:
+            self._service = ServiceClient(base_url=base_url, api_key=self.api_key, data_dir=data_dir)
+            model = open_model(self._service, model_name, renderer)
+        self.model = model
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        check_options(config)
+        if tools and tool_choice != "none":
+            raise UnsupportedError("the task gives the model tools; planish's provider of Inspect has none")
+        renderer = self.model.renderer
+        prompt = renderer.build_generation_prompt(renderer_messages(input))
+        wanted = config.max_tokens or MAX_TOKENS
+        window = self.model.context_window
+        room = wanted if window is None else min(wanted, window - prompt.length)
+        if room < 1:
+            said = f"the prompt has {prompt.length} tokens, and the model's context holds {window}"
+            return ModelOutput.from_content(self.model_name, said, "model_length")
+        began = time.monotonic()
+        response = await self.model.sampling_client.sample_async(
+            prompt=prompt,
+            num_samples=config.num_choices or 1,
+            sampling_params=sampling_params(config, room, self._stop(config.stop_seqs or [])),
+            topk_sample_logprobs=(config.top_logprobs or 0) if config.logprobs else 0,
+        )
+        drawn = sum(len(sequence.tokens) for sequence in response.sequences)
+        cached = response.prompt_cache_hit_tokens
+        return ModelOutput(
+            model=self.model_name,
+            choices=[
+                choice(
+                    sequence,
+                    renderer,
+                    self.model_name,
+                    stop=config.stop_seqs or [],
+                    was_bounded_by_context=room < wanted,
+                    with_logprobs=bool(config.logprobs),
+                )
+                for sequence in response.sequences
+            ],
+            usage=ModelUsage(
+                input_tokens=prompt.length - cached,
+                output_tokens=drawn,
+                total_tokens=prompt.length + drawn,
+                input_tokens_cache_read=cached,
+            ),
+            time=time.monotonic() - began,
+        )
+
+    def _stop(self, strings: list[str]) -> list[str] | list[int]:
+        """The format's own stops and the task's. The sampler takes tokens or strings, so a token is then told as its text."""
+        own = self.model.renderer.get_stop_sequences()
+        if not strings:
+            return own
+        tokenizer = self.model.renderer.tokenizer
+        return [*strings, *(mark if isinstance(mark, str) else tokenizer.decode([mark]) for mark in own)]
+
+    async def count_text_tokens(self, text: str) -> int:
+        return len(self.model.renderer.tokenizer.encode(text, add_special_tokens=False))
+
+    async def tokenize(self, text: str) -> list[int]:
+        return list(self.model.renderer.tokenizer.encode(text, add_special_tokens=False))
+
+    def max_tokens(self) -> int | None:
+        return MAX_TOKENS
+
+    def max_connections(self) -> int:
+        return MAX_CONNECTIONS
+
+    def connection_key(self) -> str:
+        return self.base_url or "this process"
+
+    async def aclose(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            await asyncio.to_thread(service.close)
