@@ -137,6 +137,7 @@ def test_what_cannot_be_done_is_one_line(sums, capsys, more, message):
     assert "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_control_c_keeps_what_is_done(here, sums):
     command = [sys.executable, "-m", "planish", *words("tiny", sums), "--max-tokens", "30", "--concurrency", "1"]
     out = here / "evaluations" / "gsm8k-tiny"
