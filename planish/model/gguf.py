@@ -107,6 +107,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
         _write_json(staging / "config.json", config)
         _write_json(staging / "generation_config.json", {k: v for k, v in config.items() if k.endswith("_token_id")})
         save_tokenizer(staging, tokenizer, **_tokenizer_settings(source))
+        (staging / "README.md").write_text(_readme(source), encoding="utf-8")
         save_file(_tensors(source), staging / SINGLE_FILE, metadata={"format": "pt"})
         load_weights(staging, ModelConfig.from_directory(staging))
         _publish(staging, directory)
@@ -117,6 +118,14 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return directory
+
+
+def _readme(source: GGUFFile) -> str:
+    """What the file says of its licence, where the hub's cards have it."""
+    names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
+    told = {name: source.metadata.get(f"general.{key}") for name, key in names.items()}
+    lines = [f"{name}: {json.dumps(value)}" for name, value in told.items() if isinstance(value, str)]
+    return "\n".join(["---", *lines, "---", "", f"Converted from {source.path.name} by planish.", ""])
 
 
 def _publish(staging: Path, directory: Path) -> None:

@@ -43,6 +43,7 @@ HUB_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "README.md",
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*/[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 HUB_TIMEOUT_SECONDS = 5.0

@@ -1,0 +1,123 @@
+"""`planish chat`: a conversation with a base model or a checkpoint.
+
+    planish chat                                          the embedded model
+    planish chat --model tinker://.../sampler_weights/x   a checkpoint
+    planish chat --model RUN                              the last checkpoint of a run directory
+    planish chat < questions.txt                          one line, one turn; only answers are printed
+
+A line is what the user says, or a command with a slash. At a terminal an error is told and the conversation goes on; of lines that come from a
+pipe the first that fails ends the program, with status 1. What is said never becomes a control token: renderers see to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from planish.commands.chat_session import ChatSession, Draws, Ended
+from planish.commands.chat_voice import Piece, listening
+from planish.errors import PlanishError
+from planish.model.sources import DEFAULT_MODEL
+
+_PROMPT = "> "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="base model, checkpoint (tinker://...) or run directory (%(default)s)"
+    )
+    parser.add_argument("--renderer", metavar="NAME", help="chat format (default: the checkpoint's or the model's own)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (%(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same lines give the same answers")
+    parser.add_argument("--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this process)")
+    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="checkpoints of this machine (default: PLANISH_DATA)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    draws = Draws(arguments.temperature, arguments.max_tokens, arguments.seed)
+    with listening(
+        arguments.model, arguments.renderer, arguments.base_url, arguments.api_key, arguments.data_dir
+    ) as voice:
+        session = ChatSession(voice, draws, arguments.system)
+        at_terminal = sys.stdin.isatty()
+        screen = Screen(at_terminal)
+        if at_terminal:
+            screen.note(f"{voice.name}, renderer {voice.renderer.name}. /help lists the commands, Ctrl-D ends.")
+            if not voice.streams:
+                screen.note("Of a server's model an answer is shown when it is whole.")
+        converse(session, _typed(screen) if at_terminal else _piped(), screen)
+
+
+class Screen:
+    """What is shown: answers on stdout, everything else on stderr."""
+
+    def __init__(self, at_terminal: bool) -> None:
+        self.at_terminal = at_terminal
+        self._answers = Console(highlight=False, soft_wrap=True)
+        self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def show(self, piece: Piece) -> None:
+        """A part of an answer, as it comes. Reasoning is for people only."""
+        if piece.reasoning and self.at_terminal:
+            self._answers.print(Text(piece.reasoning, style="dim"), end="")
+        if piece.begins and piece.had_reasoning and self.at_terminal:
+            self._answers.print()
+        if piece.text:
+            self._answers.file.write(piece.text)  # as it is: it may hold what rich takes for marks
+        self._answers.file.flush()
+
+    def end_answer(self) -> None:
+        self._answers.file.write("\n")
+        self._answers.file.flush()
+
+    def note(self, text: str) -> None:
+        if text:
+            self._notes.print(Text(text, style="dim"))
+
+
+def converse(session: ChatSession, lines: Iterator[str], screen: Screen) -> None:
+    """Take lines until there are no more, or one says /quit."""
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            outcome = session.take(line, screen.show)
+        except PlanishError as error:
+            if not screen.at_terminal:
+                raise
+            screen.note(str(error))
+            continue
+        if isinstance(outcome, Ended):
+            return
+        if outcome.is_answer:
+            screen.end_answer()
+        screen.note(outcome.note)
+
+
+def _typed(screen: Screen) -> Iterator[str]:
+    with suppress(ImportError):  # some systems have none
+        import readline  # noqa: F401  (its import gives input() a history)
+    while True:
+        try:
+            yield input(_PROMPT)
+        except KeyboardInterrupt:
+            screen.note("\nCtrl-D or /quit ends; Ctrl-C stops an answer")
+        except EOFError:
+            screen.note("")
+            return
+
+
+def _piped() -> Iterator[str]:
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")

@@ -1,0 +1,169 @@
+"""A conversation that is held line by line: what was said, and the commands that change it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.commands.chat_voice import Answer, Show, Voice
+from planish.completers import derived_seed
+from planish.errors import StorageError, UserError
+
+HELP = """\
+/help              this list
+/reset             forget what was said; the system message stays
+/system [TEXT]     set the system message for all that follows; without TEXT, none
+/retry             another answer to the last message
+/undo              take back the last message and its answer
+/save FILE         append the conversation to a JSONL file, as chat_sl reads it
+/temperature T     of the next answers; 0 is the likeliest
+/quit              end, as Ctrl-D does
+//...              a message that begins with a slash"""
+
+
+@dataclass
+class Draws:
+    """How answers are drawn."""
+
+    temperature: float
+    max_tokens: int
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens={self.max_tokens}: give a whole number of at least 1")
+        self._drawn = 0
+
+    def next_seed(self) -> int | None:
+        """Another for each answer, also for one to the same message."""
+        self._drawn += 1
+        return None if self.seed is None else derived_seed(self.seed, self._drawn)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of a line."""
+
+    note: str = ""
+    is_answer: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The line was /quit."""
+
+
+class ChatSession:
+    def __init__(self, voice: Voice, draws: Draws, system: str | None = None) -> None:
+        self.system = system
+        self.turns: list[Mapping[str, Any]] = []
+        """User and assistant in turn."""
+        self._voice = voice
+        self._draws = draws
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.turns]
+
+    def take(self, line: str, show: Show) -> Taken | Ended:
+        """Do what a line says. UserError: it cannot be done, and nothing has changed."""
+        if not line.startswith("/"):
+            return self._said(line, show)
+        if line.startswith("//"):
+            return self._said(line[1:], show)
+        name, _, argument = line[1:].partition(" ")
+        commands: Mapping[str, Callable[[str], Taken | Ended]] = {
+            "help": lambda _: Taken(HELP),
+            "reset": self._reset,
+            "system": self._set_system,
+            "retry": lambda _: self._retry(show),
+            "undo": self._undo,
+            "save": self._save,
+            "temperature": self._set_temperature,
+            "quit": lambda _: Ended(),
+        }
+        if name not in commands:
+            raise UserError(f"/{name} is no command; /help lists them, and // begins a message with a slash")
+        if argument.strip() and name not in ("system", "save", "temperature"):
+            raise UserError(f"/{name} takes nothing after it")
+        return commands[name](argument.strip())
+
+    def _said(self, text: str, show: Show) -> Taken:
+        turns = self.turns
+        self.turns = [*turns, {"role": "user", "content": text}]
+        try:
+            return self._answer(show)
+        except BaseException:
+            self.turns = turns
+            raise
+
+    def _retry(self, show: Show) -> Taken:
+        if not self.turns:
+            raise UserError("/retry: nothing was said yet")
+        turns = self.turns
+        self.turns = turns[:-1]
+        try:
+            return self._answer(show)
+        except BaseException:
+            self.turns = turns
+            raise
+
+    def _answer(self, show: Show) -> Taken:
+        draws = self._draws
+        answer = self._voice.answer(self.messages, draws.temperature, draws.max_tokens, draws.next_seed(), show)
+        self.turns = [*self.turns, answer.message]
+        return Taken(_note(answer), is_answer=True)
+
+    def _reset(self, _: str) -> Taken:
+        self.turns = []
+        return Taken("forgotten")
+
+    def _set_system(self, text: str) -> Taken:
+        self.system = text or None
+        return Taken("system message set" if text else "no system message")
+
+    def _undo(self, _: str) -> Taken:
+        if not self.turns:
+            raise UserError("/undo: nothing was said yet")
+        self.turns = self.turns[:-2]
+        return Taken(f"taken back; {len(self.turns) // 2} exchanges are left")
+
+    def _save(self, name: str) -> Taken:
+        if not name:
+            raise UserError("/save: give the name of a file")
+        if not self.turns:
+            raise UserError("/save: nothing was said yet")
+        path = Path(name).expanduser()
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise StorageError(f"/save {name}: {error}") from error
+        return Taken(f"appended to {path}")
+
+    def _set_temperature(self, text: str) -> Taken:
+        try:
+            temperature = float(text)
+        except ValueError:
+            raise UserError(f"/temperature {text}: give a number") from None
+        check_temperature(temperature)
+        self._draws.temperature = temperature
+        return Taken(f"temperature {temperature:g}")
+
+
+def check_temperature(temperature: float) -> None:
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature={temperature}: give 0 or more")
+
+
+def _note(answer: Answer) -> str:
+    """What is to be known of an answer beside its text."""
+    calls = [f"calls {call['function']['name']}({call['function']['arguments']})" for call in answer.reading.calls]
+    ends = {"length": f"cut off after {answer.num_tokens} tokens; --max-tokens", "stopped": "stopped"}
+    return "\n".join([*calls, *([ends[answer.ended]] if answer.ended in ends else [])])

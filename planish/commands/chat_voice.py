@@ -1,0 +1,193 @@
+"""Answers of a model, drawn token by token and shown as they come.
+
+An engine in this process tells each token when it is drawn. A server answers when the sample is whole, so nothing comes before the end then.
+What is shown cannot be taken back, so the text that is still open (half a character, the beginning of a mark) is held back, by the
+same reader that streams over the server's /v1 endpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from planish.checkpointing import choose_renderer
+from planish.client.local import chosen_url, connect, start_engine
+from planish.errors import UserError
+from planish.export.origin import newest
+from planish.model.config import ModelConfig
+from planish.renderers import Renderer
+from planish.runs import CHECKPOINTS
+from planish.server.openai_reading import Growing, Reading, marks_of, read_message
+from planish.service import CreateSampler, Sample, Service
+from planish.tokenizer import load_tokenizer
+from planish.types import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer."""
+
+    text: str
+    reasoning: str = ""
+    begins: bool = False
+    """The first part that has text."""
+    had_reasoning: bool = False
+
+
+Show = Callable[[Piece], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    message: Mapping[str, Any]
+    """As the renderer reads it; of what there was, where it was stopped."""
+    reading: Reading
+    num_tokens: int
+    ended: str
+    """stop, length (max_tokens), or stopped (Ctrl-C)."""
+
+
+class Voice:
+    """A sampler that speaks a chat format."""
+
+    def __init__(
+        self, service: Service, sampler_id: str, name: str, renderer: Renderer, context: int | None, streams: bool
+    ) -> None:
+        self.name = name
+        self.renderer = renderer
+        self.streams = streams
+        """Whether tokens are told as they are drawn."""
+        self._service = service
+        self._sampler_id = sampler_id
+        self._context = context
+
+    def answer(self, messages: Messages, temperature: float, max_tokens: int, seed: int | None, show: Show) -> Answer:
+        """Draw the assistant's next message. Ctrl-C ends it where it is. UserError if there is no room for one."""
+        with _told():
+            prompt = self.renderer.build_generation_prompt(messages)
+        params = SamplingParams(
+            max_tokens=self._room(prompt.length, max_tokens),
+            temperature=temperature,
+            seed=seed,
+            stop=self.renderer.get_stop_sequences(),
+        )
+        tokens: SimpleQueue[int | None] = SimpleQueue()
+        tell = (lambda drawn: tokens.put(drawn.token)) if self.streams else None
+        future = self._service.submit(Sample(self._sampler_id, prompt, 1, params, on_token=tell))
+        future.add_done_callback(lambda _: tokens.put(None))
+        written = _Written(Growing(read_message(self.renderer), (), marks_of(self.renderer)), show)
+        try:
+            while (token := tokens.get()) is not None:
+                written.add(token)
+            [sequence] = future.result().sequences
+        except KeyboardInterrupt:
+            future.cancel()
+            return self._read(written, "stopped")
+        written.growing.tokens = list(sequence.tokens)
+        return self._read(written, sequence.stop_reason)
+
+    def _read(self, written: _Written, ended: str) -> Answer:
+        written.finish()
+        tokens = written.growing.tokens
+        message = self.renderer.parse_response(tokens).message
+        return Answer(message, written.growing.whole(), len(tokens), ended)
+
+    def _room(self, prompt: int, max_tokens: int) -> int:
+        if self._context is None:
+            return max_tokens
+        if prompt >= self._context:
+            raise UserError(
+                f"the conversation has {prompt} tokens, and the model reads {self._context}; /undo or /reset"
+            )
+        return min(max_tokens, self._context - prompt)
+
+
+class _Written:
+    """What was shown of an answer."""
+
+    def __init__(self, growing: Growing, show: Show) -> None:
+        self.growing = growing
+        self._show = show
+        self._has_text = False
+        self._has_reasoning = False
+
+    def add(self, token: int) -> None:
+        self.growing.add(token)
+        if self.growing.is_due:
+            self._tell(self.growing.delta())
+
+    def finish(self) -> None:
+        self._tell(self.growing.rest())
+
+    def _tell(self, reading: Reading) -> None:
+        self._has_reasoning = self._has_reasoning or bool(reading.reasoning)
+        if reading.content or reading.reasoning:
+            begins = bool(reading.content) and not self._has_text
+            self._show(Piece(reading.content, reading.reasoning, begins, self._has_reasoning))
+        self._has_text = self._has_text or bool(reading.content)
+
+
+@contextmanager
+def listening(
+    model: str, renderer_name: str | None, base_url: str | None, api_key: str | None, data_dir: Path | None
+) -> Iterator[Voice]:
+    """The voice of a base model, a checkpoint, or the newest checkpoint of a run directory."""
+    url = chosen_url(base_url, {"data_dir": data_dir})
+    if url is None and api_key is not None:
+        raise UserError("--api-key is for a server, and --base-url is missing; give both, or neither")
+    key = api_key or os.environ.get("PLANISH_API_KEY") or os.environ.get("TINKER_API_KEY")
+    service = connect(url, key, {}) if url else start_engine(None, data_dir, {})
+    try:
+        yield _voice(service, _checkpoint(model), renderer_name, streams=url is None)
+    finally:
+        service.close(finish=False)
+
+
+def _checkpoint(model: str) -> str:
+    """`model`, or the newest checkpoint if it is a run directory."""
+    directory = Path(model).expanduser()
+    if model.startswith("tinker://") or not (directory / CHECKPOINTS).is_file():
+        return model
+    record = newest(directory)
+    return str(record.sampler_path or record.state_path)
+
+
+def _voice(service: Service, model: str, renderer_name: str | None, streams: bool) -> Voice:
+    is_checkpoint = model.startswith("tinker://")
+    sampler_id = f"{secrets.token_hex(8)}:sample:0"
+    create = CreateSampler(sampler_id, model_path=model) if is_checkpoint else CreateSampler(sampler_id, model)
+    sampler_id = service.submit(create).result()
+    base = service.sampler_info(sampler_id).base_model
+    if is_checkpoint and renderer_name is None:
+        metadata = service.checkpoint_info(model).checkpoint.user_metadata or {}
+        renderer_name = metadata.get("renderer_name")
+    tokenizer = load_tokenizer(service.tokenizer_directory(base))
+    with _told():
+        renderer = choose_renderer(renderer_name, base, tokenizer)
+    return Voice(service, sampler_id, model, renderer, _context(service, base), streams)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What a renderer refuses is the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+
+
+def _context(service: Service, base: str) -> int | None:
+    """The most tokens that the model reads; None if nobody says."""
+    for model in service.capabilities().supported_models:
+        if model.model_name == base:
+            return model.max_context_length
+    directory = service.tokenizer_directory(base)
+    return ModelConfig.from_directory(directory).max_context if (directory / "config.json").is_file() else None

@@ -1,0 +1,68 @@
+"""`planish export`: a checkpoint as a PEFT adapter, or merged into its base model, for other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from planish.commands.records import as_json, records_of
+from planish.commands.runs import add_source_arguments
+from planish.commands.tables import size
+from planish.errors import UserError
+from planish.export.origin import found_checkpoint
+from planish.export.writing import DTYPES, FORMATS, ExportOptions, write_export
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="tinker://RUN/KIND/NAME, a run directory (its last one), or an adapter"
+    )
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="what is made; new or empty")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="peft", help="an adapter, or the whole model (%(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="of the files (default: float32 of an adapter, else that of the base)"
+    )
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="a name or directory (default: what the checkpoint was trained on)"
+    )
+    parser.add_argument("--run", type=Path, metavar="DIR", help="the checkpoint's run directory, for the model card")
+    parser.add_argument(
+        "--shard-mib", type=int, default=4096, metavar="N", help="of a merged model's files (%(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an export that is there")
+    add_source_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.shard_mib < 1:
+        raise UserError(f"--shard-mib {arguments.shard_mib}: give a whole number of at least 1")
+    options = ExportOptions(
+        format=arguments.format,
+        dtype=arguments.dtype,
+        base_model=arguments.base_model,
+        overwrite=arguments.overwrite,
+        shard_bytes=arguments.shard_mib << 20,
+    )
+    records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
+    with found_checkpoint(arguments.checkpoint, records, arguments.run) as origin:
+        exported = write_export(origin, arguments.directory, options)
+    files = sorted(exported.directory.expanduser().iterdir())
+    if arguments.json:
+        row = {
+            "directory": str(exported.directory),
+            "format": options.format,
+            "base_model": exported.base.name,
+            "files": [file.name for file in files],
+            "rounding": exported.rounding.share if options.format == "merged" else None,
+        }
+        print(as_json(row))
+        return
+    for file in files:
+        print(f"{file}  {size(file.stat().st_size)}")
+    if exported.rounding.share > 0.01:
+        print(
+            f"rounding to the files' dtype lost {exported.rounding.share:.1%} of the update's norm; --dtype float32 or --format peft "
+            "keeps it"
+        )

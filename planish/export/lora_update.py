@@ -1,0 +1,153 @@
+"""An adapter as its files say: for each linear the matrices A and B, whose product times a factor is added to the weight.
+
+Read from a directory in PEFT's layout, which is what checkpoints of planish are too; where planish.json is among the files, they are
+compared with its SHA-256. What other tools may ask for in such a directory and a plain sum cannot give (DoRA, trained biases, whole
+modules) is refused by name.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG, MANIFEST, Manifest, read_manifest
+from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
+from planish.model.config import ModelConfig, read_json
+from planish.model.weights import expected_shapes
+
+HEAD = "lm_head"
+_PREFIX = "base_model.model."
+_PARTS = (".lora_A.weight", ".lora_B.weight")
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "target_parameters": ([], None),
+}
+"""Fields of adapter_config.json, and the values of each under which the adapter is a plain sum."""
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Of one linear: A [rank, in] and B [out, rank], float32."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class LoraUpdate:
+    config: Mapping[str, Any]
+    """adapter_config.json"""
+    linears: Mapping[str, Matrices]
+    """By the linear's name, such as "model.layers.0.self_attn.q_proj", or "lm_head"."""
+    manifest: Manifest | None
+    """None for an adapter that planish did not make."""
+
+    @property
+    def rank(self) -> int:
+        return int(self.config["r"])
+
+    @property
+    def alpha(self) -> float:
+        return float(self.config["lora_alpha"])
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank; with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023)."""
+        return self.alpha / (math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank)
+
+    @property
+    def base_model(self) -> str | None:
+        """The name of the base model as the files say it."""
+        return self.manifest.base_model if self.manifest else self.config.get("base_model_name_or_path")
+
+    @property
+    def trains_head(self) -> bool:
+        return HEAD in self.linears
+
+    def check_fits(self, model: ModelConfig, name: str) -> None:
+        """CheckpointError unless every linear of the adapter is one of the model, in its shape."""
+        shapes = {**expected_shapes(model), f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
+        for linear, matrices in self.linears.items():
+            found = (matrices.b.shape[0], matrices.a.shape[1])
+            if shapes.get(f"{linear}.weight") != found:
+                raise CheckpointError(
+                    f"the adapter changes {linear} of shape {found}, and that of {name} is {shapes.get(f'{linear}.weight')}; name "
+                    "the base model that the adapter was made for"
+                )
+
+
+def read_update(directory: Path) -> LoraUpdate:
+    """The adapter in `directory`. CheckpointError: there is none; DamagedFileError, UnsupportedError: it cannot be used."""
+    for name in (ADAPTER, ADAPTER_CONFIG):
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory} is no adapter: it has no {name}; give a checkpoint or a PEFT directory")
+    manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
+    if manifest is not None:
+        _verify(directory, manifest)
+    config = read_json(directory / ADAPTER_CONFIG)
+    _check_plain(config, directory)
+    try:
+        tensors = load_file(directory / ADAPTER)
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{directory / ADAPTER} cannot be read ({error}); get the adapter again") from error
+    return LoraUpdate(config, _linears(tensors, config["r"], directory), manifest)
+
+
+def _verify(directory: Path, manifest: Manifest) -> None:
+    for name in (ADAPTER, ADAPTER_CONFIG):
+        stored = manifest.files.get(name)
+        with open(directory / name, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if stored is None or stored.sha256 != found:
+            raise DamagedFileError(
+                f"{directory / name} is not the file that was saved (its SHA-256 differs from {MANIFEST}); get it again"
+            )
+
+
+def _check_plain(config: Mapping[str, Any], directory: Path) -> None:
+    where = directory / ADAPTER_CONFIG
+    for name, plain in _PLAIN.items():
+        if name in config and config[name] not in plain:
+            raise UnsupportedError(f"{where}: {name} is {config[name]!r}; planish reads plain LoRA adapters")
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise DamagedFileError(f"{where}: {name} is {value!r}, not a positive number; get the adapter again")
+
+
+def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[str, Matrices]:
+    names: dict[str, None] = {}
+    for name in tensors:
+        linear = name.removeprefix(_PREFIX)
+        for part in _PARTS:
+            linear = linear.removesuffix(part)
+        if name not in (f"{_PREFIX}{linear}{part}" for part in _PARTS):
+            raise UnsupportedError(f"{directory / ADAPTER} holds {name}, which is no part of a plain LoRA adapter")
+        names[linear] = None
+    linears: dict[str, Matrices] = {}
+    for linear in names:
+        pair = [tensors.get(f"{_PREFIX}{linear}{part}") for part in _PARTS]
+        a, b = (None if tensor is None else tensor.to(torch.float32) for tensor in pair)
+        if a is None or b is None or a.dim() != 2 or b.dim() != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
+            raise DamagedFileError(
+                f"{directory / ADAPTER}: {linear} has not both matrices of rank {rank}; get the adapter again"
+            )
+        linears[linear] = Matrices(a, b)
+    if not linears:
+        raise DamagedFileError(f"{directory / ADAPTER} holds no matrices; get the adapter again")
+    return linears

@@ -1,0 +1,156 @@
+"""A base model with an adapter merged into it, as a Hugging Face directory.
+
+The sum W + scaling * B A is made in float32 and rounded once, to the dtype of the files. Weights go from file to file: what is in memory is
+one shard and a block of rows of one matrix, whatever the size of the model. The names and their order are those of the base.
+
+An adapter on a tied head changes the head and not the embedding, so the two are no longer one matrix: the merged model has an lm_head of
+its own, and its config says so.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from planish.errors import NonFiniteError, StorageError
+from planish.export.lora_update import HEAD, LoraUpdate, Matrices
+from planish.model.config import ModelConfig, read_json
+from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights
+
+SHARD_BYTES = 4 << 30
+_BLOCK_NUMBERS = 1 << 24
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD_WEIGHT = f"{HEAD}.weight"
+
+
+@dataclass
+class Rounding:
+    """What rounding the sums to the dtype of the files did to the update that was trained."""
+
+    squared_update: float = 0.0
+    squared_error: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Norm of the rounding errors / norm of the update, over all weights that the adapter changes."""
+        return math.sqrt(self.squared_error / self.squared_update) if self.squared_update else 0.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the merged model before it is made."""
+
+    name: str
+    weight: Tensor
+    """As the base has it, memory-mapped."""
+    matrices: Matrices | None
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return self.weight.numel() * self.dtype.itemsize
+
+
+def write_merged(
+    base: Path,
+    config: ModelConfig,
+    update: LoraUpdate,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Rounding:
+    """Write weights, their index and config.json into `out`; `dtype` None keeps that of each tensor of the base."""
+    weights = load_weights(base, config)
+    if config.tied_head and update.trains_head:
+        weights[_HEAD_WEIGHT] = weights[_EMBEDDING]
+    sources = [
+        Source(name, weight, update.linears.get(name.removesuffix(".weight")), dtype or weight.dtype)
+        for name, weight in weights.items()
+    ]
+    rounding = Rounding()
+    shards = _shards(sources, shard_bytes)
+    files = dict(zip(_file_names(len(shards)), shards, strict=True))
+    for file, shard in files.items():
+        _save({source.name: merged(source, update.scaling, rounding) for source in shard}, out / file)
+    if len(files) > 1:
+        _write_json(out / INDEX_FILE, _index(files))
+    _write_json(out / "config.json", _config(base, config, update, sources))
+    return rounding
+
+
+def merged(source: Source, scaling: float, rounding: Rounding) -> Tensor:
+    """One tensor of the merged model. NonFiniteError if it does not fit its dtype."""
+    if source.matrices is None:
+        out = source.weight.to(source.dtype)
+    else:
+        out = torch.empty(source.weight.shape, dtype=source.dtype)
+        rows = max(1, _BLOCK_NUMBERS // source.weight.shape[1])
+        for start in range(0, source.weight.shape[0], rows):
+            part = slice(start, start + rows)
+            change = (source.matrices.b[part] * scaling) @ source.matrices.a
+            exact = source.weight[part].float() + change
+            out[part] = exact.to(source.dtype)
+            rounding.squared_update += float(change.double().square().sum())
+            rounding.squared_error += float((out[part].float() - exact).double().square().sum())
+    if source.dtype is torch.float16 and not out.isfinite().all():
+        raise NonFiniteError(f"{source.name} does not fit float16; export as bfloat16 or float32")
+    return out
+
+
+def _shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
+    """In order, each as full as it can be; a tensor larger than a shard has one of its own."""
+    shards: list[list[Source]] = []
+    filled = 0
+    for source in sources:
+        if not shards or filled + source.size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(source)
+        filled += source.size
+    return shards
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _index(files: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
+    return {
+        "metadata": {"total_size": sum(source.size for shard in files.values() for source in shard)},
+        "weight_map": {source.name: file for file, shard in files.items() for source in shard},
+    }
+
+
+def _config(base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source]) -> dict[str, Any]:
+    """The base's config.json with what is different now."""
+    fields = read_json(base / "config.json")
+    fields.pop("_name_or_path", None)
+    dtypes = {source.dtype for source in sources}
+    named = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
+    for key in ("dtype", "torch_dtype"):
+        if named and (key in fields or key == "dtype"):
+            fields[key] = named
+    if config.tied_head and update.trains_head:
+        fields["tie_word_embeddings"] = False
+    return fields
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # what safetensors makes of an OSError
+        raise StorageError(f"{path.name} could not be written ({error}); free space") from error
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

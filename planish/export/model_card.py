@@ -1,0 +1,197 @@
+"""README.md of an export: what it is, what it was made from and by what, how far to trust the numbers, and how to use it.
+
+The header is the hub's (YAML between dashes), so that a page there shows base model and licence. The licence is what the files of the
+base model say of themselves; where they say nothing, so does the card.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.repocard import metadata_load
+
+from planish.export.lora_update import LoraUpdate
+from planish.export.merging import Rounding
+from planish.export.origin import Origin
+from planish.model.embedded import DEFAULT_MODEL, DIRECTORY_NAME
+from planish.model.embedded import LICENSE as EMBEDDED_LICENSE
+from planish.model.sources import HUB_NAME, models_home
+
+Format = Literal["peft", "merged"]
+README = "README.md"
+_SHOWN_METRICS = 40
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base model of an export."""
+
+    name: str
+    directory: Path | None
+    """None: its files are not on this machine, and were not needed."""
+    is_own: bool = True
+    """Whether these are the weights that the adapter was trained on, as far as is known."""
+
+    @property
+    def is_on_hub(self) -> bool:
+        return HUB_NAME.fullmatch(self.name) is not None and not Path(self.name).exists()
+
+    @property
+    def was_converted(self) -> bool:
+        """From a GGUF file: the numbers are not those of the model on the hub, even if the name is."""
+        return self.directory is not None and models_home().absolute() in self.directory.absolute().parents
+
+    def license(self) -> Mapping[str, str]:
+        """license, license_name and license_link as the README.md of the model has them; empty if it has not."""
+        if self.directory is None:
+            return {}
+        if self.name == DEFAULT_MODEL and self.directory.name == DIRECTORY_NAME:
+            return {"license": EMBEDDED_LICENSE}
+        card = self.directory / README
+        fields = (metadata_load(card) or {}) if card.is_file() else {}
+        return {name: str(fields[name]) for name in ("license", "license_name", "license_link") if fields.get(name)}
+
+
+def model_card(kind: Format, base: Base, update: LoraUpdate, origin: Origin, dtype: str, rounding: Rounding) -> str:
+    parts = [
+        f"---\n{_header(kind, base)}\n---",
+        f"# {_title(kind, base)}",
+        _what(kind, base, update, dtype),
+        _provenance(base, update, origin),
+        *([_rounded(dtype, rounding)] if kind == "merged" else []),
+        "## Use",
+        *(_use_peft(base, update) if kind == "peft" else _use_merged()),
+        *_run(origin),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(kind: Format, base: Base) -> str:
+    data: dict[str, Any] = {
+        "library_name": "peft" if kind == "peft" else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["planish", "lora"],
+        **base.license(),
+    }
+    if base.is_on_hub:
+        data |= {"base_model": base.name, "base_model_relation": "adapter" if kind == "peft" else "finetune"}
+    return ModelCardData(**data).to_yaml().strip()
+
+
+def _title(kind: Format, base: Base) -> str:
+    return f"{'Adapter for' if kind == 'peft' else 'Fine-tuned'} {Path(base.name).name}"
+
+
+def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
+    files = "A PEFT adapter" if kind == "peft" else "A Hugging Face model with the adapter merged into its weights"
+    licence = base.license().get("license")
+    modules = sorted({name.rpartition(".")[2] for name in update.linears})
+    rows = {
+        "base model": f"`{_public_name(base)}`",
+        "licence of the base model": licence or "not told by its files; see the page of the model",
+        "LoRA": f"rank {update.rank}, alpha {update.alpha:g}, factor {update.scaling:g} on B A",
+        "modules": ", ".join(f"`{name}`" for name in modules),
+        "dtype": dtype,
+    }
+    return f"{files}, made by planish.\n\n" + _table(rows)
+
+
+def _public_name(base: Base) -> str:
+    """A path of somebody's machine is nobody's business but its last part."""
+    return base.name if base.is_on_hub else Path(base.name).name
+
+
+def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
+    manifest = update.manifest
+    rows: dict[str, str] = {}
+    if origin.name:
+        rows["checkpoint"] = f"`{origin.name}`"
+    if manifest is not None:
+        metadata = dict(manifest.user_metadata)
+        rows["recipe"] = metadata.pop("recipe_name", "not recorded")
+        rows["renderer (chat format)"] = metadata.pop("renderer_name", "not recorded")
+        rows["optimizer steps"] = str(manifest.step)
+        rows["saved"] = f"{manifest.time:%Y-%m-%d %H:%M} UTC"
+        rows["base weights, fingerprint"] = f"`{manifest.weights}`"
+        rows |= {name: str(value) for name, value in metadata.items()}
+    notes = []
+    if base.was_converted:
+        notes.append(
+            "The base weights were converted from a GGUF file, so they differ from those that the hub has under this name."
+        )
+    if not base.is_own:
+        notes.append("This is another base model than the adapter was trained on.")
+    if manifest is None:
+        notes.append("The adapter was not saved by planish, so nothing is known of its training.")
+    return "## Origin\n\n" + "\n\n".join(filter(None, [_table(rows) if rows else "", *notes]))
+
+
+def _rounded(dtype: str, rounding: Rounding) -> str:
+    return (
+        f"The sums were made in float32 and rounded once to {dtype}. The rounding errors have {rounding.share:.2%} of the norm of the "
+        "update that was trained: what is small beside a weight is lost to it. float32 files, or the adapter beside the base "
+        "model, keep all of it."
+    )
+
+
+def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
+    parts = [
+        "With transformers and PEFT:",
+        _code(
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'base = "{_public_name(base)}"\ntokenizer = AutoTokenizer.from_pretrained(base)\n'
+            'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), "DIRECTORY")',
+            "python",
+        ),
+    ]
+    if update.trains_head:
+        parts.append(
+            "The adapter changes the output head. vLLM serves no such adapter: use the merged model there. If head and embedding of the "
+            "base model are one matrix, do not call `merge_and_unload`, which would change the embedding too; "
+            "`planish export --format merged` gives the head a matrix of its own."
+        )
+    else:
+        rank = max(8, 1 << (update.rank - 1).bit_length())
+        parts += ["With vLLM:", _code(f"vllm serve {_public_name(base)} --enable-lora --max-lora-rank {rank} \\\n"
+                                      "    --lora-modules tuned=DIRECTORY", "sh")]  # fmt: skip
+    parts += ["Merge it into the base model:", _code("planish export DIRECTORY MERGED --format merged", "sh")]
+    return parts
+
+
+def _use_merged() -> Sequence[str]:
+    return [
+        "With transformers:",
+        _code(
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")\n'
+            'model = AutoModelForCausalLM.from_pretrained("DIRECTORY", dtype="auto")',
+            "python",
+        ),
+        "With vLLM, and with planish:",
+        _code("vllm serve DIRECTORY\nplanish chat --model DIRECTORY\nplanish serve --model tuned=DIRECTORY", "sh"),
+    ]
+
+
+def _run(origin: Origin) -> Sequence[str]:
+    if origin.run is None:
+        return []
+    parts = [
+        "## Options of the run",
+        _code(json.dumps(origin.run.config, indent=2, ensure_ascii=False, default=str), "json"),
+    ]
+    if origin.run.step is not None:
+        shown = dict(list(origin.run.metrics.items())[:_SHOWN_METRICS])
+        rows = {f"`{name}`": f"{value:.6g}" for name, value in shown.items() if not name.startswith("time/")}
+        parts += [f"## Metrics of its step {origin.run.step}", _table(rows)]
+    return parts
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _code(text: str, language: str) -> str:
+    return f"```{language}\n{text}\n```"

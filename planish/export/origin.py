@@ -1,0 +1,103 @@
+"""Where an exported checkpoint comes from: the files to read, and what its run says of it.
+
+A checkpoint is named by its path (tinker://RUN/KIND/NAME), by the directory of the run that saved it, or by a directory with its files, as
+`planish checkpoints download` leaves it and as PEFT writes one. Only a run directory knows the options and the metrics of the run.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.commands.records import Records
+from planish.engine.checkpoint_files import ADAPTER_CONFIG
+from planish.errors import CheckpointError, DamagedFileError, UserError
+from planish.runs import CHECKPOINTS, CONFIG, METRICS, CheckpointRecord, read_rows
+
+_PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
+"""Options that say where a run was watched and kept, not what it did."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run directory says."""
+
+    config: Mapping[str, Any]
+    step: int | None
+    """The last step before the checkpoint; None if it was saved before the first."""
+    metrics: Mapping[str, float]
+    """Of that step."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An adapter that is to be exported."""
+
+    directory: Path
+    """With its files."""
+    name: str | None = None
+    """tinker://..., where the files are those of a checkpoint that was named so."""
+    run: RunFacts | None = None
+
+
+@contextmanager
+def found_checkpoint(source: str, records: Records, run: Path | None = None) -> Iterator[Origin]:
+    """The files of `source`, for the time of the block; downloaded from `records` where it is a path of a checkpoint.
+
+    `run`: the directory of its run. CheckpointError if there is none; UserError for what names no checkpoint.
+    """
+    path, record = source, None
+    directory = Path(source).expanduser()
+    if not source.startswith("tinker://") and (directory / CHECKPOINTS).is_file():
+        run, record = directory, newest(directory)
+        path = str(record.sampler_path or record.state_path)
+    elif run is not None:
+        record = _recorded(run, source)
+    facts = None if run is None or record is None else run_facts(run, record)
+    if not path.startswith("tinker://"):
+        if not (directory / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"{source!r} is neither the path of a checkpoint (tinker://...), nor a run directory, nor a directory with an adapter"
+            )
+        yield Origin(directory, run=facts)
+        return
+    with tempfile.TemporaryDirectory(prefix="planish-export-") as downloads:
+        records.download(path, Path(downloads))
+        yield Origin(Path(downloads), path, facts)
+
+
+def newest(run: Path) -> CheckpointRecord:
+    """The last checkpoint that the run directory records."""
+    records = _records(run)
+    if not records:
+        raise CheckpointError(f"{run}: the run in it saved no checkpoint; let it reach one first")
+    return records[-1]
+
+
+def _recorded(run: Path, path: str) -> CheckpointRecord:
+    found = [record for record in _records(run) if path in (record.state_path, record.sampler_path)]
+    if not found:
+        raise CheckpointError(f"{run} records no checkpoint {path}; name the run that saved it, or leave it out")
+    return found[-1]
+
+
+def _records(run: Path) -> list[CheckpointRecord]:
+    rows = [row for row in read_rows(run / CHECKPOINTS) if row.get("state_path") or row.get("sampler_path")]
+    return [CheckpointRecord.from_row({"name": "", "batch": 0, **row}) for row in rows]
+
+
+def run_facts(run: Path, record: CheckpointRecord) -> RunFacts:
+    try:
+        config = json.loads((run / CONFIG).read_text()) if (run / CONFIG).is_file() else {}
+    except ValueError as error:
+        raise DamagedFileError(f"{run / CONFIG} is not JSON ({error}); give the checkpoint by its path") from error
+    step = record.batch - 1
+    metrics: dict[str, float] = {}
+    for row in read_rows(run / METRICS):
+        if row.get("step") == step:
+            metrics |= {name: value for name, value in row.items() if name != "step"}
+    public = {name: value for name, value in config.items() if name not in _PRIVATE}
+    return RunFacts(public, step if metrics else None, metrics)

@@ -1,0 +1,154 @@
+"""A checkpoint to a directory that other programs load."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from planish.engine.base_models import weights_fingerprint
+from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG
+from planish.errors import CheckpointError, StorageError, UserError
+from planish.export.lora_update import LoraUpdate, read_update
+from planish.export.merging import SHARD_BYTES, Rounding, write_merged
+from planish.export.model_card import README, Base, Format, model_card
+from planish.export.origin import Origin
+from planish.export.whole_directory import whole_directory
+from planish.model.config import ModelConfig
+from planish.model.listing import list_models
+from planish.model.sources import HUB_FILES, resolve_model
+
+MARKER = "planish_export.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORMATS: tuple[Format, ...] = ("peft", "merged")
+_NOT_COPIED = ("config.json", "model*", README)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    format: Format = "peft"
+    dtype: str | None = None
+    """One of DTYPES. None: of an adapter float32, as it was trained; of a merged model what each tensor of the base has."""
+    base_model: str | None = None
+    """Another base model than the one that the checkpoint names; of the same architecture."""
+    overwrite: bool = False
+    """Replace an export that is there."""
+    shard_bytes: int = SHARD_BYTES
+    """Of a merged model: largest file, and what is in memory at a time."""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UserError(f"format={self.format!r}: give {' or '.join(FORMATS)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UserError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or leave it out")
+        if self.shard_bytes < 1:
+            raise UserError(f"shard_bytes={self.shard_bytes}: give a number of bytes above 0")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    directory: Path
+    base: Base
+    rounding: Rounding
+    """Of a merged model."""
+
+
+def write_export(
+    origin: Origin, target: Path, options: ExportOptions, models: Mapping[str, str] | None = None
+) -> Exported:
+    """Write an export to `target`, whole or not at all. `models`: names of base models as directories, as in ServiceClient."""
+    update = read_update(origin.directory)
+    base = _base(update, options, models)
+    with whole_directory(target, marker=MARKER, overwrite=options.overwrite) as out:
+        if options.format == "peft":
+            rounding, dtype = Rounding(), options.dtype or "float32"
+            _write_adapter(update, base, out, DTYPES[dtype])
+        else:
+            rounding = _write_model(update, base, out, options)
+            dtype = options.dtype or "that of the base's own tensors"
+        (out / README).write_text(model_card(options.format, base, update, origin, dtype, rounding), encoding="utf-8")
+        _write_json(out / MARKER, _marker(origin, update, base, options, rounding))
+    return Exported(target, base, rounding)
+
+
+def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] | None) -> Base:
+    """The base model, compared with what the checkpoint says of it."""
+    name = options.base_model or update.base_model
+    if not name:
+        raise UserError("the adapter names no base model; give base_model, a name or a directory")
+    # The weights are needed to merge; an adapter is checked against them where they are at hand.
+    directory = resolve_model(name, models) if options.format == "merged" else _at_hand(name, models)
+    if directory is None:
+        return Base(name, None)
+    config = ModelConfig.from_directory(directory)
+    update.check_fits(config, name)
+    manifest = update.manifest
+    if manifest is None:
+        return Base(name, directory)
+    if config.fingerprint() != manifest.architecture:
+        raise CheckpointError(f"{name} at {directory} has another architecture than the checkpoint was trained on")
+    is_own = weights_fingerprint(directory) == manifest.weights
+    if not is_own and options.base_model is None:
+        raise CheckpointError(
+            f"{name} at {directory} has other weights than the checkpoint was trained on; name those with PLANISH_MODELS, or say "
+            "that you want these with base_model"
+        )
+    return Base(name, directory, is_own)
+
+
+def _at_hand(name: str, models: Mapping[str, str] | None) -> Path | None:
+    """The directory of a base model that needs no network; None if there is none."""
+    known = {entry.name for entry in list_models(models) if entry.cached}
+    return resolve_model(name, models) if name in known or Path(name).expanduser().exists() else None
+
+
+def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype) -> None:
+    tensors = {}
+    for name, matrices in update.linears.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = matrices.a.to(dtype).contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype).contiguous()
+    try:
+        save_file(tensors, out / ADAPTER, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise StorageError(f"{ADAPTER} could not be written ({error}); free space") from error
+    _write_json(out / ADAPTER_CONFIG, {**update.config, "base_model_name_or_path": base.name})
+
+
+def _write_model(update: LoraUpdate, base: Base, out: Path, options: ExportOptions) -> Rounding:
+    assert base.directory is not None
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    config = ModelConfig.from_directory(base.directory)
+    rounding = write_merged(base.directory, config, update, out, dtype=dtype, shard_bytes=options.shard_bytes)
+    for pattern in HUB_FILES:
+        if pattern not in _NOT_COPIED and not pattern.startswith("model"):
+            for file in base.directory.glob(pattern):
+                (out / file.name).write_bytes(file.read_bytes())
+    return rounding
+
+
+def _marker(
+    origin: Origin, update: LoraUpdate, base: Base, options: ExportOptions, rounding: Rounding
+) -> Mapping[str, Any]:
+    manifest = update.manifest
+    return {
+        "format": options.format,
+        "dtype": options.dtype,
+        "checkpoint": origin.name,
+        "base_model": base.name if base.is_on_hub else Path(base.name).name,
+        "base_weights": manifest.weights if manifest else None,
+        "lora": asdict(manifest.lora) if manifest else None,
+        "step": manifest.step if manifest else None,
+        "rounding": rounding.share if options.format == "merged" else None,
+        "exported": datetime.now(UTC).isoformat(),
+    }
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

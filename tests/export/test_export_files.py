@@ -1,0 +1,242 @@
+"""What an export is made of, what it refuses, and that it is whole or absent."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.repocard import metadata_load
+from safetensors.torch import save_file
+
+from planish import weights
+from planish.cli import main
+from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.export.model_card import Base
+from planish.export.whole_directory import whole_directory
+from planish.runs import RunDirectory
+from planish.testing import tiny_model
+
+MERGED = {
+    "README.md", "config.json", "generation_config.json", "model.safetensors", "planish_export.json", "tokenizer.json",
+    "tokenizer_config.json",
+}  # fmt: skip
+
+
+def copied(directory: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in directory.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_the_command_exports_by_path(trained, tmp_path, monkeypatch, capsys):
+    made = trained("llama")
+    monkeypatch.setenv("PLANISH_MODELS", f"tiny={made.base}")
+    words = ["export", made.path, "--data-dir", str(made.data_dir)]
+    assert main([*words, str(tmp_path / "peft")]) == 0
+    assert main([*words, str(tmp_path / "merged"), "--format", "merged", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("{") :])["files"] == sorted(MERGED)
+    assert {file.name for file in (tmp_path / "merged").iterdir()} == MERGED
+    assert {file.name for file in (tmp_path / "peft").iterdir()} == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "planish_export.json",
+    }  # fmt: skip
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny"
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_the_card_tells_what_is_known(trained, tmp_path):
+    made = trained("qwen3", unembed=False, kind="weights")
+    base = copied(made.base, tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: test-licence\n---\n# A base\n")
+    out = weights.build_hf_model(base_model=str(base), adapter_path=made.files, output_path=tmp_path / "out")
+    card = Path(out, "README.md").read_text()
+    header = metadata_load(Path(out, "README.md"))
+    assert header is not None
+    assert (header["license"], header["license_name"], header["library_name"]) == (
+        "other",
+        "test-licence",
+        "transformers",
+    )
+    for told in ("a recipe", "chatml", "rank 4, alpha 32, factor 8", "`q_proj`", "| optimizer steps | 2 |"):
+        assert told in card
+    assert str(tmp_path) not in card, "a path of this machine"
+    assert (
+        "--lora-modules"
+        in Path(
+            weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft"), "README.md"
+        ).read_text()
+    )
+
+
+def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypatch):
+    made = trained("llama")
+    monkeypatch.setenv("PLANISH_MODELS", f"tiny={made.base}")
+    with RunDirectory(tmp_path / "run", {"learning_rate": 0.05, "log_path": "/home/somebody"}) as run:
+        run.log(0, {"reward/total": 0.125})
+        run.log(1, {"reward/total": 0.5, "time/total": 2.0})
+    row = {"name": "final", "batch": 2, "sampler_path": made.path, "final": True}
+    (tmp_path / "run/checkpoints.jsonl").write_text(json.dumps(row) + "\n")
+    options = ["--data-dir", str(made.data_dir)]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), *options]) == 0
+    assert main(["export", made.path, str(tmp_path / "again"), "--run", str(tmp_path / "run"), *options]) == 0
+    for name in ("out", "again"):
+        card = (tmp_path / name / "README.md").read_text()
+        assert '"learning_rate": 0.05' in card
+        assert "somebody" not in card
+        assert "Metrics of its step 1" in card
+        assert "| `reward/total` | 0.5 |" in card
+    other = made.path.replace("final", "other")
+    assert main(["export", other, str(tmp_path / "no"), "--run", str(tmp_path / "run"), *options]) == 1
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_licence_is_told_of_the_embedded_model_alone_without_a_card(tmp_path):
+    base = tiny_model(tmp_path / "base")
+    assert Base(str(base), base).license() == {}
+    assert Base("HuggingFaceTB/SmolLM2-135M-Instruct", base).license() == {}
+    assert Base("Qwen/Qwen3-8B", None).license() == {}
+
+
+def test_an_adapter_is_written_where_the_base_is_not(trained, tmp_path):
+    made = trained("llama")
+    out = weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "out", base_model="Nobody/Nothing")
+    assert json.loads(Path(out, "adapter_config.json").read_text())["base_model_name_or_path"] == "Nobody/Nothing"
+    assert "base_model: Nobody/Nothing" in Path(out, "README.md").read_text()
+
+
+@pytest.mark.parametrize("build", [weights.build_hf_model, weights.build_lora_adapter])
+def test_other_weights_are_taken_only_if_named(build, trained, tmp_path, monkeypatch):
+    made = trained("llama")
+    other = tiny_model(tmp_path / "other", seed=5)
+    with pytest.raises(CheckpointError, match="other weights"):
+        build(adapter_path=made.files, output_path=tmp_path / "out", models={"tiny": str(other)})
+    assert not (tmp_path / "out").exists()
+    out = build(base_model=str(other), adapter_path=made.files, output_path=tmp_path / "out")
+    assert "another base model" in Path(out, "README.md").read_text()
+    narrow = tiny_model(tmp_path / "narrow", hidden_size=32)
+    with pytest.raises(CheckpointError, match="base model that the adapter was made for"):
+        build(base_model=str(narrow), adapter_path=made.files, output_path=tmp_path / "narrow-out")
+
+
+def test_altered_files_are_refused(trained, tmp_path):
+    made = trained("llama")
+    altered = copied(made.files, tmp_path / "altered")
+    data = bytearray((altered / "adapter_model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (altered / "adapter_model.safetensors").write_bytes(data)
+    with pytest.raises(DamagedFileError, match="SHA-256"):
+        weights.build_lora_adapter(adapter_path=altered, output_path=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        ({"use_dora": True}, UnsupportedError, "use_dora"),
+        ({"bias": "all"}, UnsupportedError, "bias"),
+        ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, UnsupportedError, "rank_pattern"),
+        ({"r": 0}, DamagedFileError, "r is 0"),
+        ({"r": 3}, DamagedFileError, "rank 3"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused(change, error, told, trained, tmp_path):
+    made = trained("llama")
+    adapter = copied(made.files, tmp_path / "adapter")
+    (adapter / "planish.json").unlink()
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(error, match=told):
+        weights.build_hf_model(base_model=str(made.base), adapter_path=adapter, output_path=tmp_path / "out")
+
+
+def test_bad_words_are_told_before_any_work(trained, tmp_path, capsys):
+    made = trained("llama")
+    options = ["--data-dir", str(made.data_dir)]
+    for words, told in (
+        ([str(tmp_path / "nothing"), str(tmp_path / "out")], "neither the path"),
+        (["tinker://no:train:0/weights/x", str(tmp_path / "out")], "no checkpoint"),
+        ([made.path, str(tmp_path / "out"), "--shard-mib", "0"], "--shard-mib"),
+    ):
+        assert main(["export", *words, *options]) == 1
+        assert told in capsys.readouterr().err
+    with pytest.raises(UserError, match="dtype"):
+        weights.build_hf_model(adapter_path=made.files, output_path=tmp_path / "out", dtype="int8")
+    with pytest.raises(CheckpointError, match="adapter_model.safetensors"):
+        weights.build_hf_model(adapter_path=made.base, output_path=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_float16_that_overflows_is_refused(tmp_path):
+    base = tiny_model(tmp_path / "base")
+    rows = {"r": 1, "lora_alpha": 1, "peft_type": "LORA"}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(rows))
+    name = "base_model.model.model.layers.0.mlp.up_proj"
+    pair = {f"{name}.lora_A.weight": torch.full((1, 64), 300.0), f"{name}.lora_B.weight": torch.full((96, 1), 300.0)}
+    save_file(pair, tmp_path / "adapter/adapter_model.safetensors")
+    arguments = {"base_model": str(base), "adapter_path": tmp_path / "adapter"}
+    with pytest.raises(UserError, match="float16"):
+        weights.build_hf_model(**arguments, output_path=tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    weights.build_hf_model(**arguments, output_path=tmp_path / "out", dtype="bfloat16")
+
+
+def fill_half(out: Path) -> None:
+    with whole_directory(out, marker="made.json", overwrite=True) as aside:
+        (aside / "made.json").write_text("third")
+        raise RuntimeError
+
+
+def test_what_is_there_stays_unless_it_is_an_export(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="mine"), whole_directory(mine, marker="made.json", overwrite=overwrite):
+            pytest.fail("it was begun")
+    assert (mine / "thesis.tex").read_text() == "years of work"
+    out = tmp_path / "out"
+    out.mkdir()  # an empty one may be there
+    for text in ("first", "second"):
+        with whole_directory(out, marker="made.json", overwrite=True) as aside:
+            (aside / "made.json").write_text(text)
+        assert (out / "made.json").read_text() == text
+    with pytest.raises(UserError, match="there already"), whole_directory(out, marker="made.json"):
+        pytest.fail("it was begun")
+    with pytest.raises(RuntimeError):
+        fill_half(out)
+    assert (out / "made.json").read_text() == "second"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from planish.export.whole_directory import whole_directory
+with whole_directory(Path(sys.argv[1]), marker="made.json") as aside:
+    (aside / "half").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
+    out = tmp_path / "out"
+    writer = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    with writer, writer.stdout:
+        assert writer.stdout.readline() == "writing\n"
+        with pytest.raises(UserError, match="another process"), whole_directory(out, marker="made.json"):
+            pytest.fail("two write one directory")
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    assert not out.exists()
+    with whole_directory(out, marker="made.json") as aside:
+        (aside / "made.json").write_text("whole")
+    assert sorted(path.name for path in out.iterdir()) == ["made.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
