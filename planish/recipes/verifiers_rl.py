@@ -1,0 +1,76 @@
+"""RL on any environment of the verifiers library, from its hub or your own.
+
+    pip install 'planish[verifiers]'
+    python -m planish.recipes.verifiers_rl env_id=reverse-text
+    python -m planish.recipes.verifiers_rl env_id=my_module 'env_args={"difficulty": 2}'
+
+`env_id` is an installed environment or any importable module with a function `load_environment`. Prompts, turns, tools, rewards and metrics are
+the environment's; the loop is planish/rl/train.py. How the two meet: planish/rl/verifiers_env.py.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.recipes import training_run
+from planish.recipes.rl_options import RLOptions, run
+from planish.rl.verifiers_datasets import VerifiersDatasetBuilder, read_env_args
+from planish.rl.verifiers_library import load_environment
+
+
+@chz.chz
+class Options(RLOptions):
+    env_id: str = chz.field(doc="an environment of verifiers: an installed package, or a module that Python finds")
+    log_path: str = "/tmp/planish-examples/verifiers_rl"
+    env_args: str = chz.field(default="{}", doc="arguments of load_environment, a JSON object")
+    batch_size: int = chz.field(default=8, doc="rows a step")
+    group_size: int = chz.field(default=8, doc="rollouts of each row")
+    eval_problems: int | None = chz.field(
+        default=None,
+        doc="rows a test; none = the environment's eval data; where it has none, rows held out of training",
+    )
+    max_trajectory_tokens: int = chz.field(
+        default=4096, doc="longest prompt with its answer; one beyond it ends a rollout"
+    )
+    learning_rate: float = 2e-4
+    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train; returns the run directory."""
+    check(options)
+    env_args = read_env_args(options.env_args)
+    load_environment(options.env_id, env_args)  # before a model is
+    builder = VerifiersDatasetBuilder(
+        env_id=options.env_id,
+        env_args=env_args,
+        model_name=options.model_name,
+        renderer_name=options.renderer_name,
+        batch_size=options.batch_size,
+        group_size=options.group_size,
+        eval_problems=options.eval_problems,
+        max_prompt_tokens=options.max_trajectory_tokens - options.max_tokens,
+        seed=options.seed,
+    )
+    return run(options, builder, recipe_name="verifiers_rl", service_client=service_client)
+
+
+def check(options: Options) -> None:
+    """UserError for an option that cannot be right."""
+    training_run.require(
+        options,
+        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
+        group_size=(options.group_size >= 2, "at least 2: rollouts are compared within their group"),
+        eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
+    )
+    if options.max_trajectory_tokens <= options.max_tokens:
+        raise UserError(
+            f"max_trajectory_tokens={options.max_trajectory_tokens}: give more than max_tokens={options.max_tokens}, or no prompt fits"
+        )
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, {}, sys.argv[1:])

@@ -1,0 +1,90 @@
+"""The data of an environment of verifiers, as batches of groups."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.model_renderer import model_renderer
+from planish.rl.datasets import ProblemDataset
+from planish.rl.types import RLDataset, RLDatasetBuilder
+from planish.rl.verifiers_env import VerifiersGroup
+from planish.rl.verifiers_library import load_environment
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@chz.chz
+class VerifiersDatasetBuilder(RLDatasetBuilder):
+    """The environment `env_id`, an installed package or any module with a function `load_environment`."""
+
+    env_id: str
+    model_name: str
+    env_args: str = chz.field(default="{}", doc="arguments of load_environment, a JSON object")
+    renderer_name: str | None = None
+    batch_size: int = chz.field(default=8, doc="rows a step")
+    group_size: int = chz.field(default=8, doc="rollouts of each row")
+    eval_problems: int | None = chz.field(
+        default=None, doc="rows a test; none = the environment's eval data if it has any; where it has none, held out"
+    )
+    max_prompt_tokens: int | None = chz.field(default=None, doc="a longer prompt ends a rollout")
+    seed: int = chz.field(default=0, doc="of the order of the data")
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        train, tests = self._splits(load_environment(self.env_id, read_env_args(self.env_args)))
+        data = ProblemDataset(train, self._group, self.batch_size, shuffle_seed=self.seed)
+        return data, ProblemDataset(tests, self._attempt, len(tests)) if tests else None
+
+    def _splits(self, environment: Any) -> tuple[Rows, Rows]:
+        train, tests = environment.build_dataset(), environment.build_eval_dataset()
+        if train is None:
+            raise UserError(
+                f"env_id={self.env_id}: the environment has data for tests only; there is nothing to train on"
+            )
+        if self.eval_problems == 0 or (tests is None and self.eval_problems is None):
+            return train, []
+        if tests is not None:
+            count = len(tests) if self.eval_problems is None else min(self.eval_problems, len(tests))
+            return train, tests.select(range(count))
+        count = self.eval_problems or 0
+        if count >= len(train):
+            raise UserError(
+                f"eval_problems={count}: env_id={self.env_id} has no eval data, and of its {len(train)} rows at least one must be "
+                "left to train on; give fewer"
+            )
+        held_out = sorted(random.Random(self.seed).sample(range(len(train)), count))
+        kept = sorted(set(range(len(train))).difference(held_out))
+        return train.select(kept), train.select(held_out)
+
+    def _group(self, row: Mapping[str, Any]) -> VerifiersGroup:
+        return self._group_of(row, self.group_size)
+
+    def _attempt(self, row: Mapping[str, Any]) -> VerifiersGroup:
+        return self._group_of(row, 1)
+
+    def _group_of(self, row: Mapping[str, Any], size: int) -> VerifiersGroup:
+        return VerifiersGroup(
+            load=partial(load_environment, self.env_id, read_env_args(self.env_args)),
+            make_renderer=partial(model_renderer, self.model_name, self.renderer_name),
+            row=row,
+            num_envs=size,
+            max_prompt_tokens=self.max_prompt_tokens,
+            tag=self.env_id.rpartition("/")[2],
+        )
+
+
+def read_env_args(text: str) -> str:
+    """The JSON object in one form, by which an environment is known; UserError if it is none."""
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f'env_args={text}: it is not JSON ({error}); give an object such as \'{{"split": "train"}}\''
+        ) from error
+    if not isinstance(arguments, dict):
+        raise UserError(f"env_args={text}: give a JSON object, the arguments of load_environment")
+    return json.dumps(arguments, sort_keys=True)

@@ -1,0 +1,255 @@
+"""Environments of the verifiers library as environments of planish: https://github.com/PrimeIntellect-ai/verifiers.
+
+There an environment drives: it asks a model and goes on with the answer. Here the loop drives. So a rollout of verifiers
+runs in a task of its own, and its model is a seat at which `VerifiersEnv` waits: the prompt that the rollout asks comes out as the
+observation, the action goes in as the answer. What holds for every environment of planish holds for these: seeds, retries,
+reports, tests, other processes.
+
+Tokens are the truth: a next prompt begins with the tokens that were sampled, not with the text that they made (planish/rl/conversation.py);
+only if an environment rewrites its history is a prompt rendered anew. Rewards and metrics are the rubric's, of the whole group at once.
+Rewards that an environment gives to single turns have no place in that and are not used.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish import logtree
+from planish.completers import StopCondition
+from planish.errors import PlanishError, UserError
+from planish.renderers import Message, Renderer
+from planish.rl.conversation import Conversation
+from planish.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    InitialObservationOverflow,
+    Metrics,
+    Observation,
+    StepResult,
+    StopReason,
+    Trajectory,
+)
+from planish.rl.verifiers_library import MODEL, Asked, PromptTooLong, Told, policy_client
+from planish.rl.verifiers_messages import answer_fields, offered, read_message, read_tool
+from planish.types import ModelInput
+
+_STOPS = {
+    "timeout_reached": StopReason.ROLLOUT_TIMEOUT,
+    "prompt_too_long": StopReason.CONTEXT_OVERFLOW,
+    "max_total_completion_tokens_reached": StopReason.MAX_SAMPLED_TOKENS,
+}
+"""verifiers' stop conditions that are limits. An end by any other is the environment's own: completed."""
+
+
+@dataclass
+class Played:
+    """An answer of the policy that the environment has taken."""
+
+    told: list[Message]
+    """The conversation up to it, and it, as the environment knows it."""
+    answer: Message
+    action: Action
+    tools: Sequence[Any]
+
+
+class Seat:
+    """The place of the model in one rollout of verifiers. One question at a time; others wait for their turn."""
+
+    def __init__(self, renderer: Renderer, max_prompt_tokens: int | None) -> None:
+        self.asked: asyncio.Queue[list[int]] = asyncio.Queue()
+        """Prompts, as tokens."""
+        self.messages: list[Message] = []
+        """Of the newest prompt."""
+        self._renderer = renderer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._turn = asyncio.Lock()
+        self._action: asyncio.Future[tuple[Action, bool]] | None = None
+        self._conversation: Conversation | None = None
+        self._played: Played | None = None
+
+    async def ask(self, asked: Asked) -> Told:
+        """Called by the rollout."""
+        async with self._turn:
+            told = [read_message(message) for message in asked.messages]
+            tools = [read_tool(tool) for tool in asked.tools]
+            conversation = self._gone_on(told, tools)
+            if self._max_prompt_tokens is not None and len(conversation.tokens) > self._max_prompt_tokens:
+                raise PromptTooLong
+            self.messages = conversation.messages
+            self._action = asyncio.get_running_loop().create_future()
+            self.asked.put_nowait(conversation.tokens)
+            action, is_cut_off = await self._action
+            answer = conversation.numbered(self._renderer.parse_response(action).message)
+            fields = answer_fields(answer)
+            self._conversation = conversation
+            self._played = Played([*told, _as_told(fields)], answer, action, tools)
+            return Told(fields, action, len(conversation.tokens), is_cut_off)
+
+    def answer(self, action: Action, is_cut_off: bool) -> bool:
+        """Called by the policy's side: whether the rollout was still waiting for it."""
+        assert self._action is not None
+        if self._action.done():
+            return False
+        self._action.set_result((action, is_cut_off))
+        return True
+
+    def _gone_on(self, told: list[Message], tools: Sequence[Any]) -> Conversation:
+        """The conversation with what is new appended; a new one where it is not the old one gone on."""
+        played, conversation = self._played, self._conversation
+        if played is not None and conversation is not None and tools == played.tools:
+            size = len(played.told)
+            if told[:size] == played.told:
+                conversation.update(played.answer, played.action, [*conversation.messages, played.answer, *told[size:]])
+                return conversation
+        return Conversation(self._renderer, offered(self._renderer, told, tools))
+
+
+def _as_told(fields: Mapping[str, Any]) -> Message:
+    """What `read_message` makes of an answer that comes back."""
+    message: dict[str, Any] = {"role": "assistant", "content": fields["content"]}
+    if fields["reasoning_content"]:
+        text = [{"type": "text", "text": fields["content"]}] if fields["content"] else []
+        message["content"] = [{"type": "thinking", "thinking": fields["reasoning_content"]}, *text]
+    if fields["tool_calls"]:
+        message["tool_calls"] = [
+            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in fields["tool_calls"]
+        ]
+    return message  # type: ignore[return-value]
+
+
+class VerifiersEnv(Env):
+    """One rollout of an environment of verifiers on one row of its data."""
+
+    def __init__(
+        self, environment: Any, row: Mapping[str, Any], renderer: Renderer, max_prompt_tokens: int | None = None
+    ) -> None:
+        """`environment`: a verifiers.Environment, which many rollouts may share. `max_prompt_tokens`: a longer prompt ends the rollout."""
+        self.environment = environment
+        self.state: Any = None
+        """verifiers' state, when the rollout is over."""
+        self._row = row
+        self._renderer = renderer
+        self._seat = Seat(renderer, max_prompt_tokens)
+        self._rollout: asyncio.Task[Any] | None = None
+        self._turns = 0
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+        client = policy_client(self._seat.ask)
+        self._rollout = asyncio.create_task(self.environment.rollout(dict(self._row), client, MODEL, {}))
+        prompt = await self._next_prompt()
+        with logtree.scope_header("Prompt"):
+            logtree.conversation(self._seat.messages)
+        if prompt is None:
+            why = self.state.get("stop_condition") or "the end"
+            return InitialObservationOverflow(logs={"rollout": f"it came to {why} without asking the policy"})
+        return ModelInput.from_ints(prompt), self._renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        self._turns += 1
+        is_cut_off = extra is not None and extra.get("stop_reason") == "length"
+        known = len(self._seat.messages)
+        was_awaited = self._seat.answer(action, is_cut_off)
+        prompt = await self._next_prompt()
+        with logtree.scope_header(f"Turn {self._turns}"):
+            answer = self._renderer.parse_response(action).message
+            replies = self._seat.messages[known + 1 :] if prompt is not None else []
+            logtree.conversation([answer, *replies])
+        return StepResult(
+            reward=0.0,
+            episode_done=prompt is None,
+            next_observation=ModelInput.from_ints(prompt or []),
+            next_stop_condition=self._renderer.get_stop_sequences(),
+            stop_reason=self._stop_reason(is_cut_off) if prompt is None else None,
+            train_on_action=was_awaited,
+        )
+
+    async def close(self) -> None:
+        """End a rollout that is still under way; it cleans up after itself."""
+        if self._rollout is not None:
+            self._rollout.cancel()
+            await asyncio.gather(self._rollout, return_exceptions=True)
+
+    async def _next_prompt(self) -> list[int] | None:
+        """The tokens of the next prompt; None when the rollout is over. Its errors are raised as they are."""
+        assert self._rollout is not None
+        asking = asyncio.ensure_future(self._seat.asked.get())
+        try:
+            await asyncio.wait({asking, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+        finally:
+            asking.cancel()
+        self.state = self._rollout.result()
+        error = self.state.get("error")
+        if error is not None:
+            # verifiers puts what a model raises into a ModelError.
+            raise error.__cause__ if isinstance(error.__cause__, PlanishError) else error
+        return None
+
+    def _stop_reason(self, is_cut_off: bool) -> StopReason:
+        condition = self.state.get("stop_condition")
+        if condition in _STOPS:
+            return _STOPS[condition]
+        if is_cut_off:
+            return StopReason.MAX_TOKENS
+        is_limit = condition == "max_turns_reached" and self.environment.max_turns > 1
+        return StopReason.MAX_TURNS if is_limit else StopReason.COMPLETED
+
+
+@dataclass(frozen=True)
+class VerifiersGroup(EnvGroupBuilder):
+    """`num_envs` rollouts of one row. It pickles if its two functions do: give functools.partial, not a lambda."""
+
+    load: Callable[[], Any]
+    """The verifiers.Environment; called in the process that plays."""
+    make_renderer: Callable[[], Renderer]
+    row: Mapping[str, Any]
+    num_envs: int
+    max_prompt_tokens: int | None = None
+    tag: str = "verifiers"
+    _made: list[VerifiersEnv] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.num_envs < 1:
+            raise UserError(f"VerifiersGroup.num_envs={self.num_envs}: give at least 1")
+
+    async def make_envs(self) -> Sequence[Env]:
+        environment, renderer = self.load(), self.make_renderer()
+        envs = [VerifiersEnv(environment, self.row, renderer, self.max_prompt_tokens) for _ in range(self.num_envs)]
+        self._made.extend(envs)
+        return envs
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        """What the rubric says of the group. A rollout in which the policy was not asked gets 0."""
+        states = [env.state for env in env_group if isinstance(env, VerifiersEnv) and env.state["trajectory"]]
+        if states:
+            environment = self.load()
+            if environment.score_rollouts:
+                await environment.rubric.score_group(states)
+            else:
+                await environment.rubric.dummy_score_group(states)
+            for state in states:
+                await environment.rubric.cleanup(state)
+        return [_grade(env.state) for env in env_group if isinstance(env, VerifiersEnv)]
+
+    async def cleanup(self) -> None:
+        envs = list(self._made)
+        self._made.clear()
+        for env in envs:
+            await env.close()
+
+    def logging_tags(self) -> list[str]:
+        return [self.tag]
+
+
+def _grade(state: Any) -> tuple[float, Metrics]:
+    if not state["trajectory"]:
+        return 0.0, {}
+    metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
+    return float(state["reward"]), {**metrics, "truncated": float(state["is_truncated"])}

@@ -1,0 +1,90 @@
+"""Messages of the verifiers library as those of planish's renderers, and answers of the policy the other way.
+
+verifiers' messages are pydantic objects with the fields of OpenAI's API; what is read of them here are attributes, so this
+module does not need the library.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from planish.errors import UnsupportedError
+from planish.renderers import Message, Renderer, ToolSpec
+
+
+def read_message(given: Any) -> Message:
+    """One message. UnsupportedError for content that is no text."""
+    role = "user" if given.role == "text" else given.role
+    message: dict[str, Any] = {"role": role, "content": _text(given.content)}
+    if role == "assistant":
+        thought = getattr(given, "reasoning_content", None)
+        if thought:
+            text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            message["content"] = [{"type": "thinking", "thinking": thought}, *text]
+        calls = getattr(given, "tool_calls", None)
+        if calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+    if role == "tool":
+        message["tool_call_id"] = given.tool_call_id
+    return cast(Message, message)
+
+
+def read_tool(given: Any) -> ToolSpec:
+    return cast(ToolSpec, {"name": given.name, "description": given.description, "parameters": dict(given.parameters)})
+
+
+def offered(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
+    """The conversation with the tools in front of it, as the renderer's format offers them."""
+    if not tools:
+        return list(messages)
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    system = str(messages[0]["content"]) if has_system else ""
+    prefix = renderer.create_conversation_prefix_with_tools(tools, system)
+    return [*cast(list[Message], prefix), *messages[1 if has_system else 0 :]]
+
+
+def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer of the policy, as a renderer read it: the fields of verifiers' assistant message.
+
+    Calls that cannot be read are text, so that the environment sees what was written.
+    """
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    text = "".join(part["text"] for part in parts if part["type"] == "text")
+    spoiled = [call["raw_text"] for call in message.get("unparsed_tool_calls", ())]
+    calls = [
+        {"id": call["id"], "name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in message.get("tool_calls", ())
+    ]
+    return {
+        "content": "\n".join(filter(None, [text, *spoiled])),
+        "reasoning_content": "".join(part["thinking"] for part in parts if part["type"] == "thinking") or None,
+        "tool_calls": calls or None,
+    }
+
+
+def check_sampling(arguments: Mapping[str, Any]) -> None:
+    """UnsupportedError for what an environment asks of the sampler: temperature, length and seeds are the run's."""
+    asked = {
+        name: value for name, value in arguments.items() if value not in (None, {}, []) and (name, value) != ("n", 1)
+    }
+    if asked:
+        raise UnsupportedError(
+            f"the environment gives sampling arguments of its own, {json.dumps(asked, default=str)}; give them to the run, and "
+            "leave them out of the environment"
+        )
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        fields = part if isinstance(part, Mapping) else part.model_dump()
+        if fields.get("type") != "text":
+            raise UnsupportedError(f"a message has content of type {fields.get('type')!r}; planish's models read text")
+        texts.append(fields["text"])
+    return "".join(texts)

@@ -1,0 +1,94 @@
+"""Messages between verifiers and planish, without the library: what is read are attributes."""
+
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace as Object
+
+import pytest
+
+from planish.errors import UnsupportedError, UserError
+from planish.renderers import Message, get_renderer
+from planish.rl import verifiers_library
+from planish.rl.verifiers_datasets import read_env_args
+from planish.rl.verifiers_env import _as_told
+from planish.rl.verifiers_messages import answer_fields, check_sampling, offered, read_message, read_tool
+
+CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (Object(role="text", content="hi"), {"role": "user", "content": "hi"}),
+        (Object(role="user", content=[{"type": "text", "text": "a"}]), {"role": "user", "content": "a"}),
+        (Object(role="tool", content="5", tool_call_id="x"), {"role": "tool", "content": "5", "tool_call_id": "x"}),
+        (Object(role="assistant", content=None), {"role": "assistant", "content": ""}),
+    ],
+)
+def test_messages_are_read(given, wanted):
+    assert read_message(given) == wanted
+
+
+def test_pictures_are_refused():
+    with pytest.raises(UnsupportedError, match="image_url"):
+        read_message(Object(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"role": "assistant", "content": "plain"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "so"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    ],
+)
+def test_an_answer_comes_back_as_it_went(answer):
+    """By this a prompt is known to go on from the one before."""
+    fields = answer_fields(answer)
+    calls = fields["tool_calls"] and [Object(**call) for call in fields["tool_calls"]]
+    back = read_message(Object(role="assistant", **{**fields, "tool_calls": calls}))
+    assert back == _as_told(fields) == answer
+
+
+def test_a_call_that_cannot_be_read_is_text():
+    spoiled = [{"raw_text": "<tool_call>{</tool_call>", "error": "not JSON"}]
+    fields = answer_fields({"role": "assistant", "content": "see", "unparsed_tool_calls": spoiled})
+    assert fields["content"] == "see\n<tool_call>{</tool_call>"
+    assert fields["tool_calls"] is None
+
+
+def test_tools_come_with_the_system_message(tokenizer):
+    renderer = get_renderer("qwen3_instruct", tokenizer)
+    tool = read_tool(Object(name="add", description="Adds.", parameters={"type": "object", "properties": {}}))
+    asked: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    messages = offered(renderer, asked, [tool])
+    assert [message["role"] for message in messages] == ["system", "user"]
+    text = tokenizer.decode(renderer.build_generation_prompt(messages).to_ints())
+    assert "Be brief." in text
+    assert '"name": "add"' in text
+    assert offered(renderer, asked, []) == asked
+
+
+def test_sampling_is_the_runs():
+    check_sampling({"n": 1, "extra_body": {}, "stop": None})
+    for arguments in ({"n": 2}, {"temperature": 0.0}, {"stop": ["\n"]}):
+        with pytest.raises(UnsupportedError, match=next(iter(arguments))):
+            check_sampling(arguments)
+
+
+def test_arguments_have_one_form():
+    assert read_env_args('{"b": 1, "a": [2]}') == read_env_args('{"a":[2],"b":1}')
+
+
+@pytest.mark.parametrize(
+    ("found", "error"), [(None, UserError), ("0.4.0", UnsupportedError), ("0.1.9", UnsupportedError)]
+)
+def test_the_library_is_asked_for_by_name(found, error, monkeypatch):
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(verifiers_library, "version", version)
+    with pytest.raises(error, match=r"planish\[verifiers\]"):
+        verifiers_library.require_verifiers()
