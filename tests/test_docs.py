@@ -28,6 +28,7 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 NOT_RUN = {
     "renderers.md": "a fragment: the client and the sample come from elsewhere",
     "models.md": "a conversion of the reader's own model",
+    "recipes/verifiers_rl.md": "it needs planish[verifiers]: tests/rl/test_verifiers_env.py runs such environments",
     "sandbox.md": "it needs a sandbox: tests/sandbox/test_program_tests.py runs it where there is one",
 }
 SLOW = {"metrics.md"}
