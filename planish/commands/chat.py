@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -70,11 +71,12 @@ class Screen:
     def show(self, piece: Piece) -> None:
         """A part of an answer, as it comes. Reasoning is for people only."""
         if piece.reasoning and self.at_terminal:
-            self._answers.print(Text(piece.reasoning, style="dim"), end="")
+            self._answers.print(Text(harmless(piece.reasoning), style="dim"), end="")
         if piece.begins and piece.had_reasoning and self.at_terminal:
             self._answers.print()
         if piece.text:
-            self._answers.file.write(piece.text)  # as it is: it may hold what rich takes for marks
+            # Past rich, which would read marks in it.
+            self._answers.file.write(harmless(piece.text) if self.at_terminal else piece.text)
         self._answers.file.flush()
 
     def end_answer(self) -> None:
@@ -84,6 +86,11 @@ class Screen:
     def note(self, text: str) -> None:
         if text:
             self._notes.print(Text(text, style="dim"))
+
+
+def harmless(text: str) -> str:
+    """Without what a terminal takes for orders: a model may write escape sequences."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def converse(session: ChatSession, lines: Iterator[str], screen: Screen) -> None:

@@ -134,6 +134,15 @@ def test_reasoning_is_shown_to_people_only():
         assert shown.getvalue() == wanted
 
 
+def test_a_model_gives_no_orders_to_a_terminal():
+    for at_terminal, wanted in ((True, "a\ufffd[2Jb\tc\n"), (False, "a\x1b[2Jb\tc\n")):
+        shown = io.StringIO()
+        screen = chat.Screen(at_terminal)
+        screen._answers = Console(file=shown, soft_wrap=True, highlight=False)
+        screen.show(Piece("a\x1b[2Jb\tc\n"))
+        assert shown.getvalue() == wanted
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("chat") / "base"))
