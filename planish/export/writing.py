@@ -72,7 +72,7 @@ def write_export(
             _write_adapter(update, base, out, DTYPES[dtype])
         else:
             rounding = _write_model(update, base, out, options)
-            dtype = options.dtype or "that of the base's own tensors"
+            dtype = options.dtype or "the base's own dtype"
         (out / README).write_text(model_card(options.format, base, update, origin, dtype, rounding), encoding="utf-8")
         _write_json(out / MARKER, _marker(origin, update, base, options, rounding))
     return Exported(target, base, rounding)
