@@ -1,0 +1,27 @@
+"""What says which of two answers is better: a function of a comparison, and the options that make one.
+
+Whatever judges (a model that was trained on comparisons, a judge behind an API, a rule) is behind this one signature. Names and
+sign are those of the public cookbooks. A model that knows the order of the answers may say one thing of a comparison and another
+thing of its swap; whoever needs to be fair asks both.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from planish.preference.types import Comparison
+
+
+class PreferenceModel(Protocol):
+    """Any coroutine function of a comparison is one."""
+
+    async def __call__(self, comparison: Comparison) -> float:
+        """From -1 to 1: +1 = completion B is better, -1 = completion A is, 0 = neither."""
+        ...
+
+
+class PreferenceModelBuilder(ABC):
+    """The options of a preference model, which are plain data: they are written down and sent to other processes."""
+
+    @abstractmethod
+    def __call__(self, service_client: Any = None) -> PreferenceModel:
+        """With the weights on `service_client`, so that a run holds one engine; without one, the model opens its own."""
