@@ -19,6 +19,14 @@ class PreferenceModel(Protocol):
         ...
 
 
+class LogOddsModel(PreferenceModel, Protocol):
+    """A preference model that can be calibrated (planish/preference/calibration.py)."""
+
+    async def log_odds(self, comparison: Comparison) -> float:
+        """Of B over A, before any temperature."""
+        ...
+
+
 class PreferenceModelBuilder(ABC):
     """The options of a preference model, which are plain data: they are written down and sent to other processes."""
 
