@@ -8,6 +8,8 @@
     trace_events.jsonl  the same as Chrome trace events, if asked for (planish/timing.py)
     metric_logs.json    how far W&B, Trackio and TensorBoard have been told, where they are (planish/metric_logs.py)
     reference.json      the policy that preference training measures against (planish/preference/dpo.py)
+    preference_model.json
+                        how to make the preference model that was trained (planish/preference/model_files.py)
     *.png               curves
 
 Invariants: a file is whole or absent (`write_whole`), an appended row is whole or cut off at the next start. Everything
@@ -41,6 +43,7 @@ CODE_DIFF = "code.diff"
 TRACE = "trace_events.jsonl"
 METRIC_LOGS = "metric_logs.json"
 REFERENCE = "reference.json"
+PREFERENCE_MODEL = "preference_model.json"
 
 Row = dict[str, Any]
 
@@ -198,7 +201,7 @@ def checkpoint_of(path: str) -> str:
 
 def remove_run(path: str | Path) -> None:
     """Remove the files of a run, and nothing else that may be in its directory."""
-    for name in (METRICS, CHECKPOINTS, SPANS, TRACE, METRIC_LOGS, REFERENCE, CONFIG, CODE_DIFF):
+    for name in (METRICS, CHECKPOINTS, SPANS, TRACE, METRIC_LOGS, REFERENCE, PREFERENCE_MODEL, CONFIG, CODE_DIFF):
         (Path(path).expanduser() / name).unlink(missing_ok=True)
 
 

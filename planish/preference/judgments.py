@@ -1,0 +1,145 @@
+"""How well a preference model judges comparisons that it was not trained on. Ties are left out: there is no right answer to them.
+
+P is the probability that the model gives to the answer which people prefer, (1 + preference) / 2 with the sign of the label.
+
+    accuracy          mean of P > 1/2; 1/2 for P = 1/2
+    log_loss          mean of -log P, P at least 1e-6 (a model that samples its label may say 0)
+    brier             mean of (1 - P)^2
+    ece               expected calibration error: |mean of max(P, 1 - P) - accuracy| in ten bins of max(P, 1 - P), weighted by size
+    position_bias     mean over comparisons of (preference + preference of the swap) / 2: above 0, the second place is favoured
+    order_agreement   comparisons whose two orders name the same answer
+
+A model that minds the order of the answers is asked in both; then P is one of 2 N, and its position_bias is measured. Any
+preference model can be measured, also one that was never trained.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.evaluators import SamplingClientEvaluator
+from planish.preference.preference_models import LogOddsModel, PreferenceModel
+from planish.preference.types import Label, LabeledComparison
+
+SMALLEST = 1e-6
+BINS = 10
+SIGN: dict[Label, int] = {"A": -1, "B": 1, "Tie": 0}
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """What a model says of one comparison."""
+
+    sign: int
+    """Of the label: 1 = B."""
+    preference: float
+    swapped: float | None = None
+    """Its preference for the swap, if it was asked."""
+
+    @property
+    def probabilities(self) -> list[float]:
+        """Of the preferred answer, in each order."""
+        found = [(1 + self.sign * self.preference) / 2]
+        return found if self.swapped is None else [*found, (1 - self.sign * self.swapped) / 2]
+
+
+async def judge(
+    model: PreferenceModel, comparisons: Sequence[LabeledComparison], *, both_orders: bool
+) -> list[Judgment]:
+    """All at once; ties are left out."""
+    ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
+    given = asyncio.gather(*(model(labeled.comparison) for labeled in ranked))
+    if not both_orders:
+        return [Judgment(SIGN[labeled.label], each) for labeled, each in zip(ranked, await given, strict=True)]
+    swapped = asyncio.gather(*(model(labeled.comparison.swap()) for labeled in ranked))
+    return [
+        Judgment(SIGN[labeled.label], one, other)
+        for labeled, one, other in zip(ranked, await given, await swapped, strict=True)
+    ]
+
+
+async def log_odds_of_chosen(
+    model: LogOddsModel, comparisons: Sequence[LabeledComparison], *, both_orders: bool
+) -> list[float]:
+    """Of each preferred answer over the other one, before any temperature; of both orders one after the other."""
+    ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
+    asked = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
+    given = await asyncio.gather(*(model.log_odds(labeled.comparison) for labeled in asked))
+    return [SIGN[labeled.label] * each for labeled, each in zip(asked, given, strict=True)]
+
+
+def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
+    """By the names above, with num_pairs and accuracy_stderr, the standard error over comparisons; {} of none."""
+    if not judgments:
+        return {}
+    chosen = [p for judgment in judgments for p in judgment.probabilities]
+    by_pair = [_mean([_rightness(p) for p in judgment.probabilities]) for judgment in judgments]
+    found = {
+        "accuracy": _mean(by_pair),
+        "accuracy_stderr": _standard_error(by_pair),
+        "log_loss": _mean([-math.log(max(p, SMALLEST)) for p in chosen]),
+        "brier": _mean([(1 - p) ** 2 for p in chosen]),
+        "ece": expected_calibration_error(chosen),
+        "num_pairs": len(judgments),
+    }
+    both = [(each.preference, each.swapped) for each in judgments if each.swapped is not None]
+    if both:
+        found["position_bias"] = _mean([(one + other) / 2 for one, other in both])
+        found["order_agreement"] = _mean([float(one * other < 0) for one, other in both])
+    return found
+
+
+def expected_calibration_error(chosen: Sequence[float], bins: int = BINS) -> float:
+    """Of the probabilities given to preferred answers; bins of equal width from 1/2 to 1."""
+    held: list[list[float]] = [[] for _ in range(bins)]
+    for p in chosen:
+        sure = max(p, 1 - p)
+        held[min(int((sure - 0.5) * 2 * bins), bins - 1)].append(p)
+    gaps = [
+        len(group) * abs(_mean([max(p, 1 - p) for p in group]) - _mean([_rightness(p) for p in group]))
+        for group in held
+        if group
+    ]
+    return sum(gaps) / len(chosen)
+
+
+class HeldOutPreferences(SamplingClientEvaluator):
+    """NAME/accuracy and the others, of the model that `model_of` makes of the weights as they are."""
+
+    def __init__(
+        self,
+        comparisons: Sequence[LabeledComparison],
+        model_of: Callable[[Any], PreferenceModel],
+        *,
+        both_orders: bool,
+        left_out: int = 0,
+        name: str = "test",
+    ) -> None:
+        """`left_out`: how many could not be judged, to be told."""
+        self.comparisons = comparisons
+        self.model_of = model_of
+        self.both_orders = both_orders
+        self.left_out = left_out
+        self.name = name
+
+    async def __call__(self, sampling_client: Any) -> dict[str, float]:
+        judgments = await judge(self.model_of(sampling_client), self.comparisons, both_orders=self.both_orders)
+        found = {**measures(judgments), "num_left_out": self.left_out}
+        return {f"{self.name}/{name}": value for name, value in found.items()}
+
+
+def _rightness(p: float) -> float:
+    return 0.5 if p == 0.5 else float(p > 0.5)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    center = _mean(values)
+    return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))

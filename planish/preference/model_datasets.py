@@ -1,0 +1,75 @@
+"""Comparisons as what a preference model learns from, batch by batch.
+
+Of the chat form, each comparison is shown in an order that is drawn: rows of "chosen" and "rejected" would else teach that the first
+answer is the better one. Ties are learned by the chat form, as the label Tie; Bradley-Terry leaves them out. Tests hold none.
+"""
+
+import random
+from collections.abc import Sequence
+
+import chz
+
+from planish.errors import UserError
+from planish.preference.bradley_terry import QUESTION
+from planish.preference.datasets import ComparisonBuilder, require_answers_alone, without_ties
+from planish.preference.forms import Form, Kind, form_of
+from planish.preference.splits import PreferenceSplits, split_by_prompt
+from planish.preference.types import LabeledComparison
+from planish.supervised.datasets import RowDataset
+from planish.supervised.types import Batch, ChatDatasetBuilder
+
+
+class ComparisonDataset(RowDataset):
+    """Batches of comparisons, with the comparisons themselves."""
+
+    rows: Sequence[LabeledComparison]
+
+
+@chz.chz
+class PreferenceDatasetBuilder(ChatDatasetBuilder):
+    """Batches of `common_config.batch_size` comparisons as a preference model of `kind` learns them."""
+
+    comparison_builder: ComparisonBuilder
+    kind: Kind
+    question: str = chz.field(default=QUESTION, doc="of bradley_terry: what is asked about an answer")
+    calibration_size: int = chz.field(default=0, doc="comparisons to calibrate on, held out of training")
+    shuffle_seed: int = 0
+
+    def __call__(self) -> tuple[ComparisonDataset, ComparisonDataset | None]:
+        form, splits = self.form, self.splits()
+        config = self.common_config
+
+        def data_of(labeled: LabeledComparison) -> Batch:
+            return form.data_of(labeled, config.max_length)
+
+        train = ComparisonDataset(splits.train, config.batch_size, data_of, shuffle_seed=self.shuffle_seed)
+        test = ComparisonDataset(splits.test, config.batch_size, data_of, drop_last=False) if splits.test else None
+        return train, test
+
+    @property
+    def form(self) -> Form:
+        return form_of(self.kind, self.renderer, self.question)
+
+    def splits(self) -> PreferenceSplits:
+        """UserError for a comparison that the model's format cannot write."""
+        require_answers_alone(self.common_config)
+        train, test = self.comparison_builder()
+        form = self.form
+        check_form(train, form, "train")
+        check_form(test, form, "test")
+        learned = without_ties(train) if self.kind == "bradley_terry" else in_drawn_order(train, self.shuffle_seed)
+        return split_by_prompt(learned, without_ties(test), self.calibration_size, self.shuffle_seed)
+
+
+def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str) -> None:
+    for number, labeled in enumerate(comparisons, start=1):
+        try:
+            form.check(labeled)
+        except ValueError as error:
+            raise UserError(f"{split} comparison {number}: {error}") from error
+
+
+def in_drawn_order(comparisons: Sequence[LabeledComparison], seed: int) -> list[LabeledComparison]:
+    """Each as it is or swapped, by a draw."""
+    generator = random.Random(f"order:{seed}")
+    return [labeled.swap() if generator.random() < 0.5 else labeled for labeled in comparisons]

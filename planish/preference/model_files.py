@@ -1,0 +1,97 @@
+"""A trained preference model as a file of its run directory, preference_model.json, and back.
+
+It says all that is needed to judge as in training: the kind, the base model, the checkpoint, the format, the question, the
+temperature. What was measured on held-out comparisons stands beside it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import chz
+
+from planish import ServiceClient
+from planish.errors import DamagedFileError, UserError
+from planish.model_renderer import learn_renderer
+from planish.preference.bradley_terry import QUESTION
+from planish.preference.forms import Kind, form_of
+from planish.preference.preference_models import LogOddsModel, PreferenceModelBuilder
+from planish.runs import PREFERENCE_MODEL, write_whole
+
+
+@chz.chz
+class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
+    """A chat-rendered or Bradley-Terry model by its parts."""
+
+    kind: Kind
+    model_name: str = chz.field(doc="base model")
+    model_path: str | None = chz.field(default=None, doc="checkpoint; none = the base model as it is")
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    question: str = chz.field(default=QUESTION, doc="of bradley_terry: what is asked about an answer")
+    temperature: float = 1.0
+    base_url: str | None = chz.field(
+        default=None, doc="a server, where no service client is given; none = this process"
+    )
+
+    def __call__(self, service_client: Any = None) -> LogOddsModel:
+        service_client = service_client or ServiceClient(base_url=self.base_url)
+        renderer = learn_renderer(service_client, self.model_name, self.renderer_name)
+        where = {"model_path": self.model_path} if self.model_path else {"base_model": self.model_name}
+        form = form_of(self.kind, renderer, self.question)
+        return form.model(service_client.create_sampling_client(**where), self.temperature)
+
+
+@chz.chz
+class PreferenceModelBuilderFromRun(PreferenceModelBuilder):
+    """The model that a run of planish/preference/model_training.py left behind."""
+
+    path: str = chz.field(doc="the run's directory")
+    base_url: str | None = chz.field(
+        default=None, doc="a server, where no service client is given; none = this process"
+    )
+
+    def __call__(self, service_client: Any = None) -> LogOddsModel:
+        return Description.read(self.path).builder(self.base_url)(service_client)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What preference_model.json holds."""
+
+    kind: Kind
+    model_name: str
+    model_path: str
+    renderer_name: str | None
+    question: str
+    temperature: float
+    calibration_pairs: int
+    test: Mapping[str, float] = field(default_factory=dict)
+    """Measures of held-out comparisons, after calibration (planish/preference/judgments.py)."""
+
+    @classmethod
+    def read(cls, run: str | Path) -> Self:
+        path = Path(run).expanduser() / PREFERENCE_MODEL
+        if not path.is_file():
+            raise UserError(
+                f"{path} is not there; give the directory of a run of a preference model that came to its end"
+            )
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DamagedFileError(f"{path} describes no preference model ({error}); train it again") from error
+
+    def write(self, run: str | Path) -> None:
+        write_whole(Path(run).expanduser() / PREFERENCE_MODEL, json.dumps(asdict(self), indent=2) + "\n")
+
+    def builder(self, base_url: str | None = None) -> TrainedPreferenceModelBuilder:
+        return TrainedPreferenceModelBuilder(
+            kind=self.kind,
+            model_name=self.model_name,
+            model_path=self.model_path,
+            renderer_name=self.renderer_name,
+            question=self.question,
+            temperature=self.temperature,
+            base_url=base_url,
+        )

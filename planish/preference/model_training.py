@@ -1,0 +1,147 @@
+"""Training of a preference model: supervised training on comparisons, then calibration, then a test of what comes out.
+
+Three sets of comparisons share no prompt: training, calibration, test. While it trains, held-out comparisons are judged by the very
+model that users get, without a temperature. At the end the temperature is fitted on the calibration set, the calibrated model judges
+the test set, and preference_model.json says how to make it (planish/preference/model_files.py). Loop, files and resume are those of
+planish/supervised; a run that is stopped between training and calibration calibrates when it is started again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish import ServiceClient
+from planish.errors import UserError
+from planish.preference.calibration import fit_temperature
+from planish.preference.forms import Form, LogOddsModel
+from planish.preference.judgments import HeldOutPreferences, log_odds_of_chosen
+from planish.preference.model_datasets import ComparisonDataset, PreferenceDatasetBuilder
+from planish.preference.model_files import Description
+from planish.preference.types import LabeledComparison
+from planish.runs import CHECKPOINTS, PREFERENCE_MODEL, read_rows
+from planish.supervised import config as supervised
+from planish.supervised.objective import Gradient
+from planish.supervised.train import train
+from planish.supervised.types import SupervisedDataset
+from planish.types import Datum
+
+SHOWN = {
+    "train_mean_nll": "nll {:.4f}",
+    "bradley_terry_loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.3f}",
+    "test/accuracy": "test accuracy {:.3f}",
+    "test/log_loss": "test log loss {:.4f}",
+    "learning_rate": "lr {:.1e}",
+    "time/total": "{:.1f} s",
+}
+
+
+@chz.chz
+class Config(supervised.Config):
+    dataset_builder: PreferenceDatasetBuilder
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """The objective of a supervised loop whose rows are comparisons."""
+
+    form: Form
+    max_length: int | None
+
+    async def submit(self, training_client: Any, data: Sequence[Datum]) -> Gradient:
+        return await self.form.learned.submit(training_client, data)
+
+    def test(self, test_set: SupervisedDataset) -> HeldOutPreferences:
+        assert isinstance(test_set, ComparisonDataset)
+        return held_out(self.form, test_set.rows, self.max_length)
+
+
+async def main(config: Config, service_client: Any = None) -> Path:
+    """Train and calibrate, in this process, on a server (`base_url`) or with a given service client; returns the run directory."""
+    check(config)
+    if service_client is not None:
+        return await _run(config, service_client)
+    with ServiceClient(base_url=config.base_url) as own_client:
+        return await _run(config, own_client)
+
+
+def check(config: Config) -> None:
+    """UserError for an option that cannot be right, before anything is loaded."""
+    supervised.check(config)
+    size = config.dataset_builder.calibration_size
+    if size < 0:
+        raise UserError(f"calibration_size={size}: give a whole number, 0 for no calibration")
+
+
+async def _run(config: Config, service_client: Any) -> Path:
+    builder = config.dataset_builder
+
+    def objective_of(training_client: Any) -> PreferenceObjective:
+        return PreferenceObjective(builder.form, builder.common_config.max_length)
+
+    run = await train(config, service_client, objective_of, SHOWN)
+    model_path = newest_sampler(run)
+    if (run / PREFERENCE_MODEL).is_file() and Description.read(run).model_path == model_path:
+        return run
+    description = await calibrate(config, service_client, model_path)
+    description.write(run)
+    print(described(description))
+    return run
+
+
+async def calibrate(config: Config, service_client: Any, model_path: str) -> Description:
+    """Fit the temperature of a trained model, and test it with that."""
+    builder = config.dataset_builder
+    form, splits = builder.form, builder.splits()
+    sampling_client = await service_client.create_sampling_client_async(model_path=model_path)
+    max_length = builder.common_config.max_length
+    calibration = fitting(form, splits.calibration, max_length)
+    chosen = await log_odds_of_chosen(form.model(sampling_client), calibration, both_orders=form.minds_order)
+    temperature = fit_temperature(chosen, len(calibration))
+    tested = held_out(form, splits.test, max_length, temperature)
+    found = await tested(sampling_client)
+    return Description(
+        kind=builder.kind,
+        model_name=config.model_name,
+        model_path=model_path,
+        renderer_name=config.renderer_name,
+        question=builder.question,
+        temperature=temperature,
+        calibration_pairs=len(calibration),
+        test={name.removeprefix("test/"): value for name, value in found.items()},
+    )
+
+
+def held_out(
+    form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None, temperature: float = 1.0
+) -> HeldOutPreferences:
+    kept = fitting(form, comparisons, max_length)
+
+    def model_of(sampling_client: Any) -> LogOddsModel:
+        return form.model(sampling_client, temperature)
+
+    return HeldOutPreferences(kept, model_of, both_orders=form.minds_order, left_out=len(comparisons) - len(kept))
+
+
+def fitting(form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None) -> list[LabeledComparison]:
+    """Those that are not longer than what is trained on."""
+    return [labeled for labeled in comparisons if form.data_of(labeled, max_length)]
+
+
+def newest_sampler(run: Path) -> str:
+    """The weights that a finished run left to sample from."""
+    return next(row["sampler_path"] for row in reversed(read_rows(run / CHECKPOINTS)) if row.get("sampler_path"))
+
+
+def described(description: Description) -> str:
+    calibrated = f"temperature {description.temperature:.3g}, fitted on {description.calibration_pairs} pairs"
+    if not description.test:
+        return calibrated
+    test = description.test
+    return (
+        f"{calibrated}; on {test['num_pairs']:.0f} held-out pairs: accuracy {test['accuracy']:.3f} +- "
+        f"{test['accuracy_stderr']:.3f}, log loss {test['log_loss']:.3f}, Brier {test['brier']:.3f}, ECE {test['ece']:.3f}"
+    )

@@ -1,0 +1,106 @@
+"""Measures of judgments, on cases that can be counted by hand."""
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planish.preference.judgments import (
+    HeldOutPreferences,
+    Judgment,
+    expected_calibration_error,
+    judge,
+    log_odds_of_chosen,
+    measures,
+)
+from planish.preference.types import Comparison, LabeledComparison
+
+
+def says(text):
+    return [{"role": "assistant", "content": text}]
+
+
+LONG, SHORT = says("a long answer"), says("short")
+PAIRS = [
+    LabeledComparison(Comparison([], LONG, SHORT), "B"),
+    LabeledComparison(Comparison([], SHORT, LONG), "A"),
+    LabeledComparison(Comparison([], SHORT, LONG), "B"),
+    LabeledComparison(Comparison([], SHORT, SHORT), "Tie"),
+]
+
+
+async def shorter(comparison):
+    """Favours short answers with 0.6, and the second place with 0.2."""
+    a, b = (len(answer[0]["content"]) for answer in (comparison.completion_A, comparison.completion_B))
+    return 0.2 + (0.6 if b < a else -0.6)
+
+
+def test_measures_of_one_order():
+    found = measures(asyncio.run(judge(shorter, PAIRS, both_orders=False)))
+    right, wrong = [0.9, 0.7], 0.3
+    assert found["num_pairs"] == 3, "a tie is not judged"
+    assert found["accuracy"] == pytest.approx(2 / 3)
+    assert found["accuracy_stderr"] == pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3))
+    assert found["log_loss"] == pytest.approx(-sum(math.log(p) for p in [*right, wrong]) / 3)
+    assert found["brier"] == pytest.approx((0.01 + 0.09 + 0.49) / 3)
+    assert found["ece"] == pytest.approx((0.1 + 2 * abs(0.7 - 0.5)) / 3)
+    assert "position_bias" not in found
+
+
+def test_measures_of_both_orders():
+    found = measures(asyncio.run(judge(shorter, PAIRS[:2], both_orders=True)))
+    assert found["num_pairs"] == 2
+    assert found["accuracy"] == 1.0
+    assert found["position_bias"] == pytest.approx(0.2)
+    assert found["order_agreement"] == 1.0
+    assert found["log_loss"] == pytest.approx(-(math.log(0.9) + math.log(0.7)) / 2)
+
+
+async def always_second(comparison):
+    return 1.0
+
+
+def test_a_model_that_knows_places_alone_is_at_chance_and_finite():
+    found = measures(asyncio.run(judge(always_second, PAIRS, both_orders=True)))
+    assert (found["accuracy"], found["order_agreement"], found["position_bias"]) == (0.5, 0.0, 1.0)
+    assert found["accuracy_stderr"] == 0.0
+    assert found["log_loss"] == pytest.approx(-math.log(1e-6) / 2)
+    assert found["ece"] == pytest.approx(0.5)
+
+
+@given(st.lists(st.tuples(st.sampled_from([-1, 1]), st.floats(-1, 1)), min_size=1, max_size=40))
+def test_an_antisymmetric_model_is_measured_alike_in_both_orders(judged):
+    one = measures([Judgment(sign, value) for sign, value in judged])
+    both = measures([Judgment(sign, value, -value) for sign, value in judged])
+    assert both.pop("position_bias") == 0
+    both.pop("order_agreement")
+    assert one == pytest.approx(both)
+    assert 0 <= one["ece"] <= 1
+
+
+def test_calibration_error_of_the_edges_of_bins():
+    assert expected_calibration_error([1.0, 1.0]) == 0
+    assert expected_calibration_error([0.5, 0.5]) == 0
+    assert expected_calibration_error([0.0]) == 1
+
+
+class Odds:
+    async def __call__(self, comparison):
+        return await shorter(comparison)
+
+    async def log_odds(self, comparison):
+        return 3.0 if await shorter(comparison) > 0 else -1.0
+
+
+def test_log_odds_are_those_of_the_preferred_answer():
+    assert asyncio.run(log_odds_of_chosen(Odds(), PAIRS, both_orders=False)) == [3.0, 1.0, -1.0]
+    assert asyncio.run(log_odds_of_chosen(Odds(), PAIRS[:1], both_orders=True)) == [3.0, 1.0]
+
+
+def test_the_evaluator_names_its_measures_and_tells_what_it_left_out():
+    evaluator = HeldOutPreferences(PAIRS, lambda client: client, both_orders=False, left_out=2, name="dev")
+    found = asyncio.run(evaluator(shorter))
+    assert (found["dev/num_pairs"], found["dev/num_left_out"]) == (3, 2)
+    assert all(name.startswith("dev/") for name in found)

@@ -1,0 +1,166 @@
+"""Runs of preference models on the engine: they learn, they are calibrated, and what they leave can be used and gone on with."""
+
+import asyncio
+import json
+
+import pytest
+
+from planish import ServiceClient
+from planish.errors import DamagedFileError, UserError
+from planish.preference import model_training
+from planish.preference.datasets import ComparisonBuilderFromRows
+from planish.preference.judgments import judge, measures
+from planish.preference.model_datasets import PreferenceDatasetBuilder
+from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
+from planish.preference.model_metric_definitions import definition_of
+from planish.preference.model_training import Config, main
+from planish.preference.splits import prompt_of
+from planish.runs import PREFERENCE_MODEL, read_rows
+from planish.supervised.types import ChatDatasetBuilderCommonConfig
+
+KINDS = ("chat", "bradley_terry")
+ENOUGH = {
+    "chat": {"learning_rate": 6e-3, "lora_rank": 16, "num_epochs": 8},
+    "bradley_terry": {"learning_rate": 3e-3, "lora_rank": 4, "num_epochs": 3},
+}
+"""For a random model to learn it."""
+
+
+@pytest.fixture
+def client(tmp_path):
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def many_pairs(tmp_path_factory):
+    """A file of 48 pairs: an answer with X is preferred to one with O, whichever is the longer."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": f"{n}?", "chosen": "X" * (1 + n % 3), "rejected": "O" * (1 + n % 2)} for n in range(48)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def builder(model, path, kind, **changes):
+    options = {"test_size": 8, "calibration_size": 6, "max_length": 1024, **changes}
+    return PreferenceDatasetBuilder(
+        common_config=ChatDatasetBuilderCommonConfig(
+            model_name_for_tokenizer=model, batch_size=8, max_length=options["max_length"]
+        ),
+        comparison_builder=ComparisonBuilderFromRows(dataset=str(path), test_size=options["test_size"]),
+        kind=kind,
+        calibration_size=options["calibration_size"],
+    )
+
+
+def config(model, path, kind, log_path, *, data=None, **changes):
+    options = {"learning_rate": 3e-3, "lora_rank": 4, "num_epochs": 6, "eval_every": 6, "save_every": 0, **changes}
+    return Config(
+        log_path=str(log_path), model_name=model, dataset_builder=builder(model, path, kind, **(data or {})), **options
+    )
+
+
+def run(client, *arguments, **changes):
+    return asyncio.run(main(config(*arguments, **changes), client))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_learns_is_calibrated_and_can_be_used_again(client, models, many_pairs, tmp_path, kind):
+    path = run(client, models[0], many_pairs, kind, tmp_path / "run", **ENOUGH[kind])
+    rows = read_rows(path / "metrics.jsonl")
+    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert rows[0]["num_pairs"] == 8
+    assert rows[-1]["test/accuracy"] == 1.0
+    assert rows[-1]["test/log_loss"] < rows[0]["test/log_loss"]
+    assert ("test/position_bias" in rows[-1]) == (kind == "chat")
+
+    description = Description.read(path)
+    assert (description.kind, description.calibration_pairs, description.test["num_pairs"]) == (kind, 6, 8)
+    assert description.temperature != 1.0
+    model = PreferenceModelBuilderFromRun(path=str(path))(client)
+    test = builder(models[0], many_pairs, kind).splits().test
+    found = measures(asyncio.run(judge(model, test, both_orders=kind == "chat")))
+    assert found == pytest.approx({name: description.test[name] for name in found}, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finished_run_is_left_alone_and_an_uncalibrated_one_is_calibrated(
+    client, models, many_pairs, tmp_path, kind, monkeypatch
+):
+    arguments = (models[0], many_pairs, kind, tmp_path / "run")
+
+    async def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_training, "calibrate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(client, *arguments, max_steps=2)
+    assert not (tmp_path / "run" / PREFERENCE_MODEL).exists()
+    with pytest.raises(UserError, match="came to its end"):
+        PreferenceModelBuilderFromRun(path=str(tmp_path / "run"))(client)
+    monkeypatch.undo()
+    run(client, *arguments, max_steps=2)
+    written = (tmp_path / "run" / PREFERENCE_MODEL).read_text()
+    monkeypatch.setattr(model_training, "calibrate", killed)
+    run(client, *arguments, max_steps=2)
+    assert (tmp_path / "run" / PREFERENCE_MODEL).read_text() == written
+    (tmp_path / "run" / PREFERENCE_MODEL).write_text('{"kind": "chat"}')
+    with pytest.raises(DamagedFileError, match="describes no preference model"):
+        Description.read(tmp_path / "run")
+
+
+def test_splits_share_no_prompt_and_the_chat_model_sees_both_places(models, many_pairs):
+    splits = builder(models[0], many_pairs, "chat").splits()
+    parts = [{prompt_of(labeled) for labeled in part} for part in (splits.train, splits.calibration, splits.test)]
+    assert [len(part) for part in parts] == [34, 6, 8]
+    assert len(set.union(*parts)) == 48
+    places = [labeled.label for labeled in splits.train]
+    assert 10 < places.count("A") < 24
+    assert {labeled.label for labeled in builder(models[0], many_pairs, "bradley_terry").splits().train} == {"A"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ties_are_a_label_for_chat_and_nothing_for_bradley_terry(models, tmp_path, kind):
+    path = tmp_path / "ties.jsonl"
+    tie = {"comparison": {"prompt_conversation": "?", "completion_A": "X", "completion_B": "O"}, "label": "Tie"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in [tie] * 5 + [{**tie, "label": "B"}] * 8))
+    train, test = builder(models[0], path, kind, test_size=0, calibration_size=0)()
+    assert test is None
+    assert len(train.rows) == (13 if kind == "chat" else 8)
+
+
+def test_test_pairs_that_are_too_long_are_told(client, models, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": str(n), "chosen": "X" * (300 if n % 2 else 1), "rejected": "O"} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"max_length": 200, "test_size": 10}
+    done = run(client, models[0], path, "bradley_terry", tmp_path / "run", data=data, max_steps=1)
+    row = read_rows(done / "metrics.jsonl")[0]
+    assert row["test/num_pairs"] + row["test/num_left_out"] == 10
+    assert row["test/num_left_out"] > 0
+    assert row["num_left_out"] + row["num_pairs"] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate="),
+        ({"data": {"calibration_size": -1}}, "calibration_size=-1"),
+        ({"data": {"calibration_size": 40}}, "calibration_size=40: of"),
+    ],
+)
+def test_an_option_that_cannot_be_right_is_refused(client, models, many_pairs, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        run(client, models[0], many_pairs, "chat", tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_comparison_that_the_format_cannot_write_is_refused_with_its_number(client, models, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": [{"role": "king", "content": "a"}], "chosen": "b", "rejected": "c"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="train comparison 2.*king"):
+        builder(models[0], path, "chat", test_size=0)()
