@@ -1,0 +1,139 @@
+"""A model of what people prefer, from pairs of answers: it says which of two answers is better, and how sure it is.
+
+    python -m planish.recipes.preference_model                                   sums: the right result is preferred
+    python -m planish.recipes.preference_model pairs=solutions                   GSM8K: a question's own solution is preferred
+    python -m planish.recipes.preference_model dataset=pairs.jsonl test_size=50  comparisons of your own
+    python -m planish.recipes.preference_model kind=bradley_terry                a score for each answer instead
+
+What it leaves is used by name of its directory: `PreferenceModelBuilderFromRun(path=...)`. The forms of models and data are in
+planish/preference, the drawn pairs in planish/recipes/exchanged_answers.py.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+
+from planish import ServiceClient
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.model_renderer import learn_renderer
+from planish.preference import model_training
+from planish.preference.bradley_terry import QUESTION
+from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows
+from planish.preference.forms import Kind
+from planish.preference.model_datasets import PreferenceDatasetBuilder
+from planish.recipes import training_run
+from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
+from planish.schedules import SCHEDULES
+from planish.supervised.types import ChatDatasetBuilderCommonConfig
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "seed": {"batch_size": 64, "learning_rate": 3e-4, "lora_rank": 64, "max_length": 8192},
+}
+
+
+@chz.chz
+class Options:
+    kind: Kind = chz.field(default="chat", doc="chat = both answers are read at once, bradley_terry = a score for each")
+    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    dataset: str | None = chz.field(
+        default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
+    )
+    pairs: Literal["sums", "solutions"] = chz.field(default="sums", doc="without dataset: which pairs are made")
+    largest: int = chz.field(default=20, doc="of pairs=sums: the largest number that is added")
+    questions: str = chz.field(default="openai/gsm8k", doc="of pairs=solutions: questions with worked solutions")
+    test_size: int | None = chz.field(
+        default=64, doc="test pairs; none = the whole test split of dataset, 0 = no tests"
+    )
+    calibration_size: int = chz.field(default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration")
+    log_path: str = chz.field(default="/tmp/planish-examples/preference_model", doc="directory of the run's files")
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with: a checkpoint or a run directory"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    lora_rank: int = 32
+    seed: int = chz.field(default=0, doc="of initial weights, of the data's order and of what is held out")
+
+    question: str = chz.field(default=QUESTION, doc="of bradley_terry: what is asked about an answer")
+    batch_size: int = chz.field(default=16, doc="comparisons a step")
+    max_length: int = chz.field(
+        default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
+    )
+    learning_rate: float = chz.field(default=3e-4, doc="of the first step")
+    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+
+    num_epochs: int = chz.field(default=1, doc="times through the data")
+    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
+    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train and calibrate; returns the run directory."""
+    config = model_config(options)
+    model_training.check(config)
+    if service_client is not None:
+        return _run_on(service_client, config)
+    with ServiceClient(base_url=config.base_url) as own_client:
+        return _run_on(own_client, config)
+
+
+def _run_on(service_client: Any, config: model_training.Config) -> Path:
+    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
+    return asyncio.run(model_training.main(chz.replace(config, renderer_name=renderer.name), service_client))
+
+
+def model_config(options: Options) -> model_training.Config:
+    """The options as `planish.preference.model_training` takes them."""
+    for name, least in (
+        ("batch_size", 1),
+        ("max_length", 2),
+        ("test_size", 0),
+        ("calibration_size", 0),
+        ("largest", 1),
+    ):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"{name}={value}: give a whole number of at least {least}")
+    shared = chz.chz_fields(Options).keys() & chz.chz_fields(model_training.Config).keys()
+    builder = PreferenceDatasetBuilder(
+        common_config=ChatDatasetBuilderCommonConfig(
+            model_name_for_tokenizer=options.model_name,
+            renderer_name=options.renderer_name,
+            max_length=options.max_length,
+            batch_size=options.batch_size,
+        ),
+        comparison_builder=comparisons(options),
+        kind=options.kind,
+        question=options.question,
+        calibration_size=options.calibration_size,
+        shuffle_seed=options.seed,
+    )
+    named = {name: getattr(options, name) for name in shared}
+    return model_training.Config(**named, dataset_builder=builder, recipe_name="preference_model")
+
+
+def comparisons(options: Options) -> ComparisonBuilder:
+    if options.dataset is not None:
+        return ComparisonBuilderFromRows(
+            dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
+        )
+    if options.test_size is None:
+        raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
+    if options.pairs == "sums":
+        return ExchangedSumsBuilder(largest=options.largest, test_size=options.test_size, seed=options.seed)
+    return ExchangedSolutionsBuilder(questions=options.questions, test_size=options.test_size, seed=options.seed)
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, PRESETS, sys.argv[1:])

@@ -1,0 +1,77 @@
+"""The recipe from its options to its files, on a tiny model that knows nothing."""
+
+import asyncio
+import json
+
+import pytest
+
+from planish import ServiceClient
+from planish.errors import UserError
+from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
+from planish.preference.types import Comparison
+from planish.recipes import preference_model
+from planish.runs import read_rows
+
+
+@pytest.fixture
+def engine(tmp_path):
+    with ServiceClient(data_dir=tmp_path / "data") as client:
+        yield client
+
+
+def options_of(small_model, tmp_path, **changes):
+    usual = {
+        "model_name": small_model,
+        "log_path": str(tmp_path / "run"),
+        "batch_size": 4,
+        "lora_rank": 4,
+        "max_steps": 2,
+        "test_size": 4,
+        "calibration_size": 4,
+        "largest": 4,
+    }
+    return preference_model.Options(**{**usual, **changes})
+
+
+@pytest.mark.parametrize("kind", ["chat", "bradley_terry"])
+@pytest.mark.parametrize("pairs", ["sums", "solutions"])
+def test_made_pairs_of_either_sort_train_either_kind(small_model, tmp_path, engine, sums_dataset, kind, pairs):
+    options = options_of(small_model, tmp_path, kind=kind, pairs=pairs, questions=str(sums_dataset))
+    run = preference_model.main(options, engine)
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[-1]["test/num_pairs"] == 4
+    config = json.loads((run / "config.json").read_text())
+    assert (config["recipe_name"], config["dataset_builder"]["kind"]) == ("preference_model", kind)
+    assert Description.read(run).calibration_pairs == 4
+
+
+def test_comparisons_of_a_file_and_a_question_of_ones_own(small_model, tmp_path, engine):
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Say {n}.", "chosen": str(n), "rejected": "no"} for n in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = options_of(small_model, tmp_path, kind="bradley_terry", dataset=str(path), question="Good?")
+    run = preference_model.main(options, engine)
+    model = PreferenceModelBuilderFromRun(path=str(run))(engine)
+    assert Description.read(run).question == "Good?"
+    yes = [{"role": "assistant", "content": "5"}]
+    no = [{"role": "assistant", "content": "no"}]
+    prompt = [{"role": "user", "content": "Say 5."}]
+    there, back = (asyncio.run(model(Comparison(prompt, *answers))) for answers in ((yes, no), (no, yes)))
+    assert there == -back
+    assert -1 < there < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("test_size", 100), ("largest", 0), ("calibration_size", -1), ("max_steps", 0)],
+)
+def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, engine, name, value):
+    with pytest.raises(UserError, match=f"{name}="):
+        preference_model.main(options_of(small_model, tmp_path, **{name: value}), engine)
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_a_dataset_has_a_whole_test_split(small_model, tmp_path):
+    with pytest.raises(UserError, match="test_size=none"):
+        preference_model.main(options_of(small_model, tmp_path, test_size=None))
