@@ -7,7 +7,6 @@ preference is an expectation, with no noise of sampling, and can be calibrated. 
 is left out of training whole, and counted: an example that is cut has no label.
 """
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,29 +82,21 @@ def expected_preference(label_logprobs: Sequence[float], temperature: float = 1.
 
 @dataclass(frozen=True)
 class ChatPreferenceModel:
-    """One request a comparison, two with `both_orders`."""
+    """One request a comparison. The places of the answers may have a say; `preference_models.BothOrders` takes it away."""
 
     sampling_client: Any
     choice: Choice
     """`label_choice` of the renderer that it was trained with."""
     temperature: float = 1.0
     """Of the probabilities: fitted on comparisons that were not trained on (planish/preference/calibration.py)."""
-    both_orders: bool = False
-    """The mean over both orders of the answers, so that their places have no say."""
 
     async def __call__(self, comparison: Comparison) -> float:
-        if not self.both_orders:
-            return await self._as_given(comparison)
-        first, second = await asyncio.gather(self._as_given(comparison), self._as_given(comparison.swap()))
-        return (first - second) / 2
+        return expected_preference(await self._label_logprobs(comparison), self.temperature)
 
     async def log_odds(self, comparison: Comparison) -> float:
         """Of B over A, as the answers are given and before the temperature."""
         a, b, _ = await self._label_logprobs(comparison)
         return b - a
-
-    async def _as_given(self, comparison: Comparison) -> float:
-        return expected_preference(await self._label_logprobs(comparison), self.temperature)
 
     async def _label_logprobs(self, comparison: Comparison) -> list[float]:
         return await self.choice.logprobs(self.sampling_client, comparison_conversation(comparison))

@@ -63,7 +63,7 @@ class Description:
     kind: Kind
     model_name: str
     model_path: str
-    renderer_name: str | None
+    renderer_name: str
     question: str
     temperature: float
     calibration_pairs: int

@@ -107,7 +107,7 @@ async def calibrate(config: Config, service_client: Any, model_path: str) -> Des
         kind=builder.kind,
         model_name=config.model_name,
         model_path=model_path,
-        renderer_name=config.renderer_name,
+        renderer_name=builder.renderer.name,
         question=builder.question,
         temperature=temperature,
         calibration_pairs=len(calibration),

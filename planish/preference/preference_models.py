@@ -5,7 +5,9 @@ sign are those of the public cookbooks. A model that knows the order of the answ
 thing of its swap; whoever needs to be fair asks both.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from planish.preference.types import Comparison
@@ -25,6 +27,17 @@ class LogOddsModel(PreferenceModel, Protocol):
     async def log_odds(self, comparison: Comparison) -> float:
         """Of B over A, before any temperature."""
         ...
+
+
+@dataclass(frozen=True)
+class BothOrders:
+    """The mean of what a model says of a comparison and of its swap, so that the places of the answers have no say."""
+
+    model: PreferenceModel
+
+    async def __call__(self, comparison: Comparison) -> float:
+        given, swapped = await asyncio.gather(self.model(comparison), self.model(comparison.swap()))
+        return (given - swapped) / 2
 
 
 class PreferenceModelBuilder(ABC):

@@ -1,12 +1,12 @@
 """A model of what people prefer, from pairs of answers: it says which of two answers is better, and how sure it is.
 
-    python -m planish.recipes.preference_model                                   sums: the right result is preferred
+    python -m planish.recipes.preference_model                                   drawn pairs: courteous answers are preferred
     python -m planish.recipes.preference_model pairs=solutions                   GSM8K: a question's own solution is preferred
     python -m planish.recipes.preference_model dataset=pairs.jsonl test_size=50  comparisons of your own
     python -m planish.recipes.preference_model kind=bradley_terry                a score for each answer instead
 
 What it leaves is used by name of its directory: `PreferenceModelBuilderFromRun(path=...)`. The forms of models and data are in
-planish/preference, the drawn pairs in planish/recipes/exchanged_answers.py.
+planish/preference, the made pairs in planish/recipes/courteous_answers.py and exchanged_answers.py.
 """
 
 import asyncio
@@ -26,10 +26,12 @@ from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFrom
 from planish.preference.forms import Kind
 from planish.preference.model_datasets import PreferenceDatasetBuilder
 from planish.recipes import training_run
+from planish.recipes.courteous_answers import CourteousAnswersBuilder
 from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
 from planish.schedules import SCHEDULES
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
+Pairs = Literal["courtesy", "sums", "solutions"]
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"batch_size": 64, "learning_rate": 3e-4, "lora_rank": 64, "max_length": 8192},
 }
@@ -42,8 +44,8 @@ class Options:
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
     )
-    pairs: Literal["sums", "solutions"] = chz.field(default="sums", doc="without dataset: which pairs are made")
-    largest: int = chz.field(default=20, doc="of pairs=sums: the largest number that is added")
+    pairs: Pairs = chz.field(default="courtesy", doc="without dataset, which pairs are made: courtesy, sums, solutions")
+    largest: int = chz.field(default=20, doc="of pairs=courtesy and pairs=sums: the largest number that is added")
     questions: str = chz.field(default="openai/gsm8k", doc="of pairs=solutions: questions with worked solutions")
     test_size: int | None = chz.field(
         default=64, doc="test pairs; none = the whole test split of dataset, 0 = no tests"
@@ -130,9 +132,11 @@ def comparisons(options: Options) -> ComparisonBuilder:
         )
     if options.test_size is None:
         raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
-    if options.pairs == "sums":
-        return ExchangedSumsBuilder(largest=options.largest, test_size=options.test_size, seed=options.seed)
-    return ExchangedSolutionsBuilder(questions=options.questions, test_size=options.test_size, seed=options.seed)
+    drawn = {"test_size": options.test_size, "seed": options.seed}
+    if options.pairs == "solutions":
+        return ExchangedSolutionsBuilder(questions=options.questions, **drawn)
+    builder = CourteousAnswersBuilder if options.pairs == "courtesy" else ExchangedSumsBuilder
+    return builder(largest=options.largest, **drawn)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from planish.preference.chat_preferences import (
     expected_preference,
     label_choice,
 )
+from planish.preference.preference_models import BothOrders
 from planish.preference.types import Comparison, LabeledComparison
 from planish.types import SampleResponse, TensorData
 
@@ -99,7 +100,7 @@ def test_both_orders_take_the_place_out_of_it(choice):
     assert asyncio.run(model.log_odds(COMPARISON)) == -3
     one, other = (asyncio.run(model(each)) for each in (COMPARISON, COMPARISON.swap()))
     assert one != -other
-    fair = ChatPreferenceModel(sampler, choice, both_orders=True)
+    fair = BothOrders(model)
     sampler.asked = 0
     assert asyncio.run(fair(COMPARISON)) == -asyncio.run(fair(COMPARISON.swap())) == pytest.approx((one - other) / 2)
     assert sampler.asked == 4
