@@ -56,6 +56,7 @@ PANELS = (
     Panel("entropy, nats a token", ("optim/entropy",)),
     Panel("KL between sampler and trainer", ("optim/kl_sample_train_v2",)),
     Panel("KL to the reference policy", ("kl_policy_base",)),
+    Panel("KL to the teacher", ("teacher_kl", "test/teacher_kl"), draw_all=True),
     Panel("sampled tokens a turn", ("env/all/ac_tokens_per_turn",)),
     Panel("turns an episode", ("env/all/turns_per_episode",), dull=1.0),
     Panel("nats a learned token", ("train_mean_nll", "test/nll"), draw_all=True),

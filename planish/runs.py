@@ -174,6 +174,8 @@ def _options(config: Row, ignored: Collection[str]) -> Row:
 
 def _dotted(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
+        if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            value = {str(index): part for index, part in enumerate(value)}
         if isinstance(value, dict) and value:
             yield from _dotted(value, f"{prefix}{name}.")
         else:

@@ -136,6 +136,16 @@ def test_nested_options_are_refused_by_their_own_name(tmp_path):
     open_run(4, path="there").close()
 
 
+def test_options_in_a_list_are_refused_by_their_own_name(tmp_path):
+    def open_run(size):
+        return RunDirectory(tmp_path, {"parts": [{"size": 1}, {"size": size}], "names": ["a", "b"]})
+
+    with open_run(4) as run:
+        run.log(0, {"a": 1.0})
+    with pytest.raises(UserError, match=r"options: parts\.1\.size was 4, is 8; give"):
+        open_run(8)
+
+
 def test_files_of_an_unknown_run_are_not_taken_over(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(UserError, match=r"no config\.json"):

@@ -34,10 +34,16 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
     return [scale * value for value in mean_centred(rewards_G)]
 
 
+def none(rewards_G: Sequence[float]) -> list[float]:
+    """0, whatever the rewards: they are reported, and what is learned is what a KL term adds."""
+    return [0.0] * len(rewards_G)
+
+
 ADVANTAGES: dict[str, Advantage] = {
     "mean": mean_centred,
     "std": standardised,
     "leave_one_out": leave_one_out,
+    "none": none,
 }
 
 

@@ -139,6 +139,14 @@ MAY_CHANGE = (
 
 def check(config: Config) -> None:
     """UserError for an option that cannot be right, before anything is loaded."""
+    check_all_but_reference(config)
+    _check_reference(config)
+    if config.advantage == "none" and config.kl_penalty_coef == 0:
+        raise UserError("advantage=none with kl_penalty_coef=0: nothing would be learned; give one of them")
+
+
+def check_all_but_reference(config: Config) -> None:
+    """The same for a run that is pulled to other policies than kl_reference_config."""
     rules: dict[str, tuple[bool, str]] = {
         "learning_rate": (0 < config.learning_rate < math.inf, "a number above 0"),
         "lora_rank": (config.lora_rank >= 1, "a whole number of at least 1"),
@@ -180,7 +188,6 @@ def check(config: Config) -> None:
         raise UserError(f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1")
     require_loggers(config.loggers)
     strategy_from(config.rollout_error_tolerance)
-    _check_reference(config)
     _check_unused(config)
 
 

@@ -30,6 +30,8 @@ class TrainingSequence:
     """float32"""
     mask_N: np.ndarray
     """float32: 1 at sampled tokens that are trained on"""
+    teacher: str | None = None
+    """As `EnvGroupBuilder.teacher` says"""
 
     def datum(self, loss_fn: str) -> Datum:
         """What the trainer is sent: position i reads token i and is scored on token i + 1. The mask goes along only where the
@@ -91,11 +93,11 @@ def compute_advantages(groups_P: Sequence[TrajectoryGroup], estimator: str = "me
 
 
 def assemble_training_data(
-    groups_P: Sequence[TrajectoryGroup], advantages_P: Sequence[Sequence[float]]
+    groups_P: Sequence[TrajectoryGroup], advantages_P: Sequence[Sequence[float]], teacher: str | None = None
 ) -> list[TrainingSequence]:
     """The sequences of all trajectories, in order."""
     return [
-        sequence
+        replace(sequence, teacher=teacher)
         for group, advantages_G in zip(groups_P, advantages_P, strict=True)
         for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True)
         for sequence in trajectory_to_data(trajectory, advantage)

@@ -1,13 +1,18 @@
-"""Distances between policies, estimated on the tokens that were sampled.
+"""Distances between policies, estimated on the tokens that were sampled, and advantages that make them smaller.
 
 Legend: D sequences, N tokens of a sequence. For a sampled token, q is its logprob under the policy that sampled it and l that
 under the other one. v1 = mean(q - l) is unbiased for KL(sampler || other) and may be negative in a sample; v2 = mean((q -
 l)^2) / 2 has a bias but little variance (Schulman, "Approximating KL divergence", 2020).
+
+A `Pull` adds coefficient * (centre - (q - l)) to the advantage of each trained token: what the other policy finds likelier than
+the one that sampled becomes likelier. It is a number for each token, so it is added after rewards were compared within their
+groups. The KL penalty of a run is a pull to one reference; on-policy distillation (planish/distillation) is one to teachers.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -15,6 +20,39 @@ from planish.interruption import first_error
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import Metrics
 from planish.types import ForwardBackwardOutput, ModelInput
+
+
+class Pull(Protocol):
+    """What other policies do to the advantages of a batch."""
+
+    span: ClassVar[str]
+    """Name of the time that it takes, in the metrics."""
+
+    async def __call__(self, data_D: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], Metrics]:
+        """The same data with other advantages, and what is to be said of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """Keeps the policy near a reference. The mean of q - l over the batch is its centre, so it adds nothing on average."""
+
+    reference: Any
+    """A sampling client."""
+    coefficient: float
+    discount: float
+    span: ClassVar[str] = "kl_vs_base"
+
+    async def __call__(self, data_D: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], Metrics]:
+        gaps_D = await gaps(data_D, lambda sequence: self.reference)
+        mean = mean_gap(data_D, gaps_D)
+        if mean is None:
+            return list(data_D), {}
+        pulled_D = [
+            pulled(sequence, gap_N, self.coefficient, self.discount, centre=mean)
+            for sequence, gap_N in zip(data_D, gaps_D, strict=True)
+        ]
+        return pulled_D, {"kl_policy_base": mean}
 
 
 def kl_metrics(name: str, data_D: Sequence[TrainingSequence], outputs_D: Sequence[ForwardBackwardOutput]) -> Metrics:
@@ -30,13 +68,15 @@ def kl_metrics(name: str, data_D: Sequence[TrainingSequence], outputs_D: Sequenc
     return {f"{name}_v1": float(gap.mean()), f"{name}_v2": float(0.5 * np.square(gap).mean())}
 
 
-async def reference_gaps(data_D: Sequence[TrainingSequence], reference: Any) -> list[np.ndarray]:
-    """d = (q - l) * mask, [D][N], with l of a reference policy's sampling client at temperature 1."""
+async def gaps(data_D: Sequence[TrainingSequence], policy_of: Callable[[TrainingSequence], Any]) -> list[np.ndarray]:
+    """d = (q - l) * mask, [D][N], with l at temperature 1 of the sampling client that `policy_of` gives."""
 
     async def gap(sequence: TrainingSequence) -> np.ndarray:
-        scores = await reference.compute_logprobs_async(ModelInput.from_ints(sequence.tokens_N))
-        reference_N = np.array([0.0, *scores[1:]], np.float64)  # nothing is said of the first token
-        return (sequence.logprobs_N - reference_N) * sequence.mask_N
+        scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))  # from the first trained token on
+        tokens = ModelInput.from_ints(sequence.tokens_N)
+        scores = await policy_of(sequence).compute_logprobs_async(tokens, prompt_logprobs_last_n=scored)
+        other_N = np.array([0.0 if score is None else score for score in scores], np.float32)
+        return (sequence.logprobs_N - other_N) * sequence.mask_N
 
     with first_error():
         async with asyncio.TaskGroup() as tasks:
@@ -44,25 +84,23 @@ async def reference_gaps(data_D: Sequence[TrainingSequence], reference: Any) -> 
     return [gap.result() for gap in gaps_D]
 
 
-def penalised(
-    data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray], coefficient: float, discount: float
-) -> tuple[list[TrainingSequence], Metrics]:
-    """Data whose advantages pull the policy to the reference, and kl_policy_base, the mean of d over trained tokens.
-
-    advantage += coefficient * mask * (mean(d) - d), which adds nothing on average. With `discount` > 0 the term of a token is
-    replaced by the discounted sum of those from it on, over the sequence's trained tokens.
-    """
+def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -> float | None:
+    """The mean of d over trained tokens; None without any."""
     tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
-    if tokens == 0:
-        return list(data_D), {}
-    mean = sum(float(gap_N.sum()) for gap_N in gaps_D) / tokens
-    penalised_D = []
-    for sequence, gap_N in zip(data_D, gaps_D, strict=True):
-        term_N = coefficient * sequence.mask_N * (mean - gap_N)
-        if discount > 0:
-            term_N = discounted_sums(term_N, discount) * sequence.mask_N
-        penalised_D.append(sequence.with_advantages(sequence.advantages_N + term_N))
-    return penalised_D, {"kl_policy_base": mean}
+    return sum(float(gap_N.sum()) for gap_N in gaps_D) / tokens if tokens else None
+
+
+def pulled(
+    sequence: TrainingSequence, gap_N: np.ndarray, coefficient: float, discount: float, *, centre: float = 0.0
+) -> TrainingSequence:
+    """The sequence with advantage += coefficient * mask * (centre - d).
+
+    With `discount` > 0 the term of a token is replaced by the discounted sum of those from it on, over the trained tokens.
+    """
+    term_N = coefficient * sequence.mask_N * (centre - gap_N)
+    if discount > 0:
+        term_N = discounted_sums(term_N, discount) * sequence.mask_N
+    return sequence.with_advantages(sequence.advantages_N + term_N)
 
 
 def discounted_sums(values_N: np.ndarray, discount: float) -> np.ndarray:

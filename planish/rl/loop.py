@@ -29,6 +29,7 @@ from planish.rl.config import Config
 from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages
 from planish.rl.evaluation import RLTestSetEvaluator
+from planish.rl.kl import Pull
 from planish.rl.metrics import environment_metrics, sampling_entropy, sampling_times, staleness
 from planish.rl.playing import GroupPlayer
 from planish.rl.progress import TrainingProgress
@@ -65,7 +66,7 @@ class Loop:
     files: RolloutFiles
     checkpoints: RunCheckpoints
     evaluators: Sequence[Evaluator]
-    reference: Any
+    pull: Pull | None
     context_window: int | None
     progress: TrainingProgress
     log: MetricLog
@@ -116,7 +117,7 @@ class Loop:
         tests = await self.tests(step, sampling_client, player, spans) if self.is_test_due(step) else {}
         self.launch(step, sampling_client, player, tasks)
         batch = self.ahead[0]
-        self.update = TrainingStep(self.config, self.training_client, self.reference, self.learning_rate(step))
+        self.update = TrainingStep(self.config, self.training_client, self.pull, self.learning_rate(step))
         rollouts = await train_on(self.update, batch.groups, self.interruption.guard, spans)
         self.ahead.popleft()
         batch.playing.close()

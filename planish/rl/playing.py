@@ -58,4 +58,4 @@ class GroupPlayer:
         if group is None:
             return None
         seconds = time.perf_counter() - began
-        return GroupRollout(group_idx, builder.logging_tags(), group, sampler_step, tree, seconds)
+        return GroupRollout(group_idx, builder.logging_tags(), group, sampler_step, tree, seconds, builder.teacher())

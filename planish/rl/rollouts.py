@@ -50,6 +50,8 @@ class GroupRollout:
     """What its environments logged; None when this group is not logged."""
     seconds: float = 0.0
     """How long it took."""
+    teacher: str | None = None
+    """As `EnvGroupBuilder.teacher` says."""
 
 
 async def do_group_rollout(

@@ -13,9 +13,10 @@ from planish.errors import UserError
 from planish.evaluators import Evaluator
 from planish.metric_logs import open_metric_logs
 from planish.provenance import code_diff
-from planish.rl.config import MAY_CHANGE, Config, check
+from planish.rl.config import MAY_CHANGE, Config, KLReferenceConfig, check
 from planish.rl.datasets import ConcatenatedRLDataset, EpochCycledRLDataset, RebatchedRLDataset
 from planish.rl.evaluation import RLTestSetEvaluator
+from planish.rl.kl import KLPenalty, Pull
 from planish.rl.loop import Loop
 from planish.rl.progress import TrainingProgress
 from planish.rl.rollout_files import RolloutFiles, split_label
@@ -31,12 +32,13 @@ async def main(config: Config, service_client: Any = None) -> Path:
     """
     check(config)
     if service_client is not None:
-        return await _run(config, service_client)
+        return await train(config, service_client)
     with ServiceClient(base_url=config.base_url, deterministic=config.deterministic) as own_client:
-        return await _run(config, own_client)
+        return await train(config, own_client)
 
 
-async def _run(config: Config, service_client: Any) -> Path:
+async def train(config: Config, service_client: Any, pull: Pull | None = None) -> Path:
+    """A run whose advantages `pull` changes; the KL penalty of the options if there is none."""
     train_set, test_set = await config.dataset_builder()
     batches = planned(train_set, config)
     steps = len(batches) if config.max_steps is None else min(len(batches), config.max_steps)
@@ -58,7 +60,7 @@ async def _run(config: Config, service_client: Any) -> Path:
         if start.batch > steps or (start.batch == steps and start.was_finished):
             print(f"{run.path}: all {start.batch} steps are done; give more max_steps or num_epochs to go on")
             return run.path
-        is_finished = await _train(config, service_client, batches, steps, evaluators, run, start)
+        is_finished = await _train(config, service_client, batches, steps, evaluators, run, start, pull)
     if not is_finished:
         raise KeyboardInterrupt
     return run.path
@@ -72,6 +74,7 @@ async def _train(
     evaluators: list[Evaluator],
     run: RunDirectory,
     start: Start,
+    pull: Pull | None,
 ) -> bool:
     """Do the steps that are left; whether the last one was reached."""
     files = RolloutFiles(
@@ -106,8 +109,8 @@ async def _train(
             files,
             checkpoints,
             evaluators,
-            reference=await reference_client(config, service_client),
-            context_window=await context_of(config, service_client),
+            pull=pull if pull is not None else await kl_penalty(config, service_client),
+            context_window=await context_of(config.model_name, service_client),
             progress=progress,
             log=log,
             trace=trace,
@@ -152,25 +155,30 @@ def test_evaluator(config: Config, test_set: RLDataset) -> RLTestSetEvaluator:
     )
 
 
-async def reference_client(config: Config, service_client: Any) -> Any:
-    """A sampling client of the policy that the KL penalty pulls to; None without a penalty."""
-    reference = config.kl_reference_config
-    if reference is None:
+async def kl_penalty(config: Config, service_client: Any) -> KLPenalty | None:
+    """The pull that the options ask for."""
+    if config.kl_reference_config is None:
         return None
-    if reference.load_checkpoint_path is None:
-        return await service_client.create_sampling_client_async(base_model=reference.base_model)
-    path = checkpoint_of(reference.load_checkpoint_path)
+    reference = await policy_client(config.kl_reference_config, service_client, "kl_reference_config")
+    return KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor)
+
+
+async def policy_client(policy: KLReferenceConfig, service_client: Any, option: str) -> Any:
+    """A sampling client of the policy that `option` names."""
+    if policy.load_checkpoint_path is None:
+        return await service_client.create_sampling_client_async(base_model=policy.base_model)
+    path = checkpoint_of(policy.load_checkpoint_path)
     client = await service_client.create_sampling_client_async(model_path=path)
-    if client.get_base_model() != reference.base_model:
+    if client.get_base_model() != policy.base_model:
         raise UserError(
-            f"kl_reference_config: {reference.load_checkpoint_path} is of {client.get_base_model()}, and "
-            f"base_model={reference.base_model}; give the checkpoint's own"
+            f"{option}: {policy.load_checkpoint_path} is of {client.get_base_model()}, and "
+            f"base_model={policy.base_model}; give the checkpoint's own"
         )
     return client
 
 
-async def context_of(config: Config, service_client: Any) -> int | None:
+async def context_of(model_name: str, service_client: Any) -> int | None:
     """The model's context in tokens; None if the service does not say."""
     capabilities = await service_client.get_server_capabilities_async()
     lengths = {model.model_name: model.max_context_length for model in capabilities.supported_models}
-    return lengths.get(config.model_name)
+    return lengths.get(model_name)

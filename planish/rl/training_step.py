@@ -38,14 +38,14 @@ class TrainingStep:
 
     config: Config
     training_client: Any
-    reference: Any | None
-    """Sampling client of the policy that the KL penalty pulls to, if there is one."""
+    pull: kl.Pull | None
+    """What other policies do to the advantages, if there are any."""
     learning_rate: float
     data_D: list[TrainingSequence] = field(default_factory=list)
     _pending: list[Any] = field(default_factory=list)
     _since_update: int = 0
     _updates: list[Any] = field(default_factory=list)
-    _penalty_metrics: Metrics = field(default_factory=dict)
+    _pull_metrics: Metrics = field(default_factory=dict)
 
     @property
     def has_updated(self) -> bool:
@@ -90,7 +90,7 @@ class TrainingStep:
             outputs.append(await pending)
             minibatch_done()
         updates = [await pending for pending in self._updates]
-        metrics: Metrics = {"optim/lr": self.learning_rate, **self._penalty_metrics}
+        metrics: Metrics = {"optim/lr": self.learning_rate, **self._pull_metrics}
         metrics |= {f"optim/{name}": value for name, value in summed(outputs).items()}
         if updates:
             metrics |= {f"optim/{name}": value for name, value in updates[-1].metrics.items()}
@@ -106,14 +106,10 @@ class TrainingStep:
         )
         return kl.kl_metrics("kl_pre_post", self.data_D, [await pending])
 
-    async def penalise(self, data_P_D: list[list[TrainingSequence]]) -> list[list[TrainingSequence]]:
-        """The data of each group with the KL penalty in their advantages."""
-        data_D = flat(data_P_D)
-        gaps_D = await kl.reference_gaps(data_D, self.reference)
-        penalised_D, self._penalty_metrics = kl.penalised(
-            data_D, gaps_D, self.config.kl_penalty_coef, self.config.kl_discount_factor
-        )
-        remaining = iter(penalised_D)
+    async def pulled(self, pull: kl.Pull, data_P_D: list[list[TrainingSequence]]) -> list[list[TrainingSequence]]:
+        """The data of each group with what `pull` does to their advantages."""
+        pulled_D, self._pull_metrics = await pull(flat(data_P_D))
+        remaining = iter(pulled_D)
         return [[next(remaining) for _ in group_D] for group_D in data_P_D]
 
 
@@ -123,7 +119,8 @@ def training_data(rollout: GroupRollout | None, config: Config) -> list[Training
         return []
     if config.remove_constant_reward_groups and is_constant(rollout.group.get_total_rewards()):
         return []
-    return assemble_training_data([rollout.group], compute_advantages([rollout.group], config.advantage))
+    advantages = compute_advantages([rollout.group], config.advantage)
+    return assemble_training_data([rollout.group], advantages, rollout.teacher)
 
 
 async def train_on(
@@ -157,9 +154,9 @@ async def train_on(
             await wait_for(len(groups_P))
         with spans.measure("assemble_training_data"):
             data_P_D = [training_data(rollout, config) for rollout in rollouts_P]
-        if step.reference is not None:
-            with spans.measure("kl_vs_base"):
-                data_P_D = await step.penalise(data_P_D)
+        if step.pull is not None:
+            with spans.measure(step.pull.span):
+                data_P_D = await step.pulled(step.pull, data_P_D)
         for substep_P_D in split(data_P_D, config.num_substeps):
             await step.forward_backward(flat(substep_P_D))
             await step.update()

@@ -165,6 +165,10 @@ class EnvGroupBuilder(ABC):
         """Names under which this group's metrics are reported beside env/all."""
         return []
 
+    def teacher(self) -> str | None:
+        """Name of the policy whose logprobs teach this group, in on-policy distillation; None = it has no teacher."""
+        return None
+
 
 class RLDataset(ABC):
     """Batches of groups. The same index gives the same batch, so that a run can be resumed."""

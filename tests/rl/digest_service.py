@@ -187,7 +187,9 @@ class FakeSamplingClient:
     def get_base_model(self) -> str:
         return "tiny"
 
-    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
         return [None, *(-0.5 for _ in prompt.to_ints()[1:])]
 
 

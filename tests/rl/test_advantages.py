@@ -31,4 +31,5 @@ def test_each_estimator_is_its_formula():
     assert ADVANTAGES["leave_one_out"](rewards_G) == pytest.approx(
         [r - other for r, other in zip(rewards_G, others, strict=True)]
     )
+    assert ADVANTAGES["none"](rewards_G) == [0.0] * 4
     assert not is_constant(rewards_G)

@@ -34,18 +34,21 @@ def test_gap_to_the_trainer():
 
 
 class Reference:
-    async def compute_logprobs_async(self, prompt):
-        return [None, *(-0.1 * token for token in prompt.to_ints()[1:])]
+    """Answers of the last tokens alone, as it is asked to."""
+
+    async def compute_logprobs_async(self, prompt, prompt_logprobs_last_n):
+        scores = [-0.1 * token for token in prompt.to_ints()]
+        return [None] * (len(scores) - prompt_logprobs_last_n) + scores[-prompt_logprobs_last_n:]
 
 
 def test_penalty_adds_nothing_on_average_and_pulls_to_the_reference():
     data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -0.3], [0, 0, 1])]
-    gaps = asyncio.run(kl.reference_gaps(data, Reference()))
+    gaps = asyncio.run(kl.gaps(data, lambda sequence: Reference()))
     expected = [[0, -1.0 + 0.1, -2.0 + 0.2], [0, 0, -0.3 + 0.2]]
     for gap, want in zip(gaps, expected, strict=True):
         assert gap == pytest.approx(np.array(want), abs=1e-6)
     mean = (-0.9 - 1.8 - 0.1) / 3
-    penalised, metrics = kl.penalised(data, gaps, 0.5, 0.0)
+    penalised, metrics = asyncio.run(kl.KLPenalty(Reference(), 0.5, 0.0)(data))
     assert metrics == {"kl_policy_base": pytest.approx(mean)}
     assert penalised[0].advantages_N == pytest.approx(np.array([0, 0.5 * (mean + 0.9), 0.5 * (mean + 1.8)]), abs=1e-6)
     assert sum(float(s.advantages_N.sum()) for s in penalised) == pytest.approx(0, abs=1e-6)
@@ -55,6 +58,6 @@ def test_discounted_sums():
     values = np.array([1.0, 2.0, 4.0])
     assert kl.discounted_sums(values, 0.5).tolist() == [1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4]
     data = [sequence([0, -1.0, 0, -2.0], [0, 1, 0, 1])]
-    penalised, _ = kl.penalised(data, [np.array([0, 1.0, 0, 3.0])], 1.0, 0.5)
-    # mean 2: terms 1 and -1; the first sees a quarter of the second, two places on
-    assert penalised[0].advantages_N.tolist() == [0, 1 - 0.25, 0, -1]
+    pulled = kl.pulled(data[0], np.array([0, 1.0, 0, 3.0]), 1.0, 0.5, centre=2.0)
+    # terms 1 and -1; the first sees a quarter of the second, two places on
+    assert pulled.advantages_N.tolist() == [0, 1 - 0.25, 0, -1]

@@ -289,6 +289,7 @@ BAD = {
     "learning_rate": ({"learning_rate": 0.0}, "learning_rate=0.0"),
     "loss": ({"loss_fn": "stable_reinforce"}, "loss_fn=stable_reinforce"),
     "advantage": ({"advantage": "gae"}, "advantage=gae"),
+    "nothing to learn from": ({"advantage": "none"}, "advantage=none with kl_penalty_coef=0"),
     "no reference": ({"kl_penalty_coef": 0.1}, "needs kl_reference_config"),
     "reference without coefficient": ({"kl_reference_config": KLReferenceConfig(base_model="x")}, "kl_penalty_coef"),
     "logger": ({"loggers": ["neptune"]}, "neptune"),
