@@ -39,14 +39,24 @@ LAYERS = (
     ("planish",),
     ("completers", "checkpointing", "evaluators", "learning_rates"),
     ("model_renderer",),
-    ("rl", "supervised", "preference"),
+    ("rl", "supervised", "preference", "distillation"),
     ("tool_use", "problems"),
     ("inspect_entry", "evaluation"),
     ("recipes", "commands", "export", "weights", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the order of layers: what never may know of the engine.
-ABOVE_THE_SEAM = ("rl", "supervised", "preference", "renderers", "problems", "evaluation", "recipes", "tool_use")
+ABOVE_THE_SEAM = (
+    "rl",
+    "supervised",
+    "preference",
+    "distillation",
+    "renderers",
+    "problems",
+    "evaluation",
+    "recipes",
+    "tool_use",
+)
 FORBIDDEN = {(part, "engine") for part in ABOVE_THE_SEAM}
 FORBIDDEN |= {("server", "client"), ("client", "server")}
 THE_ONE_EXCEPTION = ("planish.client.local", "planish.engine")

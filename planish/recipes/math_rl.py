@@ -69,6 +69,9 @@ class Options(RLOptions):
 def main(options: Options, service_client: Any = None) -> Path:
     """Train; returns the run directory."""
     check(options)
+    training_run.require(
+        options, group_size=(options.group_size >= 2, "at least 2: answers are compared within their group")
+    )
     return run(options, dataset_builder(options), recipe_name="math_rl", service_client=service_client)
 
 
@@ -126,7 +129,7 @@ def check(options: Options) -> None:
     training_run.require(
         options,
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
-        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
+        group_size=(options.group_size >= 1, "a whole number of at least 1"),
         eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
         max_operand=(options.max_operand is None or options.max_operand >= 1, "a whole number of at least 1"),
         shown_examples=(options.shown_examples is None or options.shown_examples >= 0, "a whole number, 0 for none"),

@@ -15,8 +15,9 @@ dataset builder; `run` does the rest:
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import chz
 
@@ -29,6 +30,8 @@ from planish.rl.advantages import ADVANTAGES
 from planish.rl.config import RL_LOSSES, AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig, check
 from planish.rl.types import RLDatasetBuilder
 from planish.schedules import SCHEDULES
+
+C = TypeVar("C", bound=Config)
 
 
 @chz.chz
@@ -105,29 +108,37 @@ def run(options: RLOptions, dataset_builder: RLDatasetBuilder, *, recipe_name: s
     """
     config = train_config(options, dataset_builder, recipe_name=recipe_name)
     check(config)
-    if service_client is not None:
-        return _run_on(service_client, config)
-    with ServiceClient(base_url=config.base_url, deterministic=config.deterministic) as own_client:
-        return _run_on(own_client, config)
+    return run_main(train.main, config, service_client)
 
 
-def _run_on(service_client: Any, config: Config) -> Path:
+def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None) -> Path:
+    """`main` of the config and a service client: the given one, or one of the run's own. The renderer is learned from it."""
+    if service_client is None:
+        with ServiceClient(base_url=config.base_url, deterministic=config.deterministic) as own_client:
+            return run_main(main, config, own_client)
     renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
-    return asyncio.run(train.main(chz.replace(config, renderer_name=renderer.name), service_client))
+    return asyncio.run(main(chz.replace(config, renderer_name=renderer.name), service_client))
 
 
 def train_config(options: RLOptions, dataset_builder: RLDatasetBuilder, *, recipe_name: str) -> Config:
     """The options as `planish.rl.train` takes them."""
-    shared = chz.chz_fields(RLOptions).keys() & chz.chz_fields(Config).keys()
-    lag, minibatches = options.max_steps_off_policy, options.num_minibatches
     return Config(
-        **{name: getattr(options, name) for name in shared},
+        **shared_settings(options),
         dataset_builder=dataset_builder,
         recipe_name=recipe_name,
         kl_reference_config=kl_reference(options),
-        async_config=AsyncConfig(max_steps_off_policy=lag) if lag != 0 else None,
-        stream_minibatch_config=StreamMinibatchConfig(num_minibatches=minibatches) if minibatches != 1 else None,
     )
+
+
+def shared_settings(options: RLOptions) -> dict[str, Any]:
+    """What the options say of any run, by the names of `Config`."""
+    shared = chz.chz_fields(RLOptions).keys() & chz.chz_fields(Config).keys()
+    lag, minibatches = options.max_steps_off_policy, options.num_minibatches
+    return {
+        **{name: getattr(options, name) for name in shared},
+        "async_config": AsyncConfig(max_steps_off_policy=lag) if lag != 0 else None,
+        "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=minibatches) if minibatches != 1 else None,
+    }
 
 
 def kl_reference(options: RLOptions) -> KLReferenceConfig | None:

@@ -4,9 +4,9 @@ A recipe's options are a class on top of `SLOptions` that adds its own and gives
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import chz
 
@@ -23,6 +23,8 @@ from planish.supervised.config import Config, check
 from planish.supervised.conversations import Conversation, conversation_of
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+
+C = TypeVar("C", bound=Config)
 
 
 @chz.chz
@@ -77,27 +79,28 @@ def run(options: SLOptions, *, recipe_name: str, dataset: str | None = None, ser
     """
     config = sl_config(options, chat_builder(options, dataset or options.dataset), recipe_name=recipe_name)
     check(config)
-    if service_client is not None:
-        return _run_on(service_client, config)
-    with ServiceClient(base_url=config.base_url) as own_client:
-        return _run_on(own_client, config)
+    return run_main(train.main, config, service_client)
 
 
-def _run_on(service_client: Any, config: Config) -> Path:
+def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None) -> Path:
+    """`main` of the config and a service client: the given one, or one of the run's own. The renderer is learned from it."""
+    if service_client is None:
+        with ServiceClient(base_url=config.base_url) as own_client:
+            return run_main(main, config, own_client)
     renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
-    return asyncio.run(train.main(chz.replace(config, renderer_name=renderer.name), service_client))
+    return asyncio.run(main(chz.replace(config, renderer_name=renderer.name), service_client))
 
 
 def sl_config(options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str) -> Config:
     """The options as `planish.supervised.train` takes them."""
-    shared = (chz.chz_fields(SLOptions).keys() & chz.chz_fields(Config).keys()) - {"learning_rate"}
+    return Config(**shared_settings(options), dataset_builder=dataset_builder, recipe_name=recipe_name)
+
+
+def shared_settings(options: SLOptions) -> dict[str, Any]:
+    """What the options say of any run, by the names of `Config`."""
+    shared = chz.chz_fields(SLOptions).keys() & chz.chz_fields(Config).keys()
     rate = options.learning_rate if options.learning_rate is not None else get_lr(options.model_name)
-    return Config(
-        **{name: getattr(options, name) for name in shared},
-        learning_rate=rate,
-        dataset_builder=dataset_builder,
-        recipe_name=recipe_name,
-    )
+    return {**{name: getattr(options, name) for name in shared}, "learning_rate": rate}
 
 
 def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:

@@ -54,8 +54,8 @@ SHOWN = (Sum(4, 3), Sum(12, 25))
 
 
 class SumEnv(ProblemEnv):
-    def __init__(self, renderer: Renderer, problem: Sum) -> None:
-        super().__init__(renderer, convo_prefix=[message for shown in SHOWN for message in exchange(shown)])
+    def __init__(self, renderer: Renderer, problem: Sum, *, shows_examples: bool = True) -> None:
+        super().__init__(renderer, convo_prefix=shown_exchanges() if shows_examples else None)
         self.problem = problem
 
     def get_question(self) -> str:
@@ -71,9 +71,14 @@ class SumEnv(ProblemEnv):
         return str(self.problem.answer)
 
 
-def sum_env(problem: Sum, model_name: str, renderer_name: str | None) -> SumEnv:
+def sum_env(problem: Sum, model_name: str, renderer_name: str | None, *, shows_examples: bool = True) -> SumEnv:
     """The environment by names, which pickle."""
-    return SumEnv(model_renderer(model_name, renderer_name), problem)
+    return SumEnv(model_renderer(model_name, renderer_name), problem, shows_examples=shows_examples)
+
+
+def shown_exchanges() -> list[Message]:
+    """The worked examples in front of a question."""
+    return [message for shown in SHOWN for message in exchange(shown)]
 
 
 def exchange(shown: Sum) -> list[Message]:

@@ -1,0 +1,88 @@
+"""Data sets whose groups know their teachers.
+
+A batch holds one batch of each part, so every step hears every teacher. There are as many batches as the shortest part has; more
+epochs begin all parts again. Tests are those of the parts, one after the other; tags tell them apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import chz
+
+from planish.distillation.teachers import TeacherConfig
+from planish.errors import UserError
+from planish.rl.datasets import ConcatenatedRLDataset, RebatchedRLDataset
+from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+
+
+@chz.chz
+class DistillationDatasetConfig:
+    """A data set and who teaches it."""
+
+    dataset_builder: RLDatasetBuilder
+    teacher_config: TeacherConfig
+    groups_per_batch: int | None = chz.field(default=None, doc="none = the data set's own batches")
+
+
+def teacher_name(index: int) -> str:
+    """Of the part with that index, in metrics and in groups."""
+    return f"dataset_{index}"
+
+
+@dataclass(frozen=True)
+class TaughtGroup(EnvGroupBuilder):
+    """A group as it is, and its teacher."""
+
+    inner: EnvGroupBuilder
+    name: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plays_together", self.inner.plays_together)
+
+    async def make_envs(self) -> Sequence[Env]:
+        return await self.inner.make_envs()
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        return await self.inner.compute_group_rewards(trajectory_group, env_group)
+
+    async def cleanup(self) -> None:
+        await self.inner.cleanup()
+
+    def logging_tags(self) -> list[str]:
+        return self.inner.logging_tags()
+
+    def teacher(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class TaughtDataset(RLDataset):
+    parts: Sequence[RLDataset]
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return [
+            TaughtGroup(builder, teacher_name(number))
+            for number, part in enumerate(self.parts)
+            for builder in part.get_batch(index)
+        ]
+
+    def __len__(self) -> int:
+        return min(len(part) for part in self.parts)
+
+
+@chz.chz
+class DistillationDatasetBuilder(RLDatasetBuilder):
+    parts: Sequence[DistillationDatasetConfig]
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        if not self.parts:
+            raise UserError("parts is empty; give at least one data set with its teacher")
+        built = [(part, *await part.dataset_builder()) for part in self.parts]
+        train = [
+            dataset if part.groups_per_batch is None else RebatchedRLDataset(dataset, part.groups_per_batch)
+            for part, dataset, _ in built
+        ]
+        tests = [test for _, _, test in built if test is not None]
+        return TaughtDataset(train), ConcatenatedRLDataset(tests) if tests else None

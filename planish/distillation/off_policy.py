@@ -1,0 +1,124 @@
+"""Off-policy distillation: the student learns a teacher's distribution at every token of given conversations.
+
+    loss = -sum over learned tokens, and over the teacher's `topk` likeliest tokens there, of w p_teacher log p_student
+
+p_teacher is made to sum to 1 over the `topk` (planish/distillation/soft_targets.py). That is the forward KL of what is left of the
+teacher, up to a constant (Hinton et al. 2015; Agarwal et al. 2023). The conversations may be anybody's; those that the teacher wrote
+itself are planish/distillation/sampling.py. A teacher that has gone through a batch is k times what one answer says, but the student
+is never corrected on what it writes itself: for that there is planish/distillation/on_policy.py.
+
+The loop, its files and its resume are those of planish/supervised.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish import ServiceClient
+from planish.distillation.soft_targets import SoftData, soft_targets
+from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
+from planish.errors import UserError
+from planish.evaluators import TrainingClientEvaluator
+from planish.supervised import config as supervised
+from planish.supervised.nll import NLLEvaluator
+from planish.supervised.objective import CrossEntropy, Gradient, Metrics
+from planish.supervised.train import SHOWN, train
+from planish.supervised.types import SupervisedDataset
+from planish.types import Datum, ModelInput, SamplingParams
+
+TEACHER_SHOWN = {"teacher_kl": "teacher kl {:.4f}", "test/teacher_kl": "test teacher kl {:.4f}"}
+
+
+@chz.chz
+class Config(supervised.Config):
+    """`dataset_builder` gives conversations, as for supervised training."""
+
+    teacher_config: TeacherConfig
+    topk: int = chz.field(default=20, doc="likeliest tokens of the teacher that are learned at each position")
+
+
+async def main(config: Config, service_client: Any = None) -> Path:
+    """Train, in this process, on a server (`base_url`) or with a given service client; returns the run directory."""
+    check(config)
+    if service_client is not None:
+        return await _run(config, service_client)
+    with ServiceClient(base_url=config.base_url) as own_client:
+        return await _run(config, own_client)
+
+
+async def _run(config: Config, service_client: Any) -> Path:
+    config = chz.replace(config, teacher_config=pinned(config.teacher_config))
+    teacher = await teacher_client(config.teacher_config, service_client, config.model_name, "teacher_config")
+    await require_topk(teacher, config.topk)
+
+    def objective_of(training_client: Any) -> "SoftCrossEntropy":
+        return SoftCrossEntropy(training_client.get_tokenizer(), teacher, config.topk)
+
+    return await train(config, service_client, objective_of, SHOWN | TEACHER_SHOWN)
+
+
+def check(config: Config) -> None:
+    """UserError for an option that cannot be right, before anything is loaded."""
+    supervised.check(config)
+    if config.topk < 1:
+        raise UserError(f"topk={config.topk}: give a whole number of at least 1, such as 20")
+
+
+async def require_topk(teacher: Any, topk: int) -> None:
+    """UserError if the teacher does not tell as many as its `topk` likeliest tokens: it is asked once, before any work."""
+    try:
+        await teacher.sample_async(
+            prompt=ModelInput.from_ints([0, 0]),
+            num_samples=1,
+            sampling_params=SamplingParams(max_tokens=1),
+            topk_prompt_logprobs=topk,
+        )
+    except ValueError as error:
+        raise UserError(f"topk={topk}: the teacher says: {error}") from error
+
+
+@dataclass(frozen=True)
+class SoftCrossEntropy:
+    """The objective of a supervised loop: cross entropy with the teacher's distributions."""
+
+    tokenizer: Any
+    teacher: Any
+    """A sampling client."""
+    topk: int
+
+    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "SoftGradient":
+        soft = await soft_targets(data, self.teacher, self.topk)
+        return SoftGradient(soft, await CrossEntropy(self.tokenizer).submit(training_client, soft.data))
+
+    def test(self, test_set: SupervisedDataset) -> "SoftEvaluator":
+        return SoftEvaluator(NLLEvaluator.from_dataset(test_set).data, self.teacher, self.topk)
+
+
+@dataclass(frozen=True)
+class SoftGradient:
+    soft: SoftData
+    gradient: Gradient
+
+    async def metrics(self) -> Metrics:
+        found = await self.gradient.metrics()
+        return found | self.soft.metrics(found.get("train_mean_nll"))
+
+
+class SoftEvaluator(TrainingClientEvaluator):
+    """NAME/nll, the cross entropy with the teacher's distributions on held-out conversations, and NAME/teacher_kl."""
+
+    def __init__(self, data: Sequence[Datum], teacher: Any, topk: int, name: str = "test") -> None:
+        self.data = data
+        self.teacher = teacher
+        self.topk = topk
+        self.name = name
+        self._soft: SoftData | None = None
+
+    async def __call__(self, training_client: Any) -> Metrics:
+        if self._soft is None:
+            self._soft = await soft_targets(self.data, self.teacher, self.topk)
+        found = dict(await NLLEvaluator(self._soft.data, self.name)(training_client))
+        return found | self._soft.metrics(found.get(f"{self.name}/nll"), f"{self.name}/")

@@ -1,0 +1,131 @@
+"""Prompts without rewards: the student answers them, and a teacher speaks of the answers.
+
+A prompt is a conversation that waits for the assistant. Rows may have "prompt" (a text or messages), "question", or a whole
+conversation ("messages", "conversations"), whose last answer is left off.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import chz
+
+from planish import logtree
+from planish.completers import StopCondition
+from planish.dataset_rows import open_rows
+from planish.errors import UserError
+from planish.model_renderer import model_renderer
+from planish.renderers import Renderer
+from planish.renderers.messages import read_messages
+from planish.rl.datasets import ProblemDataset
+from planish.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    InitialObservationOverflow,
+    Observation,
+    RLDataset,
+    RLDatasetBuilder,
+    StepResult,
+    StopReason,
+)
+from planish.supervised.conversations import Conversation, conversation_of
+from planish.types import ModelInput
+
+
+def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
+    """The messages of a row up to the answer that is to come; UserError, which says `where` it is, for another form."""
+    if "question" in row and "messages" not in row:
+        row = {"prompt": row["question"]}
+    if "prompt" in row:
+        row = {"prompt": row["prompt"], "completion": ""}
+    messages = conversation_of(row, where)
+    if messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages or messages[-1].get("role") not in ("user", "tool"):
+        raise UserError(f"{where}: nothing is asked; give a conversation with a message of the user before the answer")
+    return messages
+
+
+def load_prompts(dataset: str, renderer: Renderer, prefix: Sequence[Mapping[str, Any]] = ()) -> list[Conversation]:
+    """The prompts of a hub name, a directory or a file; UserError for one that the chat format cannot say after `prefix`."""
+    prompts = []
+    for number, row in enumerate(open_rows(dataset, "train"), start=1):
+        where = f"dataset={dataset}, train row {number}"
+        prompts.append(read_prompt(row, where))
+        check_prompt([*prefix, *prompts[-1]], renderer, where)
+    return prompts
+
+
+def check_prompt(messages: Sequence[Mapping[str, Any]], renderer: Renderer, where: str) -> None:
+    """UserError if the renderer's format has no form for the messages: tokens are not made for it."""
+    try:
+        read_messages(messages, renderer.format.abilities, renderer.name)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+@dataclass
+class PromptOnlyEnv(Env):
+    """One prompt, one answer, reward 0."""
+
+    renderer: Renderer
+    messages: Conversation
+    max_prompt_tokens: int | None = None
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+        prompt = self.renderer.build_generation_prompt(self.messages)
+        if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
+            return InitialObservationOverflow()
+        return prompt, self.renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        logtree.conversation([*self.messages, self.renderer.parse_response(action).message])
+        was_cut_off = extra is not None and extra.get("stop_reason") == "length"
+        return StepResult(
+            reward=0.0,
+            episode_done=True,
+            next_observation=ModelInput.empty(),
+            next_stop_condition=self.renderer.get_stop_sequences(),
+            stop_reason=StopReason.MAX_TOKENS if was_cut_off else StopReason.COMPLETED,
+        )
+
+
+@dataclass(frozen=True)
+class PromptGroup(EnvGroupBuilder):
+    """`size` answers to one prompt; names, which pickle, in the place of a renderer."""
+
+    messages: Conversation
+    size: int
+    model_name: str
+    renderer_name: str | None = None
+    max_prompt_tokens: int | None = None
+    tag: str = "prompts"
+
+    async def make_envs(self) -> Sequence[Env]:
+        renderer = model_renderer(self.model_name, self.renderer_name)
+        return [PromptOnlyEnv(renderer, self.messages, self.max_prompt_tokens) for _ in range(self.size)]
+
+    def logging_tags(self) -> list[str]:
+        return [self.tag]
+
+
+@chz.chz
+class PromptOnlyDatasetBuilder(RLDatasetBuilder):
+    """Prompts of rows. There is nothing to test them by, so there are no tests."""
+
+    dataset: str = chz.field(doc="hub name, local directory or file; its train split")
+    model_name: str
+    renderer_name: str | None = None
+    batch_size: int = chz.field(default=16, doc="prompts a step")
+    group_size: int = chz.field(default=4, doc="answers to each prompt")
+    max_prompt_tokens: int | None = chz.field(default=1024, doc="longer prompts are not answered")
+    seed: int = chz.field(default=0, doc="of the prompts' order")
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        prompts = load_prompts(self.dataset, model_renderer(self.model_name, self.renderer_name))
+        return ProblemDataset(prompts, self._group, self.batch_size, shuffle_seed=self.seed), None
+
+    def _group(self, messages: Conversation) -> PromptGroup:
+        return PromptGroup(messages, self.group_size, self.model_name, self.renderer_name, self.max_prompt_tokens)

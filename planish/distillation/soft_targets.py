@@ -1,0 +1,90 @@
+"""Datums whose targets are a teacher's distribution over its k likeliest tokens, in the place of the one token that was written.
+
+Legend: D datums, N positions of a datum, K candidates.
+
+    p_j = exp(log p_teacher(j)) / sum over the K candidates         loss = -sum over positions and candidates of w p_j log p_student(j)
+
+With K the whole vocabulary that is the cross entropy between teacher and student, w the weight of the position. The tail that a
+smaller K cuts off is given to the candidates, in proportion; what they held before is the `mass`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from planish.interruption import first_error
+from planish.types import Datum, ModelInput, SamplingParams, TopkLogprobs
+
+
+@dataclass(frozen=True)
+class SoftData:
+    """Datums with targets and weights (N, K), and what is known of the teacher's distributions; sums are weighted by position."""
+
+    data: list[Datum]
+    weight: float
+    nats: float
+    """Entropy of the distributions after they were cut off and made to sum to 1."""
+    mass: float
+    """What the candidates had of the teacher's whole distribution."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        data = [datum for part in parts for datum in part.data]
+        return cls(data, *(sum(getattr(part, name) for part in parts) for name in ("weight", "nats", "mass")))
+
+    def metrics(self, cross_entropy: float | None, prefix: str = "") -> dict[str, float]:
+        """`cross_entropy`: nats a unit of weight; None where there was nothing to learn."""
+        if cross_entropy is None:
+            return {}
+        entropy = self.nats / self.weight
+        return {
+            f"{prefix}teacher_kl": cross_entropy - entropy,
+            f"{prefix}teacher_entropy": entropy,
+            f"{prefix}teacher_topk_mass": self.mass / self.weight,
+        }
+
+
+async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> SoftData:
+    """The datums with the teacher's distributions; all requests in flight at once."""
+
+    async def soft(datum: Datum) -> SoftData:
+        weights_N = datum.loss_fn_inputs["weights"].to_numpy()
+        tokens = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
+        response = await teacher.sample_async(
+            prompt=ModelInput.from_ints(tokens),
+            num_samples=1,
+            sampling_params=SamplingParams(max_tokens=1),
+            topk_prompt_logprobs=topk,
+            prompt_logprobs_last_n=len(weights_N) - int(np.argmax(weights_N != 0)),
+        )
+        return soft_datum(datum, response.topk_prompt_logprobs_np)
+
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            soft_D = [tasks.create_task(soft(datum)) for datum in data_D]
+    return SoftData.joined([each.result() for each in soft_D])
+
+
+def soft_datum(datum: Datum, top: TopkLogprobs) -> SoftData:
+    """`datum` has targets and weights (N); entry i of `top` is about token i of the whole sequence, of N + 1 tokens."""
+    targets_N = datum.loss_fn_inputs["target_tokens"].to_numpy()
+    weights_N = datum.loss_fn_inputs["weights"].to_numpy()
+    is_learned = weights_N != 0
+    logprobs_LK = top.logprobs[1:][is_learned].astype(np.float64)
+    masses_L = np.exp(logprobs_LK).sum(axis=1)
+    cut_LK = logprobs_LK - np.log(masses_L)[:, None]
+    shares_LK = np.exp(cut_LK)
+    targets_NK = np.repeat(targets_N[:, None], top.token_ids.shape[1], axis=1).astype(np.int64)
+    weights_NK = np.zeros(targets_NK.shape, np.float32)
+    targets_NK[is_learned] = top.token_ids[1:][is_learned]
+    weights_NK[is_learned] = shares_LK * weights_N[is_learned][:, None]
+    entropies_L = -(shares_LK * cut_LK).sum(axis=1)
+    return SoftData(
+        [Datum(datum.model_input, {"target_tokens": targets_NK, "weights": weights_NK})],
+        weight=float(weights_N.sum()),
+        nats=float(np.dot(weights_N[is_learned], entropies_L)),
+        mass=float(np.dot(weights_N[is_learned], masses_L)),
+    )

@@ -1,0 +1,53 @@
+"""The policies that teach.
+
+A teacher is a base model or a checkpoint, held by a sampling client. It speaks of the student's token ids, so both must have one
+vocabulary; that is looked at before anything is trained.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.rl.config import KLReferenceConfig
+from planish.rl.train import policy_client
+from planish.runs import checkpoint_of
+
+
+@chz.chz
+class TeacherConfig(KLReferenceConfig):
+    """Whose probabilities are learned."""
+
+
+def pinned(teacher: TeacherConfig) -> TeacherConfig:
+    """The same with a checkpoint in the place of a run directory, whose newest one may be another when a run is resumed."""
+    if teacher.load_checkpoint_path is None:
+        return teacher
+    return chz.replace(teacher, load_checkpoint_path=checkpoint_of(teacher.load_checkpoint_path))
+
+
+async def teacher_client(teacher: TeacherConfig, service_client: Any, student_model: str, option: str) -> Any:
+    """A sampling client of the teacher; UserError, which names `option`, if its tokens are not the student's."""
+    client = await policy_client(teacher, service_client, option)
+    if teacher.base_model != student_model:
+        student = await service_client.create_sampling_client_async(base_model=student_model)
+        tokenizers = [await asyncio.to_thread(each.get_tokenizer) for each in (student, client)]
+        difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
+        if difference is not None:
+            raise UserError(
+                f"{option}: the vocabulary of {teacher.base_model} is not that of {student_model} ({difference}); give a teacher "
+                "with the student's tokenizer"
+            )
+    return client
+
+
+def vocabulary_difference(student: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
+    """The token with the lowest id that is not the same in both, in words; None if there is none."""
+    differing = student.items() ^ teacher.items()
+    if not differing:
+        return None
+    token, _ = min(differing, key=lambda item: (item[1], item[0]))
+    ids = [str(vocabulary.get(token, "not there")) for vocabulary in (student, teacher)]
+    return f"token {token!r} is {ids[0]} in the student's and {ids[1]} in the teacher's"

@@ -1,0 +1,87 @@
+"""Off-policy distillation: a student learns what a teacher finds likely at every token of an answer.
+
+    python -m planish.recipes.off_policy_distillation teacher_checkpoint=runs/teacher                        drawn sums
+    python -m planish.recipes.off_policy_distillation dataset=chats.jsonl teacher_model=Qwen/Qwen3-8B
+    python -m planish.recipes.off_policy_distillation dataset=prompts.jsonl teacher_answers=True teacher_checkpoint=runs/teacher
+
+The answers are those of `dataset`. With `teacher_answers=True`, and for sums, the teacher writes them first, and they are kept in the run's
+directory. What is learned of each token is the teacher's distribution over its `topk` likeliest (planish/distillation/off_policy.py).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.distillation import off_policy
+from planish.errors import UserError
+from planish.recipes import teacher_answers, training_run
+from planish.recipes.sl_options import chat_builder, run_main, shared_settings
+from planish.recipes.teacher_answers import SUMS, TeacherOptions, teacher_config
+
+ONLY_SAMPLED = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
+"""Options of the teacher's answers, with their defaults."""
+
+
+@chz.chz
+class Options(TeacherOptions):
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/off_policy_distillation", doc="directory of the run's files"
+    )
+    teacher_answers: bool = chz.field(
+        default=False, doc="the teacher answers the prompts of dataset, whose answers are not read"
+    )
+    topk: int = chz.field(default=20, doc="likeliest tokens of the teacher that are learned at each position")
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """Train; returns the run directory."""
+    check(options)
+    config = distillation_config(options)
+    off_policy.check(config)
+
+    async def answered(config: off_policy.Config, service_client: Any) -> Path:
+        if is_sampled(options):
+            await teacher_answers.write_answers(options, service_client, shows_examples=True)
+        return await off_policy.main(config, service_client)
+
+    return run_main(answered, config, service_client)
+
+
+def is_sampled(options: Options) -> bool:
+    return options.teacher_answers or options.dataset == SUMS
+
+
+def distillation_config(options: Options) -> off_policy.Config:
+    """The options as `planish.distillation.off_policy` takes them."""
+    builder = (
+        teacher_answers.answers_builder(options) if is_sampled(options) else chat_builder(options, options.dataset)
+    )
+    return off_policy.Config(
+        **shared_settings(options),
+        dataset_builder=builder,
+        evaluator_builders=teacher_answers.evaluators(options, shows_examples=True),
+        teacher_config=teacher_config(options),
+        topk=options.topk,
+        recipe_name="off_policy_distillation",
+    )
+
+
+def check(options: Options) -> None:
+    """UserError for an option that cannot be right, or that nothing would read."""
+    if options.teacher_model is None and options.teacher_checkpoint is None:
+        raise UserError("there is no teacher; give teacher_checkpoint, teacher_model, or both")
+    if is_sampled(options):
+        teacher_answers.check(options)
+        return
+    for name, default in ONLY_SAMPLED.items():
+        if getattr(options, name) != default:
+            raise UserError(
+                f"{name}={getattr(options, name)}: the answers are those of dataset={options.dataset}; leave it out, or give "
+                "teacher_answers=True"
+            )
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, {}, sys.argv[1:])

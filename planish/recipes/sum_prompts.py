@@ -1,0 +1,38 @@
+"""Sums as prompts that a teacher answers, and the test of a student on sums: distillation without data.
+
+Test sums are those of planish/recipes/sums.py, which are asked in no prompt.
+"""
+
+import random
+from functools import partial
+
+from planish.recipes.sums import SHOWN, Sum, draw_sum, held_out_sums, shown_exchanges, sum_env
+from planish.rl.datasets import ProblemDataset
+from planish.rl.evaluation import RLTestSetEvaluator
+from planish.rl.problem_env import ProblemGroupBuilder
+from planish.supervised.conversations import Conversation
+
+MAX_TOKENS = 16
+"""Of an answer in a test."""
+
+
+def drawn_sum_prompts(count: int, max_operand: int, seed: int, *, shows_examples: bool) -> list[Conversation]:
+    """`count` questions, each behind the worked examples or alone."""
+    held_out = {test.pair for test in held_out_sums(max_operand, None)} | {shown.pair for shown in SHOWN}
+    rng = random.Random(f"prompts:{seed}")
+    prefix = [dict(message) for message in shown_exchanges()] if shows_examples else []
+    drawn = (draw_sum(rng, max_operand, held_out) for _ in range(count))
+    return [[*prefix, {"role": "user", "content": problem.question}] for problem in drawn]
+
+
+def sum_test(
+    *, model_name: str, renderer_name: str | None, max_operand: int, shows_examples: bool
+) -> RLTestSetEvaluator:
+    """test/env/all/correct and its kin, answered greedily."""
+
+    def attempt(problem: Sum) -> ProblemGroupBuilder:
+        make_env = partial(sum_env, problem, model_name, renderer_name, shows_examples=shows_examples)
+        return ProblemGroupBuilder(make_env, 1, "sums")
+
+    tests = held_out_sums(max_operand, None)
+    return RLTestSetEvaluator(ProblemDataset(tests, attempt, len(tests)), MAX_TOKENS, temperature=0.0)

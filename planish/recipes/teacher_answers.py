@@ -1,0 +1,124 @@
+"""What the recipes share that train on a teacher's answers: their options, and the stage in which the teacher writes them.
+
+Answers are kept in the run's directory, in sampled.jsonl (planish/distillation/sampling.py), and are not asked for again when a run goes on.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.distillation.prompts import load_prompts
+from planish.distillation.sampling import TeacherSampler, sample_conversations
+from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
+from planish.errors import UserError
+from planish.model_renderer import model_renderer
+from planish.recipes import training_run
+from planish.recipes.sl_options import SLOptions, chat_builder
+from planish.recipes.sum_prompts import drawn_sum_prompts, sum_test
+from planish.renderers import TrainOnWhat
+from planish.rl.train import context_of
+from planish.supervised.conversations import Conversation
+from planish.supervised.datasets import FromRowsBuilder
+
+SUMS = "sums"
+SAMPLED = "sampled.jsonl"
+
+
+@chz.chz
+class TeacherOptions(SLOptions):
+    dataset: str = chz.field(default=SUMS, doc="hub name, local directory or file; sums = drawn questions")
+    test_size: int | None = chz.field(default=64, doc="test conversations; none = the whole test split, 0 = no tests")
+    teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; none = model_name")
+    teacher_checkpoint: str | None = chz.field(
+        default=None, doc="checkpoint or run directory of the teacher; none = the base model"
+    )
+    batch_size: int = chz.field(default=16, doc="conversations a step")
+    max_length: int = chz.field(default=1024, doc="tokens of a conversation; what is beyond is cut off and counted")
+    max_tokens: int = chz.field(default=256, doc="longest answer of the teacher")
+    temperature: float = chz.field(default=1.0, doc="of the teacher's answers")
+    num_prompts: int | None = chz.field(default=None, doc="prompts that are answered; none = all, or 512 sums")
+    max_operand: int = chz.field(default=20, doc="of sums: the largest number that is added")
+
+
+def teacher_config(options: TeacherOptions) -> TeacherConfig:
+    return TeacherConfig(
+        base_model=options.teacher_model or options.model_name, load_checkpoint_path=options.teacher_checkpoint
+    )
+
+
+def check(options: TeacherOptions) -> None:
+    """UserError for an option that cannot be right."""
+    training_run.require(
+        options,
+        max_tokens=(options.max_tokens >= 1, "a whole number of at least 1"),
+        temperature=(options.temperature >= 0, "0 or more"),
+        num_prompts=(options.num_prompts is None or options.num_prompts >= 1, "a whole number of at least 1"),
+        max_operand=(options.max_operand >= 1, "a whole number of at least 1"),
+        train_on_what=(
+            options.train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES,
+            "nothing: what is learned of a sampled conversation is the teacher's answer",
+        ),
+    )
+
+
+def answers_path(options: TeacherOptions) -> Path:
+    return Path(options.log_path).expanduser() / SAMPLED
+
+
+def answers_builder(options: TeacherOptions) -> FromRowsBuilder:
+    """The data set of the answers, which are written before it is called."""
+    last = chz.replace(options, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+    return chat_builder(last, str(answers_path(options)))
+
+
+def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any]:
+    """Besides the answers that are held out: sums are tested by what they come to."""
+    if options.dataset != SUMS:
+        return ()
+    names = {"model_name": options.model_name, "renderer_name": options.renderer_name}
+    return (partial(sum_test, max_operand=options.max_operand, shows_examples=shows_examples, **names),)
+
+
+async def write_answers(
+    options: TeacherOptions, service_client: Any, prefix: Sequence[Mapping[str, Any]] = (), *, shows_examples: bool
+) -> None:
+    """Have the teacher answer all prompts, each behind `prefix`, as far as they are not answered yet."""
+    renderer = model_renderer(options.model_name, options.renderer_name)
+    prompts = prompts_of(options, prefix, shows_examples=shows_examples)
+    teacher = pinned(teacher_config(options))
+    sampler = TeacherSampler(
+        await teacher_client(teacher, service_client, options.model_name, "teacher_model"),
+        renderer,
+        options.max_tokens,
+        options.temperature,
+        options.seed,
+        prefix,
+        await context_of(teacher.base_model, service_client),
+    )
+    origin = {
+        "teacher": chz.asdict(teacher),
+        "renderer": renderer.name,
+        "prefix": list(prefix),
+        "dataset": options.dataset,
+        "prompts": len(prompts),
+        **({"max_operand": options.max_operand} if options.dataset == SUMS else {}),
+        **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")},
+    }
+    await sample_conversations(sampler, prompts, answers_path(options), origin)
+
+
+def prompts_of(
+    options: TeacherOptions, prefix: Sequence[Mapping[str, Any]], *, shows_examples: bool
+) -> list[Conversation]:
+    if options.dataset == SUMS:
+        count = options.num_prompts or 512
+        return drawn_sum_prompts(count, options.max_operand, options.seed, shows_examples=shows_examples)
+    prompts = load_prompts(options.dataset, model_renderer(options.model_name, options.renderer_name), prefix)
+    if options.num_prompts is not None and options.num_prompts > len(prompts):
+        raise UserError(
+            f"num_prompts={options.num_prompts}: dataset={options.dataset} has {len(prompts)}; give at most so many"
+        )
+    return prompts[: options.num_prompts]

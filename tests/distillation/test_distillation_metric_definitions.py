@@ -1,0 +1,18 @@
+"""Each metric has one definition, and the page shows it."""
+
+import re
+
+import pytest
+
+from planish.distillation.metric_definitions import BEGIN, END, PAGE, TEACHER, definition_of
+from planish.metric_definition import with_table
+
+
+@pytest.mark.parametrize("metric", TEACHER.metrics, ids=lambda metric: metric.pattern)
+def test_no_pattern_hides_behind_an_earlier_one(metric):
+    assert definition_of(re.sub(r"<\w+>", "something", metric.pattern)) is metric
+
+
+def test_the_page_is_up_to_date():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page, (TEACHER,), BEGIN, END) == page, "run: python -m planish.distillation.metric_definitions"

@@ -1,0 +1,161 @@
+"""Prompts of rows, the environment without rewards, and conversations that a teacher wrote."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from planish.completers import TokenCompleter, TokensWithLogprobs
+from planish.distillation.prompts import PromptGroup, load_prompts, read_prompt
+from planish.distillation.sampling import PROMPTS_AT_ONCE, SampledFile, TeacherSampler, sample_conversations
+from planish.errors import DamagedFileError, UserError
+from planish.renderers import get_renderer
+from planish.rl.rollouts import do_group_rollout
+from planish.runs import read_rows
+from planish.types import SampledSequence, SampleResponse
+
+QUESTION = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a"},
+        {"prompt": QUESTION, "completion": "b"},
+        {"question": "a", "answer": "b"},
+        {"messages": [*QUESTION, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    ],
+)
+def test_what_a_row_asks(row):
+    assert read_prompt(row, "here") == QUESTION
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "assistant", "content": "b"}]}, "here: nothing is asked"),
+        ({"messages": [{"role": "system", "content": "b"}]}, "here: nothing is asked"),
+        ({"text": "a"}, "here: the row has"),
+    ],
+)
+def test_a_row_that_asks_nothing_is_refused(row, message):
+    with pytest.raises(UserError, match=message):
+        read_prompt(row, "here")
+
+
+@pytest.fixture
+def renderer(tokenizer):
+    return get_renderer("qwen3_instruct", tokenizer)
+
+
+def test_a_prompt_that_cannot_be_said_is_refused_by_its_row(tmp_path, renderer):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a"}, {"prompt": [{"role": "poet", "content": "b"}, *QUESTION]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="row 2: .*poet"):
+        load_prompts(str(path), renderer)
+    path.write_text(json.dumps(rows[0]) + "\n")
+    assert load_prompts(str(path), renderer) == [QUESTION]
+    with pytest.raises(UserError, match="row 1: .*poet"):
+        load_prompts(str(path), renderer, [{"role": "poet", "content": "b"}])
+
+
+class Says(TokenCompleter):
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    async def __call__(self, model_input, stop, *, max_tokens=None):
+        return TokensWithLogprobs(self.tokens, [-1.0] * len(self.tokens))
+
+
+def test_an_answer_to_a_prompt_has_no_reward_and_a_long_prompt_no_answer(models):
+    group = PromptGroup(QUESTION, 2, models[0], "qwen3_instruct")
+    played = asyncio.run(do_group_rollout(group, Says([65, 66])))
+    assert played is not None
+    assert played.get_total_rewards() == [0.0, 0.0]
+    assert [len(one.transitions[0].ac.tokens) for one in played.trajectories_G] == [2, 2]
+    short = PromptGroup(QUESTION, 1, models[0], "qwen3_instruct", max_prompt_tokens=3)
+    played = asyncio.run(do_group_rollout(short, Says([65])))
+    assert played is not None
+    assert [one.stop_reason for one in played.trajectories_G] == ["context_overflow"]
+
+
+class Teacher:
+    """Answers with the number of its call by seed, or is cut off where `is_cut` says so of the prompt."""
+
+    def __init__(self, renderer, is_cut=lambda text: False):
+        self.renderer = renderer
+        self.is_cut = is_cut
+        self.asked = []
+
+    async def sample_async(self, prompt, num_samples, sampling_params):
+        text = self.renderer.tokenizer.decode(prompt.to_ints())
+        self.asked.append(text)
+        end = "" if self.is_cut(text) else "<|im_end|>"
+        tokens = self.renderer.tokenizer.encode(f"{sampling_params.seed % 1000}{end}", add_special_tokens=False)
+        sequence = SampledSequence("stop", "0", np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+        return SampleResponse([sequence])
+
+
+def ask(number):
+    return [{"role": "user", "content": f"q{number}."}]
+
+
+def sample(teacher, prompts, path, origin=None, **changes):
+    sampler = TeacherSampler(teacher, teacher.renderer, 8, **changes)
+    return asyncio.run(sample_conversations(sampler, prompts, path, origin or {"a": 1}))
+
+
+def test_the_teacher_sees_the_prefix_and_the_rows_do_not(renderer, tmp_path):
+    teacher = Teacher(renderer, lambda text: "q1." in text)
+    kept = sample(
+        teacher, [ask(n) for n in range(3)], tmp_path / "s.jsonl", prefix=[{"role": "system", "content": "Be brief."}]
+    )
+    assert (kept.done, kept.left_out) == (3, 1)
+    assert all("Be brief." in text for text in teacher.asked)
+    rows = read_rows(tmp_path / "s.jsonl")
+    assert [row["index"] for row in rows] == [0, 2]
+    assert rows[1]["messages"][0] == ask(2)[0]
+    assert rows[1]["messages"][1]["role"] == "assistant"
+    assert "Be brief." not in (tmp_path / "s.jsonl").read_text()
+
+
+def test_a_killed_process_goes_on_with_the_same_draws(renderer, tmp_path):
+    prompts = [ask(n) for n in range(2 * PROMPTS_AT_ONCE + 3)]
+    sample(Teacher(renderer), prompts, tmp_path / "whole.jsonl")
+    path = tmp_path / "parts.jsonl"
+    sample(Teacher(renderer), prompts[:PROMPTS_AT_ONCE], path)
+    with path.open("a") as file:  # rows of a part whose record was not written any more, the last one torn
+        file.write(json.dumps({"index": PROMPTS_AT_ONCE, "messages": []}) + '\n{"index": 65, "mess')
+    teacher = Teacher(renderer)
+    sample(teacher, prompts, path)
+    assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert len(teacher.asked) == PROMPTS_AT_ONCE + 3
+    again = Teacher(renderer)
+    sample(again, prompts, path)
+    assert again.asked == [], "nothing is asked twice"
+
+
+def test_a_file_of_other_origin_is_left_alone(renderer, tmp_path):
+    path = tmp_path / "s.jsonl"
+    sample(Teacher(renderer), [ask(1)], path, {"temperature": 1.0})
+    with pytest.raises(UserError, match="temperature was 1.0, is 0.5"):
+        sample(Teacher(renderer), [ask(1)], path, {"temperature": 0.5})
+    foreign = tmp_path / "mine.jsonl"
+    foreign.write_text("{}\n")
+    with pytest.raises(UserError, match="was not sampled by planish"):
+        SampledFile(foreign, {})
+    path.write_text("")
+    with pytest.raises(DamagedFileError, match="has not the rows"):
+        SampledFile(path, {"temperature": 1.0})
+
+
+def test_a_prompt_without_room_is_left_out_and_answers_without_an_end_are_an_error(renderer, tmp_path):
+    teacher = Teacher(renderer)
+    long = [{"role": "user", "content": "x" * 200}]
+    kept = sample(teacher, [ask(0), long], tmp_path / "a.jsonl", context_window=100)
+    assert (kept.done, kept.left_out, len(teacher.asked)) == (2, 1, 1)
+    with pytest.raises(UserError, match="none of 1 answers has an end.*max_tokens=8"):
+        sample(Teacher(renderer, lambda text: True), [ask(0)], tmp_path / "b.jsonl")
