@@ -88,6 +88,12 @@ async def write_answers(
     """Have the teacher answer all prompts, each behind `prefix`, as far as they are not answered yet."""
     renderer = model_renderer(options.model_name, options.renderer_name)
     prompts = prompts_of(options, prefix, shows_examples=shows_examples)
+    needed = options.batch_size + (options.test_size or 0)
+    if len(prompts) < needed:
+        raise UserError(
+            f"there are {len(prompts)} prompts, and batch_size={options.batch_size} with test_size={options.test_size or 0} needs "
+            f"{needed}; give more prompts, or smaller sizes"
+        )
     teacher = pinned(teacher_config(options))
     sampler = TeacherSampler(
         await teacher_client(teacher, service_client, options.model_name, "teacher_model"),

@@ -113,7 +113,7 @@ def builder_of(models, prompts, *teachers, **changes):
     parts = [
         DistillationDatasetConfig(
             dataset_builder=PromptOnlyDatasetBuilder(
-                dataset=str(prompts), model_name=models[0], batch_size=3, group_size=2, **changes
+                **{"dataset": str(prompts), "model_name": models[0], "batch_size": 3, "group_size": 2, **changes}
             ),
             teacher_config=TeacherConfig(base_model=teacher),
         )
@@ -201,10 +201,12 @@ def peft_gradient_norm(path, data):
 
 
 def test_the_student_comes_nearer_to_its_teacher_and_every_metric_is_defined(client, models, prompts, tmp_path):
-    builder = builder_of(models, prompts, models[1])
-    run = asyncio.run(main(config_of(models, builder, tmp_path / "run", max_steps=12, num_epochs=3), client))
+    builder = builder_of(models, prompts, models[1], batch_size=12, group_size=8)
+    run = asyncio.run(
+        main(config_of(models, builder, tmp_path / "run", max_steps=7, num_epochs=7, max_tokens=4), client)
+    )
     rows = read_rows(run / "metrics.jsonl")
-    assert np.mean([row["teacher_kl"] for row in rows[-3:]]) < 0.8 * rows[0]["teacher_kl"]
+    assert rows[-1]["teacher_kl"] < 0.7 * rows[0]["teacher_kl"]
     assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
 
 

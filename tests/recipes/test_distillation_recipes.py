@@ -206,6 +206,13 @@ def test_prompt_distillation_of_a_file(small_model, tmp_path, engine, questions,
         prompt_distillation.main(other, engine)
 
 
+def test_too_few_prompts_are_refused_before_the_teacher_is_asked(small_model, tmp_path, engine):
+    options = taught_options(prompt_distillation, small_model, tmp_path, num_prompts=5)
+    with pytest.raises(UserError, match="there are 5 prompts, and batch_size=4 with test_size=2 needs 6"):
+        prompt_distillation.main(options, engine)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "at least one"), ('[{"role": "user"}]', "is empty")],
