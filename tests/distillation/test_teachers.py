@@ -46,6 +46,12 @@ def test_a_checkpoint_of_another_base_model_is_refused(client, models):
         asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
 
 
+def test_what_is_neither_checkpoint_nor_run_is_refused(client, models, tmp_path):
+    teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=str(tmp_path))
+    with pytest.raises(UserError, match="teacher_config: checkpoint path .*a run directory holds a checkpoints.jsonl"):
+        asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
+
+
 def test_a_run_directory_is_its_newest_state(tmp_path):
     rows = [
         {"name": name, "batch": batch, "state_path": f"tinker://a/weights/{name}"} for batch, name in enumerate("xy")
