@@ -19,7 +19,7 @@ from planish.dataset_rows import has_split
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Comparison, LabeledComparison
-from planish.recipes.problems import load_problems
+from planish.problems.gsm8k import load_problems
 
 
 @dataclass(frozen=True)
