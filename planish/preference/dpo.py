@@ -1,15 +1,16 @@
-"""Direct preference optimization (Rafailov et al. 2023): the policy as its own reward model.
+"""Direct preference optimization (Rafailov et al. 2023) and its kin: the policy as its own reward model.
 
     reward(answer) = beta * (log p(answer) - log p_reference(answer))
     loss           = mean over pairs of -log sigmoid(reward(chosen) - reward(rejected))
 
-log p(answer) is the sum over the answer's tokens, its end mark included. The reference is a model or a checkpoint that is named when
-the run begins; it is written down (reference.json), and a run that is resumed takes that one, never the weights it resumes with.
-The loop, its files and its resume are those of planish/supervised.
+IPO and SimPO have other costs, SimPO another reward (planish/preference/losses.py). The reference, where there is one, is a model or
+a checkpoint that is named when the run begins; it is written down (reference.json), and a run that is resumed takes that one, never
+the weights it resumes with. The loop, its files and its resume are those of planish/supervised.
 """
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
 from planish.preference.datasets import pairs_of
+from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.runs import REFERENCE, checkpoint_of, write_whole
 from planish.supervised import config as supervised
 from planish.supervised.nll import DATUMS_PER_CALL
@@ -32,7 +34,6 @@ from planish.supervised.types import SupervisedDataset
 from planish.types import Datum, ForwardBackwardOutput, ModelInput
 
 SHOWN = {
-    "dpo_loss": "loss {:.4f}",
     "accuracy": "accuracy {:.3f}",
     "margin": "margin {:.4f}",
     "test/accuracy": "test accuracy {:.3f}",
@@ -40,7 +41,11 @@ SHOWN = {
     "learning_rate": "lr {:.1e}",
     "time/total": "{:.1f} s",
 }
-MEASURES = ("dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+LOSSES = ("dpo", "ipo", "simpo")
+BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0}
+SIMPO_GAMMA = 1.0
+"""The defaults: those of the papers."""
+MEASURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
 @chz.chz
@@ -48,7 +53,13 @@ class Config(supervised.Config):
     """`dataset_builder` gives pairs (planish/preference/datasets.py)."""
 
     learning_rate: float = 1e-5
-    dpo_beta: float = chz.field(default=0.1, doc="how dear it is to leave the reference")
+    loss: str = chz.field(default="dpo", doc=f"one of {', '.join(LOSSES)}")
+    dpo_beta: float | None = chz.field(
+        default=None,
+        doc="how dear it is to leave the reference; none = 0.1, and 2 with loss=simpo, where it scales rewards",
+    )
+    label_smoothing: float = chz.field(default=0.0, doc="dpo: how often a label is taken to be wrong")
+    simpo_gamma: float | None = chz.field(default=None, doc="simpo: the margin that is aimed at; none = 1")
     reference_model_name: str | None = chz.field(default=None, doc="base model of the reference; none = model_name")
     reference_checkpoint_path: str | None = chz.field(
         default=None, doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model"
@@ -65,18 +76,52 @@ async def main(config: Config, service_client: Any = None) -> Path:
 
 
 async def _run(config: Config, service_client: Any) -> Path:
-    def objective_of(training_client: Any) -> "DPO":
-        return DPO(reference_client(config, service_client), config.dpo_beta)
+    loss = pair_loss_of(config)
 
-    return await train(config, service_client, objective_of, SHOWN)
+    def objective_of(training_client: Any) -> "PairObjective":
+        reference = reference_client(config, service_client) if loss.needs_reference else None
+        return PairObjective(config.loss, loss, reference)
+
+    return await train(config, service_client, objective_of, {f"{config.loss}_loss": "loss {:.4f}", **SHOWN})
+
+
+def pair_loss_of(config: Config) -> PairLoss:
+    beta = BETA[config.loss] if config.dpo_beta is None else config.dpo_beta
+    match config.loss:
+        case "dpo":
+            return DPOLoss(beta, config.label_smoothing)
+        case "ipo":
+            return IPOLoss(beta)
+        case _:
+            return SimPOLoss(beta, SIMPO_GAMMA if config.simpo_gamma is None else config.simpo_gamma)
 
 
 def check(config: Config) -> None:
     """UserError for an option that cannot be right, before anything is loaded."""
     supervised.check(config)
-    if not config.dpo_beta > 0:
-        raise UserError(f"dpo_beta={config.dpo_beta}: give a number above 0, such as 0.1")
-    if config.reference_model_name is not None and config.reference_checkpoint_path is not None:
+    beta, gamma = config.dpo_beta, config.simpo_gamma
+    rules = {
+        "loss": (config.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+        "dpo_beta": (beta is None or 0 < beta < math.inf, "a number above 0, such as 0.1"),
+        "label_smoothing": (0 <= config.label_smoothing < 0.5, "a number from 0 to below 0.5"),
+        "simpo_gamma": (gamma is None or 0 <= gamma < math.inf, "a number, 0 or more"),
+    }
+    for name, (holds, remedy) in rules.items():
+        if not holds:
+            raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
+    _check_unused(config)
+
+
+def _check_unused(config: Config) -> None:
+    """UserError for options that the loss would not read."""
+    if config.label_smoothing and config.loss != "dpo":
+        raise UserError(f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave it out")
+    if config.simpo_gamma is not None and config.loss != "simpo":
+        raise UserError(f"simpo_gamma={config.simpo_gamma}: loss={config.loss} aims at no margin; leave it out")
+    references = (config.reference_model_name, config.reference_checkpoint_path)
+    if config.loss == "simpo" and any(reference is not None for reference in references):
+        raise UserError("loss=simpo asks no reference; leave reference_model_name and reference_checkpoint_path out")
+    if all(reference is not None for reference in references):
         raise UserError("reference_model_name and reference_checkpoint_path are two references; give one of them")
 
 
@@ -96,79 +141,112 @@ def reference_client(config: Config, service_client: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class DPO:
+class PairObjective:
     """The objective of a supervised loop whose batches hold chosen and rejected alternately."""
 
-    reference: Any
-    """A sampling client."""
-    beta: float
+    name: str
+    """Of the loss, in the metrics: NAME_loss."""
+    loss: PairLoss
+    reference: Any | None
+    """A sampling client; None for a loss that needs none."""
 
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "DPOGradient":
-        reference_D = await reference_logprobs(self.reference, data)
+    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "PairGradient":
+        reference_D = await self.reference_logprobs(data)
 
-        def loss(data: Sequence[Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
-            return dpo_loss(data, logprobs_D, reference_D, self.beta)
+        def custom_loss(data: Sequence[Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
+            return self.measured(data, logprobs_D, reference_D)
 
-        return DPOGradient(len(pairs_of(data)), await training_client.forward_backward_custom_async(data, loss))
+        pending = await training_client.forward_backward_custom_async(data, custom_loss)
+        return PairGradient(len(pairs_of(data)), (f"{self.name}_loss", *MEASURES), pending)
 
-    def test(self, test_set: SupervisedDataset) -> "DPOEvaluator":
+    async def reference_logprobs(self, data: Sequence[Datum]) -> list[float] | None:
+        return None if self.reference is None else await reference_logprobs(self.reference, data)
+
+    def measured(
+        self, data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor], reference_D: Sequence[float] | None
+    ) -> tuple[torch.Tensor, Metrics]:
+        """The loss, and all that is said of a batch by the names of the metrics."""
+        loss, measured = pair_loss(self.loss, data, logprobs_D, reference_D)
+        return loss, {f"{self.name}_loss": float(loss.detach()), **measured}
+
+    def test(self, test_set: SupervisedDataset) -> "PairEvaluator":
         test_set.set_epoch(0)
         data = [datum for index in range(len(test_set)) for datum in test_set.get_batch(index)]
-        return DPOEvaluator(data, self.reference, self.beta)
+        return PairEvaluator(data, self)
 
 
 @dataclass(frozen=True)
-class DPOGradient:
+class PairGradient:
     num_pairs: int
+    measures: Sequence[str]
+    """The metrics of the custom loss; the others are the trainer's."""
     pending: Any
 
     async def metrics(self) -> Metrics:
         output = await self.pending
-        found = {name: output.metrics[name] for name in MEASURES}
-        served = {f"optim/{name}": value for name, value in output.metrics.items() if name not in MEASURES}
+        found = {name: output.metrics[name] for name in self.measures}
+        served = {f"optim/{name}": value for name, value in output.metrics.items() if name not in self.measures}
         return {"num_pairs": self.num_pairs, **found, **served}
 
 
-class DPOEvaluator(TrainingClientEvaluator):
-    """NAME/dpo_loss, /accuracy, /margin and the rewards of held-out pairs, and NAME/nll of their chosen answers."""
+class PairEvaluator(TrainingClientEvaluator):
+    """Of held-out pairs, all that is said of a batch, as NAME/...; and NAME/nll of their chosen answers."""
 
-    def __init__(self, data: Sequence[Datum], reference: Any, beta: float, name: str = "test") -> None:
+    def __init__(self, data: Sequence[Datum], objective: PairObjective, name: str = "test") -> None:
         self.data = data
-        self.reference = reference
-        self.beta = beta
+        self.objective = objective
         self.name = name
         self._reference_D: list[float] | None = None
 
     async def __call__(self, training_client: Any) -> Metrics:
         if self._reference_D is None:
-            self._reference_D = await reference_logprobs(self.reference, self.data)
+            self._reference_D = await self.objective.reference_logprobs(self.data)
         parts = [self.data[start : start + DATUMS_PER_CALL] for start in range(0, len(self.data), DATUMS_PER_CALL)]
         pending = [await training_client.forward_async(part, "cross_entropy") for part in parts]
         outputs: list[ForwardBackwardOutput] = [await result for result in pending]
         logprobs_D = [tensors["logprobs"].to_torch() for output in outputs for tensors in output.loss_fn_outputs]
-        _, measured = dpo_loss(self.data, logprobs_D, self._reference_D, self.beta)
+        _, measured = self.objective.measured(self.data, logprobs_D, self._reference_D)
         chosen = [answer_logprob(datum, logprobs) for datum, logprobs in zip(self.data, logprobs_D, strict=True)][::2]
-        tokens = sum(float(pair.chosen.loss_fn_inputs["weights"].to_numpy().sum()) for pair in pairs_of(self.data))
+        tokens = sum(answer_tokens(pair.chosen) for pair in pairs_of(self.data))
         measured["nll"] = -sum(float(logprob) for logprob in chosen) / tokens
         return {f"{self.name}/{name}": value for name, value in measured.items()}
+
+
+def pair_loss(
+    loss: PairLoss, data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor], reference_D: Sequence[float] | None
+) -> tuple[torch.Tensor, Metrics]:
+    """The loss of interleaved pairs, meaned over pairs, and its measures.
+
+    `logprobs_D` are the policy's by target, `reference_D` the reference's of whole answers.
+    """
+    answers_D = torch.stack([answer_logprob(datum, each) for datum, each in zip(data, logprobs_D, strict=True)])
+    reference = None if reference_D is None else torch.tensor(reference_D, dtype=answers_D.dtype)
+    tokens = torch.tensor([answer_tokens(datum) for datum in data], dtype=answers_D.dtype)
+    rewards_D = loss.rewards(Answers(answers_D, reference, tokens))
+    chosen, rejected = rewards_D[::2], rewards_D[1::2]
+    margins = chosen - rejected
+    measured = ((margins > 0).float().mean(), margins.mean(), chosen.mean(), rejected.mean())
+    return loss.costs(margins).mean(), {
+        name: float(value.detach()) for name, value in zip(MEASURES, measured, strict=True)
+    }
 
 
 def dpo_loss(
     data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor], reference_D: Sequence[float], beta: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """The loss and its measures; `logprobs_D` are the policy's by target, `reference_D` the reference's of whole answers."""
-    answers_D = torch.stack([answer_logprob(datum, each) for datum, each in zip(data, logprobs_D, strict=True)])
-    rewards_D = beta * (answers_D - torch.tensor(reference_D, dtype=answers_D.dtype))
-    chosen, rejected = rewards_D[::2], rewards_D[1::2]
-    margins = chosen - rejected
-    loss = -torch.nn.functional.logsigmoid(margins).mean()
-    measured = (loss, (margins > 0).float().mean(), margins.mean(), chosen.mean(), rejected.mean())
-    return loss, {name: float(value.detach()) for name, value in zip(MEASURES, measured, strict=True)}
+    """`pair_loss` of DPO, with the loss itself among the measures, as a custom loss returns it."""
+    loss, measured = pair_loss(DPOLoss(beta), data, logprobs_D, reference_D)
+    return loss, {"dpo_loss": float(loss.detach()), **measured}
 
 
 def answer_logprob(datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
     """The sum over the targets that have a weight."""
     return (datum.loss_fn_inputs["weights"].to_torch() * logprobs).sum()
+
+
+def answer_tokens(datum: Datum) -> float:
+    """The number of targets that are learned: each weighs 1."""
+    return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
 async def reference_logprobs(reference: Any, data: Sequence[Datum]) -> list[float]:

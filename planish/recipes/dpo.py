@@ -1,10 +1,12 @@
 """Direct preference optimization on pairs of answers.
 
     python -m planish.recipes.dpo                                     drawn pairs: short answers preferred to wordy ones
+    python -m planish.recipes.dpo drawn=result                        drawn pairs: right sums preferred to wrong ones
     python -m planish.recipes.dpo dataset=pairs.jsonl test_size=50    rows with "prompt", "chosen" and "rejected"
+    python -m planish.recipes.dpo loss=simpo                          without a reference
 
 Each step takes `batch_size` pairs and makes the chosen answers likelier, measured against the reference, than the rejected ones. The
-reference is what the run begins with, unless another one is named. The loss is planish/preference/dpo.py, the drawn pairs are
+reference is what the run begins with, unless another one is named. The losses are planish/preference/losses.py, the drawn pairs are
 planish/recipes/preference_pairs.py.
 """
 
@@ -23,7 +25,7 @@ from planish.preference import dpo
 from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
 from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
-from planish.recipes.preference_pairs import drawn_pairs
+from planish.recipes.preference_pairs import KINDS, count_of_sums, drawn_pairs
 from planish.schedules import SCHEDULES
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
@@ -39,9 +41,10 @@ class DrawnComparisonBuilder(ComparisonBuilder):
     largest: int
     test_size: int
     seed: int
+    kind: str = "style"
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-        return drawn_pairs(self.largest, self.test_size, self.seed)
+        return drawn_pairs(self.largest, self.test_size, self.seed, self.kind)
 
 
 @chz.chz
@@ -49,6 +52,7 @@ class Options:
     model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
     dataset: str | None = chz.field(default=None, doc="hub name, local directory or JSONL file; none = drawn pairs")
     test_size: int | None = chz.field(default=64, doc="test pairs; none = the whole test split, 0 = no tests")
+    drawn: str = chz.field(default="style", doc=f"drawn pairs: {' or '.join(KINDS)}")
     largest: int = chz.field(default=30, doc="of drawn pairs: the largest number that is added")
     log_path: str = chz.field(default="/tmp/planish-examples/dpo", doc="directory of the run's files")
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
@@ -63,7 +67,13 @@ class Options:
     lora_rank: int = 32
     seed: int = chz.field(default=0, doc="of initial weights and the data's order")
 
-    dpo_beta: float = chz.field(default=0.1, doc="how dear it is to leave the reference")
+    loss: str = chz.field(default="dpo", doc=f"one of {', '.join(dpo.LOSSES)}")
+    dpo_beta: float | None = chz.field(
+        default=None,
+        doc="how dear it is to leave the reference; none = 0.1, and 2 with loss=simpo, where it scales rewards",
+    )
+    label_smoothing: float = chz.field(default=0.0, doc="dpo: how often a label is taken to be wrong")
+    simpo_gamma: float | None = chz.field(default=None, doc="simpo: the margin that is aimed at; none = 1")
     batch_size: int = chz.field(default=16, doc="pairs a step")
     max_length: int = chz.field(
         default=1024, doc="tokens of a prompt and an answer; what is beyond is cut off and counted"
@@ -121,11 +131,13 @@ def comparisons(options: Options) -> ComparisonBuilder:
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
         )
-    count = (options.largest + 1) ** 2
+    if options.drawn not in KINDS:
+        raise UserError(f"drawn={options.drawn}: give {' or '.join(KINDS)}")
+    count = count_of_sums(options.largest)
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:
-        raise UserError(f"test_size={test_size}: there are {count} drawn pairs; give fewer, or a larger largest")
-    return DrawnComparisonBuilder(largest=options.largest, test_size=test_size, seed=options.seed)
+        raise UserError(f"test_size={test_size}: there are {count} drawn sums; give fewer, or a larger largest")
+    return DrawnComparisonBuilder(largest=options.largest, test_size=test_size, seed=options.seed, kind=options.drawn)
 
 
 if __name__ == "__main__":

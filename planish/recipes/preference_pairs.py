@@ -1,7 +1,9 @@
-"""Pairs that a program draws, for trying preference training without data: sums, where the answer alone is preferred to a wordy one.
+"""Pairs that a program draws, for trying preference training without data: answers to sums.
 
-Chosen and rejected hold the same result, which is right, so what can be learned is the style. Held-out pairs have sums that are
-in no pair for training.
+    style    the answer alone is preferred to a wordy one; both have the right result, so length alone tells them apart
+    result   a right result is preferred to a wrong one in the same words with as many digits, so only the sum tells them apart
+
+Held-out pairs have sums that are in no pair for training, in either order of the two numbers.
 """
 
 import random
@@ -21,18 +23,55 @@ CLOSINGS = (
 )
 
 
-def drawn_pairs(largest: int, test_size: int, seed: int) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-    """All sums of two numbers from 0 to `largest`, in an order drawn by `seed`: (for training, `test_size` for tests)."""
+FORMS = (
+    "{first} + {second} = {result}",
+    "The sum of {first} and {second} is {result}.",
+    "{result}",
+    "It is {result}, since {first} and {second} make {result}.",
+)
+KINDS = ("style", "result")
+
+
+def drawn_pairs(
+    largest: int, test_size: int, seed: int, kind: str = "style"
+) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+    """A pair for each sum of two numbers from 0 to `largest`, in an order drawn by `seed`: (for training, for tests).
+
+    Of the two orders of a sum, the test has one, and training neither.
+    """
     generator = random.Random(f"pairs:{seed}")
-    sums = [(first, second) for first in range(largest + 1) for second in range(largest + 1)]
+    sums = [(first, second) for first in range(largest + 1) for second in range(first, largest + 1)]
     generator.shuffle(sums)
-    pairs = [_pair(first, second, generator) for first, second in sums]
-    return pairs[test_size:], pairs[:test_size]
+    held_out = [generator.choice((pair, pair[::-1])) for pair in sums[:test_size]]
+    shown = list(dict.fromkeys(turned for pair in sums[test_size:] for turned in (pair, pair[::-1])))
+    generator.shuffle(shown)
+    draw = {"style": _style_pair, "result": _result_pair}[kind]
+    return [draw(*pair, generator) for pair in shown], [draw(*pair, generator) for pair in held_out]
 
 
-def _pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
+def count_of_sums(largest: int) -> int:
+    """Of pairs of numbers from 0 to `largest`, where their order is no difference."""
+    return (largest + 1) * (largest + 2) // 2
+
+
+def _style_pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
     short = f"{first} + {second} = {first + second}"
     wordy = f"{generator.choice(OPENINGS)} The result of {first} + {second} is {first + second}. {generator.choice(CLOSINGS)}"
+    return _pair(first, second, short, wordy)
+
+
+def _result_pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
+    form = generator.choice(FORMS)
+    right = first + second
+    wrong = generator.choice([near for near in range(max(0, right - 10), right + 11) if _could_be(near, right)])
+    answers = (form.format(first=first, second=second, result=result) for result in (right, wrong))
+    return _pair(first, second, *answers)
+
+
+def _could_be(wrong: int, right: int) -> bool:
+    return wrong != right and len(str(wrong)) == len(str(right))
+
+
+def _pair(first: int, second: int, *answers: str) -> LabeledComparison:
     prompt = [{"role": "user", "content": f"What is {first} + {second}?"}]
-    answers = ([{"role": "assistant", "content": text}] for text in (short, wordy))
-    return LabeledComparison(Comparison(prompt, *answers), "A")
+    return LabeledComparison(Comparison(prompt, *([{"role": "assistant", "content": text}] for text in answers)), "A")

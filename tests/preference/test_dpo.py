@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
-from planish.preference.dpo import Config, answer_logprob, dpo_loss, main, reference_logprobs
+from planish.preference.dpo import Config, answer_logprob, dpo_loss, main, pair_loss, reference_logprobs
+from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
 from planish.preference.metric_definitions import definition_of
 from planish.runs import REFERENCE, read_rows
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
@@ -24,29 +26,62 @@ def interleaved(kind):
     return [value for pair in zip(TRL[f"{kind}_chosen"], TRL[f"{kind}_rejected"], strict=True) for value in pair]
 
 
-@pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"beta {case['beta']}")
+LOSSES = {"dpo": DPOLoss, "ipo": IPOLoss, "simpo": SimPOLoss}
+SHARES = torch.tensor([0.0, 0.5, 0.3, 0.2])
+"""Each answer's logprob is spread over three tokens, with an unlearned one in front that must not count."""
+
+
+def recorded_logprobs(dtype=torch.float32):
+    assert TRL["tokens"] == 3
+    unlearned = torch.tensor([-7.0, 0, 0, 0], dtype=dtype)
+    return [(SHARES.to(dtype) * value + unlearned).requires_grad_() for value in interleaved("policy")]
+
+
+RECORDED = [Datum(ModelInput.from_ints([1] * 4), {"target_tokens": [1] * 4, "weights": [0.0, 1.0, 1.0, 1.0]})] * 24
+
+
+@pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"{case['name']} {case['options']}")
 def test_loss_measures_and_gradients_are_those_of_trl(case):
-    """Each answer's logprob is spread over three tokens, with an unlearned one in front that must not count."""
-    shares = torch.tensor([0.0, 0.5, 0.3, 0.2])
-    data = [Datum(ModelInput.from_ints([1] * 4), {"target_tokens": [1] * 4, "weights": [0.0, 1.0, 1.0, 1.0]})] * 24
-    logprobs_D = [(shares * value + torch.tensor([-7.0, 0, 0, 0])).requires_grad_() for value in interleaved("policy")]
-    loss, measured = dpo_loss(data, logprobs_D, interleaved("reference"), case["beta"])
-    loss.backward()
-    assert loss.dtype is torch.float32
-    assert measured == pytest.approx(
-        {
-            "dpo_loss": case["loss"],
-            "accuracy": case["accuracy"],
-            "margin": case["margin"],
-            "chosen_reward": case["chosen_reward"],
-            "rejected_reward": case["rejected_reward"],
-        },
-        rel=1e-5,
-    )
+    loss = LOSSES[case["name"]](**case["options"])
+    logprobs_D = recorded_logprobs()
+    value, measured = pair_loss(loss, RECORDED, logprobs_D, interleaved("reference") if loss.needs_reference else None)
+    value.backward()
+    assert value.dtype is torch.float32
+    assert float(value.detach()) == pytest.approx(case["loss"], rel=1e-5)
+    names = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+    assert measured == pytest.approx({name: case[name] for name in names}, rel=1e-5)
     expected = [g for pair in zip(case["chosen_gradient"], case["rejected_gradient"], strict=True) for g in pair]
     for logprobs, gradient in zip(logprobs_D, expected, strict=True):
         assert logprobs.grad is not None
         torch.testing.assert_close(logprobs.grad, gradient * torch.tensor([0.0, 1.0, 1.0, 1.0]), rtol=1e-4, atol=1e-7)
+
+
+def test_the_papers_formulas_in_float64():
+    """A third computation, pair by pair, with nothing of torch's."""
+    [chosen], [rejected] = (TRL[f"policy_{side}"][:1] for side in ("chosen", "rejected"))
+    [chosen_reference], [rejected_reference] = (TRL[f"reference_{side}"][:1] for side in ("chosen", "rejected"))
+    h = (chosen - chosen_reference) - (rejected - rejected_reference)
+
+    def minus_log_sigmoid(x):
+        return math.log1p(math.exp(-x))
+
+    expected = {
+        DPOLoss(0.3): minus_log_sigmoid(0.3 * h),
+        DPOLoss(0.3, 0.1): 0.9 * minus_log_sigmoid(0.3 * h) + 0.1 * minus_log_sigmoid(-0.3 * h),
+        IPOLoss(0.3): (h - 1 / (2 * 0.3)) ** 2,
+        SimPOLoss(2.0, 0.7): minus_log_sigmoid(2.0 * (chosen / 3 - rejected / 3) - 0.7),
+    }
+    pair = recorded_logprobs(torch.float64)[:2]
+    reference = interleaved("reference")[:2]
+    for loss, value in expected.items():
+        found, _ = pair_loss(loss, RECORDED[:2], pair, reference if loss.needs_reference else None)
+        assert float(found.detach()) == pytest.approx(value, rel=1e-6)
+
+
+def test_dpo_loss_is_a_custom_loss():
+    case = TRL["cases"][0]
+    value, measured = dpo_loss(RECORDED, recorded_logprobs(), interleaved("reference"), case["options"]["beta"])
+    assert float(value.detach()) == measured["dpo_loss"] == pytest.approx(case["loss"], rel=1e-5)
 
 
 def builder(model, pairs, **changes):
@@ -104,6 +139,19 @@ def test_preferences_are_learned_and_every_metric_is_defined(client, models, pai
     assert rows[-1]["test/accuracy"] == 1.0
     assert rows[-1]["test/dpo_loss"] < rows[0]["test/dpo_loss"]
     assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+
+
+@pytest.mark.parametrize("loss", ["ipo", "simpo"])
+def test_other_losses_learn_the_same_preferences(client, models, pairs, tmp_path, loss):
+    run = train(client, models[0], pairs, tmp_path / "run", loss=loss, num_epochs=6)
+    rows = read_rows(run / "metrics.jsonl")
+    assert rows[-1][f"test/{loss}_loss"] < rows[0][f"test/{loss}_loss"]
+    assert rows[-1]["test/margin"] > rows[0]["test/margin"]
+    assert "dpo_loss" not in rows[0]
+    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert (run / REFERENCE).exists() == (loss == "ipo")
+    if loss == "ipo":
+        assert rows[0]["ipo_loss"] == pytest.approx(1 / (4 * 0.1**2), rel=1e-3), "beta is 0.1"
 
 
 class StoppedError(Exception):
@@ -168,6 +216,12 @@ def test_reference_logprobs_are_the_trainers(client, models, pairs):
     [
         ({"dpo_beta": 0.0}, "dpo_beta=0.0"),
         ({"learning_rate": -1.0}, "learning_rate="),
+        ({"loss": "kto"}, "loss=kto: give one of dpo, ipo, simpo"),
+        ({"label_smoothing": 0.5}, "label_smoothing=0.5"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing=0.1: loss=ipo"),
+        ({"simpo_gamma": 0.5}, "simpo_gamma=0.5: loss=dpo"),
+        ({"simpo_gamma": -0.5, "loss": "simpo"}, "simpo_gamma=-0.5: give"),
+        ({"loss": "simpo", "reference_model_name": "a"}, "loss=simpo asks no reference"),
         ({"reference_model_name": "a", "reference_checkpoint_path": "b"}, "two references"),
     ],
 )

@@ -1,13 +1,14 @@
 """The dpo recipe from its options to its files, on a tiny model that knows nothing."""
 
 import json
+import re
 
 import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.recipes import dpo
-from planish.recipes.preference_pairs import drawn_pairs
+from planish.recipes.preference_pairs import KINDS, drawn_pairs
 from planish.runs import read_rows
 
 
@@ -48,21 +49,52 @@ def test_pairs_of_a_file(small_model, tmp_path, engine):
     assert [row.get("num_pairs") for row in read_rows(run / "metrics.jsonl")] == [4, 4, None]
 
 
-def test_drawn_pairs_hold_out_their_sums_and_differ_by_style_alone():
-    train, test = drawn_pairs(5, 6, seed=0)
-    assert (len(train), len(test)) == (30, 6)
-    questions = [pair.comparison.prompt_conversation[0]["content"] for pair in [*train, *test]]
-    assert len(set(questions)) == 36
-    assert drawn_pairs(5, 6, seed=0) == (train, test) != drawn_pairs(5, 6, seed=1)
-    for pair in train:
-        assert pair.ranked is not None
-        short, wordy = (answer[0]["content"] for answer in pair.ranked)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_pairs_hold_out_their_sums_in_either_order(kind):
+    train, test = drawn_pairs(5, 6, seed=0, kind=kind)
+    sums = [sum_of(pair) for pair in [*train, *test]]
+    assert len(set(sums)) == len(sums)
+    assert len(test) == 6
+    held_out = {frozenset(sum_of(pair)) for pair in test}
+    assert {frozenset(pair) for pair in sums} - held_out == {frozenset(sum_of(pair)) for pair in train}
+    assert drawn_pairs(5, 6, 0, kind) == (train, test) != drawn_pairs(5, 6, 1, kind)
+
+
+def sum_of(pair):
+    first, second = re.findall(r"\d+", pair.comparison.prompt_conversation[0]["content"])
+    return int(first), int(second)
+
+
+def answers(pair):
+    assert pair.ranked is not None
+    return [answer[0]["content"] for answer in pair.ranked]
+
+
+def test_pairs_of_style_differ_by_style_alone():
+    for short, wordy in map(answers, drawn_pairs(5, 6, seed=0)[0]):
         assert short.rpartition(" ")[2] in wordy
         assert len(wordy) > 3 * len(short)
 
 
+def test_pairs_of_results_differ_by_the_result_alone():
+    train, test = drawn_pairs(20, 64, seed=0, kind="result")
+    for pair in [*train, *test]:
+        right, wrong = answers(pair)
+        assert len(right) == len(wrong)
+        assert re.sub(r"\d+", "", right) == re.sub(r"\d+", "", wrong)
+        result = str(sum(sum_of(pair)))
+        assert result in re.findall(r"\d+", right)
+        assert right != wrong
+    larger = sum(
+        int(max(re.findall(r"\d+", a), key=int)) > int(max(re.findall(r"\d+", b), key=int))
+        for a, b in map(answers, train)
+    )
+    assert 0.3 < larger / len(train) < 0.7, "the right result is no more often the larger one"
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("batch_size", 0), ("test_size", 25), ("largest", 0), ("dpo_beta", 0.0), ("max_steps", 0)]
+    ("name", "value"),
+    [("batch_size", 0), ("test_size", 15), ("largest", 0), ("dpo_beta", 0.0), ("max_steps", 0), ("drawn", "manner")],
 )
 def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}="):
