@@ -1,0 +1,64 @@
+"""Conversations to train a judge of drawn sums on: what it is shown, and the right verdict.
+
+    python -m planish.recipes.rubric_judge path=judge.jsonl                                      write them
+    python -m planish.recipes.chat_sl dataset=judge.jsonl log_path=runs/judge                    train the judge
+    python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0                train by it
+
+A base model of the embedded one's size does not read rubrics; for one narrow rubric it can be taught to.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import chz
+
+from planish.recipes import training_run
+from planish.recipes.rubric_sums import rubric_of, verdict
+from planish.recipes.sums import Sum
+from planish.renderers import Message
+from planish.rubric.grading import judge_prompt
+from planish.runs import write_whole
+
+FORMS = ("{left} + {right} = {result}", "{left} + {right} = {result}", "{result}", "The sum is {result}.")
+NEAR = 10
+
+
+@chz.chz
+class Options:
+    path: str = chz.field(default="judge.jsonl", doc="file that is written")
+    examples: int = chz.field(default=4000, doc="conversations; half of the verdicts are Yes")
+    largest: int = chz.field(default=20, doc="the largest number that is added")
+    seed: int = 0
+
+
+def main(options: Options) -> Path:
+    """Write the file; returns its path."""
+    training_run.require(
+        options,
+        examples=(options.examples >= 2, "at least 2"),
+        largest=(options.largest >= 1, "a whole number of at least 1"),
+    )
+    generator = random.Random(f"judge:{options.seed}")
+    rows = [_example(options.largest, number % 2 == 0, generator) for number in range(options.examples)]
+    path = Path(options.path).expanduser()
+    write_whole(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    print(f"{path}: {len(rows)} conversations")
+    return path
+
+
+def _example(largest: int, is_right: bool, generator: random.Random) -> list[Message]:
+    """What is wrong is near: a judge that looks at the first digit alone is told better."""
+    drawn = Sum(generator.randint(0, largest), generator.randint(0, largest))
+    near = [result for result in range(max(0, drawn.answer - NEAR), drawn.answer + NEAR + 1) if result != drawn.answer]
+    result = drawn.answer if is_right else generator.choice(near)
+    answer = generator.choice(FORMS).format(left=drawn.left, right=drawn.right, result=result)
+    row = rubric_of(drawn, shown_verdicts=0)
+    [criterion] = row.criteria
+    assert criterion.is_met(answer) == is_right
+    return [*judge_prompt(row.messages, answer, criterion), {"role": "assistant", "content": verdict(is_right)}]
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, {}, sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Answers graded by a model that reads a rubric."""

@@ -1,0 +1,145 @@
+"""One question, one answer, graded by a judge: the environment of rubrics.
+
+    reward = weighted mean of the judge's scores, each from 0 to 1
+
+An answer that is cut off or has no proper end is not shown to the judge and gets `unfinished_reward`. Where a program can tell whether a
+criterion is met (`Criterion.truth_regex`), the metrics say how far the judge is to be trusted; the reward is the judge's alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import chz
+
+from planish import logtree
+from planish.errors import UserError
+from planish.model_renderer import model_renderer
+from planish.renderers import Message, get_text_content
+from planish.rl.datasets import ProblemDataset
+from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.metrics import mean
+from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
+from planish.rubric.grading import Grade, Grader
+from planish.rubric.rubrics import RubricRow
+
+UNFINISHED_REWARD = -0.1
+
+
+@dataclass
+class RubricEnv(MessageEnv):
+    """One answer."""
+
+    row: RubricRow
+    grader: Grader
+
+    async def initial_observation(self) -> list[Message]:
+        return list(self.row.messages)
+
+    async def step(self, message: Message) -> MessageStepResult:
+        answer = get_text_content(message)
+        grade = await self.grader.grade(self.row, answer)
+        with logtree.scope_header("Judge"):
+            for verdict in grade.verdicts:
+                criterion = verdict.criterion
+                logtree.table_from_dict(
+                    {
+                        "criterion": criterion.rubric_str,
+                        "weight": criterion.weight,
+                        "judge's reply": verdict.reply,
+                        "score": verdict.score,
+                        "met, as a program says": criterion.is_met(answer),
+                    }
+                )
+        return MessageStepResult(
+            reward=grade.score,
+            episode_done=True,
+            next_messages=[*self.row.messages, message],
+            metrics=grade_metrics(grade, answer),
+        )
+
+
+def grade_metrics(grade: Grade, answer: str) -> Metrics:
+    """Of one answer. Definitions: planish/rl/metric_definitions.py."""
+    metrics: Metrics = {
+        "rubric_score": grade.score,
+        "judge/asked_again": mean([float(verdict.was_asked_again) for verdict in grade.verdicts]),
+    }
+    for verdict in grade.verdicts:
+        metrics[f"rubric/{verdict.criterion.name}"] = verdict.score
+    told = [
+        (verdict.score, is_met)
+        for verdict in grade.verdicts
+        if (is_met := verdict.criterion.is_met(answer)) is not None
+    ]
+    if told:
+        metrics["judge/truth"] = mean([float(is_met) for _, is_met in told])
+        metrics["judge/agreement"] = mean([1 - abs(score - float(is_met)) for score, is_met in told])
+    for name, kind in (("judge/score_if_met", True), ("judge/score_if_not_met", False)):
+        scores = [score for score, is_met in told if is_met is kind]
+        if scores:
+            metrics[name] = mean(scores)
+    return metrics
+
+
+@dataclass(frozen=True)
+class RubricGroupBuilder(EnvGroupBuilder):
+    """`size` answers to one question. It pickles if the grader's judge does."""
+
+    model_name: str
+    renderer_name: str | None
+    row: RubricRow
+    grader: Grader
+    size: int
+    unfinished_reward: float = UNFINISHED_REWARD
+
+    async def make_envs(self) -> Sequence[Env]:
+        renderer = model_renderer(self.model_name, self.renderer_name)
+        return [
+            EnvFromMessageEnv(
+                renderer,
+                RubricEnv(self.row, self.grader),
+                failed_parse_reward=self.unfinished_reward,
+                context_overflow_reward=self.unfinished_reward,
+            )
+            for _ in range(self.size)
+        ]
+
+    def logging_tags(self) -> list[str]:
+        return ["rubric"]
+
+
+@dataclass(frozen=True)
+class RubricRows:
+    train: Sequence[RubricRow]
+    test: Sequence[RubricRow] = ()
+
+
+@chz.chz
+class RubricDatasetBuilder(RLDatasetBuilder):
+    """Groups for training, single answers for tests."""
+
+    model_name: str
+    renderer_name: str | None = None
+    rows: Callable[[], RubricRows] = chz.field(doc="gives the rows; a function of its own arguments alone")
+    grader: Grader
+    judge_name: str = chz.field(doc="which judge it is, for config.json: a run that goes on keeps its judge")
+    unfinished_reward: float = chz.field(default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end")
+    batch_size: int = chz.field(default=16, doc="questions a step")
+    group_size: int = chz.field(default=8, doc="answers to each question")
+    seed: int = chz.field(default=0, doc="of the order of the data")
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        rows = self.rows()
+        if not rows.train:
+            raise UserError("rows: there are none to train on; give at least one")
+        train = ProblemDataset(
+            rows.train, partial(self._group, self.group_size), self.batch_size, shuffle_seed=self.seed
+        )
+        test = list(rows.test)
+        return train, ProblemDataset(test, partial(self._group, 1), len(test)) if test else None
+
+    def _group(self, size: int, row: RubricRow) -> RubricGroupBuilder:
+        shared: dict[str, Any] = {"grader": self.grader, "unfinished_reward": self.unfinished_reward}
+        return RubricGroupBuilder(self.model_name, self.renderer_name, row, size=size, **shared)

@@ -1,0 +1,40 @@
+"""planish's own OpenAI-compatible endpoint on a real socket, in a thread of this process."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.server import openai_routes, routes_draw
+from planish.server.app import create_app
+from planish.server.core import ServerCore
+from planish.server.exchange import HttpSettings
+
+
+@contextmanager
+def serving(data: Path, name: str, model: str) -> Iterator[str]:
+    """The URL of a server for the length of a block."""
+    models = {name: Path(model)}
+    engine = Engine({name: model}, data, EngineSettings(dtype="float32", deterministic=True))
+    core = ServerCore(engine, data, list(models), None)
+    more = [*routes_draw.ROUTES, *openai_routes.routes(core, engine, models)]
+    app = create_app(core, HttpSettings(tokenizer_directories=models), more)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="critical", timeout_graceful_shutdown=5))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            app.state.http.stopping.set()
+            server.should_exit = True
+            thread.join(30)
