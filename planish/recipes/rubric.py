@@ -131,9 +131,13 @@ def own_judge(options: Options, service_client: Any) -> MessageCompleter:
 
 
 def judge_name(options: Options) -> str:
+    """All that its verdicts depend on. A run directory is named by the state that is meant now, which may not be its last one later."""
     model = options.judge_model or options.model_name
-    place = options.judge_url or options.judge_checkpoint
-    return f"{model}, greedy, at most {options.judge_max_tokens} tokens" + (f", of {place}" if place else "")
+    place = options.judge_url or (checkpoint_of(options.judge_checkpoint) if options.judge_checkpoint else None)
+    parts = [model, f"of {place}" if place else "", f"greedy, at most {options.judge_max_tokens} tokens"]
+    parts += [f"{name}={value}" for name, value in sorted(options.judge_extra.items())]
+    parts += [options.judge_renderer_name or ""]
+    return ", ".join(part for part in parts if part)
 
 
 def rows_of(options: Options) -> Callable[[], RubricRows]:
