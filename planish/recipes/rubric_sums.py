@@ -48,7 +48,7 @@ def rubric_of(drawn: Sum, shown_verdicts: int) -> RubricRow:
 
 
 def verdicts(drawn: Sum) -> tuple[Example, ...]:
-    """Answers to the same sum, since a small judge does better at finding an answer among others than at reading a rubric."""
+    """Answers to the same sum: without them the embedded model writes anything but a verdict."""
     equation = f"{drawn.left} + {drawn.right} ="
     results = (drawn.answer, drawn.answer + 1, drawn.answer + 10, drawn.answer, abs(drawn.answer - 2))
     return tuple(
