@@ -4,10 +4,10 @@ import pytest
 
 from planish.errors import UserError
 from planish.preference.splits import prompt_of, split_by_prompt
-from planish.preference.types import Comparison, LabeledComparison
+from planish.preference.types import Comparison, Label, LabeledComparison
 
 
-def pair(prompt, number, label="A"):
+def pair(prompt: str, number: int, label: Label = "A") -> LabeledComparison:
     answers = ([{"role": "assistant", "content": f"{text} {number}"}] for text in ("yes", "no"))
     return LabeledComparison(Comparison([{"role": "user", "content": prompt}], *answers), label)
 
