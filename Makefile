@@ -1,6 +1,6 @@
 # demo and test set themselves up: a virtual environment, pinned packages, the embedded model. Nothing else is needed.
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-peers clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +16,8 @@ help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
 	@echo "make test   the test suite"
 	@echo "make lint   ruff and pyright"
-	@echo "make bench  seconds per step and tokens per second on this machine"
+	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
+	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"
 	@echo "make clean  remove what the others made, except the cached model"
 
 demo: $(VENV)/.model
@@ -31,7 +32,10 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.model
-	$(BIN)/python benchmarks/grpo_step.py
+	$(BIN)/python benchmarks/compare.py
+
+bench-peers: $(VENV)/.model
+	$(BIN)/python benchmarks/compare.py name=peers peers=all works=all
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,5 +52,5 @@ $(VENV)/.model: $(VENV)/.run
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The pieces of work that peers are compared on, as data: python benchmarks/works.py MODEL FILE [ROUNDS]
+"""The pieces of work that peers are compared on, as data.
 
     W1   rollouts: 16 prompts of 200 tokens that share their first 120, 8 samples each, 64 new tokens, temperature 1, logprobs
     W1b  one prompt of 200 tokens, one sample, 128 new tokens
@@ -6,50 +6,103 @@
     W2   training on 128 such sequences: LoRA of rank 32 on all linears of the layers, importance sampling on the new tokens, one AdamW step
     W3   one iteration: W1 with the current weights, then W2 on what came out
 
-Every round has prompts of its own, so nobody finds them in a cache. Prompts are words, of which text makes the same tokens again: some
-peers take text. The sequences of W2 are sampled from the model. New tokens are never cut short: no stop sequence counts.
+Round 0 of each is smaller: it warms caches, allocators and compilers up. Every round has prompts of its own, so nobody finds
+them in a cache. Prompts are words, of which text makes the same tokens again: some peers take text. The sequences of W2 are
+sampled from the model. New tokens are never cut short: no stop sequence counts.
 """
 
 import json
 import random
-import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import planish
 
 PROMPT_TOKENS, SHARED_TOKENS = 200, 120
-SHAPES = {"W1": (16, 8, 64), "W1b": (1, 1, 128), "W1c": (8, 8, 256), "W2": (16, 8, 64), "W3": (16, 8, 64)}
-"""Prompts, samples of each, new tokens of each."""
 
 
-def main(model: str, path: str, rounds: int = 4) -> None:
+@dataclass(frozen=True)
+class Shape:
+    prompts: int
+    samples: int
+    """Of each prompt."""
+    new_tokens: int
+    """Of each sample."""
+    prompt_tokens: int = PROMPT_TOKENS
+    shared_tokens: int = SHARED_TOKENS
+    """The first of a prompt, which all prompts of the round have."""
+    is_answered: bool = False
+    """The round holds sampled completions to train on."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    warm_up: Shape
+    shape: Shape
+
+
+WORKS = {
+    "W1": Rounds(Shape(4, 8, 16), Shape(16, 8, 64)),
+    "W1b": Rounds(Shape(1, 1, 32), Shape(1, 1, 128)),
+    "W1c": Rounds(Shape(2, 8, 32), Shape(8, 8, 256)),
+    "W2": Rounds(Shape(4, 8, 64, is_answered=True), Shape(16, 8, 64, is_answered=True)),
+    "W3": Rounds(Shape(4, 8, 64), Shape(16, 8, 64)),
+}
+SMALL_WORKS = {
+    "W1": Rounds(Shape(1, 2, 2), Shape(2, 4, 8)),
+    "W1b": Rounds(Shape(1, 1, 2), Shape(1, 1, 8)),
+    "W1c": Rounds(Shape(1, 2, 2), Shape(2, 2, 16)),
+    "W2": Rounds(Shape(2, 4, 8, is_answered=True), Shape(4, 4, 8, is_answered=True)),
+    "W3": Rounds(Shape(2, 4, 8), Shape(4, 4, 8)),
+}
+"""For trying whether everything works: their times mean nothing."""
+
+
+def write_works(model: str, path: Path, works: Mapping[str, Rounds], rounds: int) -> None:
+    """The file {work: [round 0, round 1, ...]}; made in a process of its own, so that this one stays small."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        path.write_text(json.dumps(pool.submit(make_works, model, works, rounds).result()))
+
+
+def make_works(model: str, works: Mapping[str, Rounds], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """For each work its warm-up and then `rounds` rounds."""
     with planish.ServiceClient() as service_client:
         client = service_client.create_sampling_client(base_model=model)
-        works = {name: [make_round(client, name, number) for number in range(rounds)] for name in SHAPES}
-    with open(path, "w") as file:
-        json.dump(works, file)
+        return {
+            name: [
+                make_round(client, f"{name} {number}", work.shape if number else work.warm_up, number)
+                for number in range(rounds + 1)
+            ]
+            for name, work in works.items()
+        }
 
 
-def make_round(client: planish.SamplingClient, name: str, number: int) -> dict[str, Any]:
-    prompts, samples, new_tokens = SHAPES[name]
-    draw = random.Random(f"{name} {number}")
+def make_round(client: planish.SamplingClient, name: str, shape: Shape, seed: int) -> dict[str, Any]:
+    """Other names have other prompts."""
+    draw = random.Random(name)
     tokenizer = client.get_tokenizer()
-    tokens = make_prompts(tokenizer, draw, prompts)
+    prompts = make_prompts(tokenizer, draw, shape)
     work = {
-        "prompts": tokens,
-        "texts": [tokenizer.decode(prompt) for prompt in tokens],
-        "samples": samples,
-        "new_tokens": new_tokens,
-        "seed": number,
+        "prompts": prompts,
+        "shared_tokens": shape.shared_tokens,
+        "texts": [tokenizer.decode(prompt) for prompt in prompts],
+        "samples": shape.samples,
+        "new_tokens": shape.new_tokens,
+        "seed": seed,
     }
-    return work | sampled(client, work, draw) if name == "W2" else work
+    return work | answered(client, work, draw) if shape.is_answered else work
 
 
-def make_prompts(tokenizer: Any, draw: random.Random, count: int) -> list[list[int]]:
-    """Prompts of PROMPT_TOKENS words, of which the first SHARED_TOKENS are the same in all."""
+def make_prompts(tokenizer: Any, draw: random.Random, shape: Shape) -> list[list[int]]:
+    """Prompts that are words."""
     words = [token for token in range(1000, 20000) if is_word(tokenizer.decode([token]))]
-    shared = draw.choices(words, k=SHARED_TOKENS)
-    prompts = [shared + draw.choices(words, k=PROMPT_TOKENS - SHARED_TOKENS) for _ in range(count)]
+    shared = draw.choices(words, k=shape.shared_tokens)
+    own = shape.prompt_tokens - shape.shared_tokens
+    prompts = [shared + draw.choices(words, k=own) for _ in range(shape.prompts)]
     for prompt in prompts:
         assert tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False) == prompt
     return prompts
@@ -59,7 +112,7 @@ def is_word(text: str) -> bool:
     return text[:1] == " " and text[1:].isalpha() and text.isascii() and text.islower()
 
 
-def sampled(client: planish.SamplingClient, work: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+def answered(client: planish.SamplingClient, work: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     """Completions [prompt][sample][token], their logprobs, and an advantage [prompt][sample] for each."""
     params = planish.SamplingParams(max_tokens=work["new_tokens"], stop=[], seed=work["seed"])
     futures = [
@@ -72,7 +125,3 @@ def sampled(client: planish.SamplingClient, work: dict[str, Any], draw: random.R
         "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
         "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
     }
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:4]))

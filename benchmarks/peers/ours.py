@@ -16,23 +16,13 @@ def load(model: str) -> Peer:
     training_client = service_client.create_lora_training_client(base_model=model, rank=32, seed=0, train_unembed=False)
 
     def sample(work: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": sum(len(s.tokens) for group in rollouts(sampling_client, work) for s in group)}
+        return {"tokens": tokens_of(rollouts(sampling_client, work))}
 
     def train(work: dict[str, Any]) -> dict[str, Any]:
         return train_step(training_client, work)
 
     def iterate(work: dict[str, Any]) -> dict[str, Any]:
-        groups = rollouts(training_client.save_weights_and_get_sampling_client(), work)
-        draw = random.Random(work["seed"])
-        return train_step(
-            training_client,
-            {
-                "prompts": work["prompts"],
-                "completions": [[sequence.tokens for sequence in group] for group in groups],
-                "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
-                "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
-            },
-        )
+        return {"tokens": iteration(training_client, work)}
 
     works = {"W1": sample, "W1b": sample, "W1c": sample, "W2": train, "W3": iterate}
     return Peer(works, {"planish": version("planish"), "torch": torch.__version__})
@@ -45,6 +35,25 @@ def rollouts(client: planish.SamplingClient, work: dict[str, Any]) -> list[list[
         for prompt in work["prompts"]
     ]
     return [list(future.result().sequences) for future in futures]
+
+
+def iteration(client: planish.TrainingClient, work: dict[str, Any]) -> int:
+    """Samples with the current weights and trains on that with random advantages; the number of tokens."""
+    groups = rollouts(client.save_weights_and_get_sampling_client(), work)
+    draw = random.Random(work["seed"])
+    answers = {
+        "prompts": work["prompts"],
+        "completions": [[sequence.tokens for sequence in group] for group in groups],
+        "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
+        "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
+    }
+    train_step(client, answers)
+    return tokens_of(groups)
+
+
+def tokens_of(groups: list[list[planish.SampledSequence]]) -> int:
+    """Those that came with a logprob."""
+    return sum(len(sequence.logprobs or []) for group in groups for sequence in group)
 
 
 def train_step(client: planish.TrainingClient, work: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from serving import Peer, serve
 
 
 def load(path: str) -> Peer:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
 
     @torch.inference_mode()
     def sample(work: dict[str, Any]) -> dict[str, Any]:

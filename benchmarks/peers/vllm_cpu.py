@@ -6,8 +6,8 @@ from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-from serving import Peer, serve  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
+from serving import Peer, serve
+from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
 
 def load(path: str) -> Peer:

@@ -1,0 +1,196 @@
+"""planish and its peers on the same pieces of work (works.py), in one run.
+
+    python benchmarks/compare.py                                      what `make bench` does
+    python benchmarks/compare.py name=peers peers=all works=all       what `make bench-peers` does
+    python benchmarks/compare.py name=try small=True directory=/tmp   whether it all runs: small works, whose times mean nothing
+
+Each peer is a process in its own environment (environments.py) that loads once for a work. Rounds are interleaved: round 1
+of every peer, then round 2, and so on, after one smaller round each that warms up; a peer that waits is stopped. `limit` is the matrix
+products that the work needs and nothing else (limits.py), measured in the same rounds. Peers must have done the same work, or there is
+no result: as many tokens, and losses that agree.
+
+Medians, ratios, machine, versions, commit and load go to NAME.json in `directory`; report.py makes the page of them. Who measures sees to
+it that nobody else computes: the share of the cores that others used is recorded for every round, and named when it is large.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import chz
+from contender import Contender
+from environments import python_of
+from machine import commit, machine
+from report import RESULTS, peers_table
+from works import SMALL_WORKS, WORKS, write_works
+
+from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.runs import write_whole
+
+HERE = Path(__file__).parent
+OWN = "planish"
+"""The environment that this process runs in."""
+BUSY = 0.05
+"""A round in which others used more of the cores than this is named."""
+LOSS_TOLERANCE = 0.01
+"""Of the sum of |advantage| over the tokens: bf16 logprobs differ by about a hundredth between implementations."""
+
+
+@dataclass(frozen=True)
+class PeerSpec:
+    environment: str
+    script: str
+    works: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of its environment: they choose the form."""
+
+
+SAMPLING = ("W1", "W1b", "W1c")
+PEERS = {
+    "ours": PeerSpec(OWN, "peers/ours.py", (*SAMPLING, "W2", "W3")),
+    "limit": PeerSpec(OWN, "limits.py", (*SAMPLING, "W2", "W3")),
+    "generate": PeerSpec("trl", "peers/transformers_generate.py", SAMPLING),
+    "generate-repeated": PeerSpec("trl", "peers/transformers_repeated.py", ("W1", "W1c")),
+    "vllm": PeerSpec("vllm", "peers/vllm_cpu.py", SAMPLING),
+    "peft": PeerSpec("trl", "peers/peft_training.py", ("W2",)),
+    "peft-compiled": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_COMPILE": "1"}),
+    "trl": PeerSpec("trl", "peers/trl_grpo.py", ("W3",)),
+}
+MICRO_BATCHES = {
+    f"peft-{size}": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_MICRO_BATCH": str(size)})
+    for size in (4, 8, 16, 32)
+}
+"""Not among "all": which is the best is looked at once (`peers=peft-4,peft-8,peft-16,peft-32 works=W2`)."""
+
+
+@chz.chz
+class Options:
+    name: str = "bench"
+    """Of the file of results."""
+    peers: str = "ours,limit,generate,peft"
+    """With commas between them, or "all"."""
+    works: str = "W1,W1b,W2"
+    rounds: int = 3
+    model: str = DEFAULT_MODEL
+    directory: Path = RESULTS
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One peer on one work: the facts of each round after the warm-up."""
+
+    contender: Contender
+    rounds: list[dict[str, Any]]
+
+    def row(self) -> dict[str, Any]:
+        seconds = [facts["seconds"] for facts in self.rounds]
+        return {
+            "median_seconds": round(statistics.median(seconds), 4),
+            "seconds": [round(value, 4) for value in seconds],
+            "load_seconds": round(self.contender.load_seconds, 2),
+            "peak_gib": round(max(facts["peak_gib"] for facts in self.rounds), 3),
+            "others": round(max(facts["others"] for facts in self.rounds), 3),
+            "versions": dict(self.contender.versions),
+            "variables": dict(self.contender.environment),
+        }
+
+
+def main(options: Options) -> None:
+    known = PEERS | MICRO_BATCHES
+    specs = {name: known[name] for name in chosen(options.peers, PEERS, known)}
+    source = SMALL_WORKS if options.small else WORKS
+    works = {name: source[name] for name in chosen(options.works, source, source)}
+    pythons = {spec.environment: interpreter(spec.environment) for spec in specs.values()}
+    model = resolve_model(options.model)
+    report = header(options)
+    with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
+        path = Path(scratch) / "works.json"
+        write_works(options.model, path, works, options.rounds)
+        rounds = json.loads(path.read_text())
+        for work in works:
+            contenders = [
+                Contender(name, [pythons[spec.environment], HERE / spec.script], path, spec.variables)
+                for name, spec in specs.items()
+                if work in spec.works
+            ]
+            measured = interleaved(contenders, work, options.rounds, model, Path(scratch))
+            check_same_work(work, rounds[work], measured)
+            report["works"][work] = {one.contender.name: one.row() for one in measured}
+    write_whole(options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n")
+    print(peers_table(report))
+
+
+def chosen(text: str, every: Iterable[str], known: Iterable[str]) -> list[str]:
+    names = list(every) if text == "all" else text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"{', '.join(unknown)}: give some of {', '.join(known)}, or all")
+    return names
+
+
+def interpreter(environment: str) -> Path:
+    return Path(sys.executable) if environment == OWN else python_of(environment)
+
+
+def header(options: Any) -> dict[str, Any]:
+    """What every file of results begins with."""
+    return {
+        "options": {name: str(value) for name, value in chz.asdict(options).items() if name != "directory"},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": machine(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "works": {},
+    }
+
+
+def interleaved(contenders: Sequence[Contender], work: str, rounds: int, model: Path, scratch: Path) -> list[Measured]:
+    """All contenders on one work, in the order given, round by round."""
+    measured = [Measured(contender, []) for contender in contenders]
+    with ExitStack() as stack:
+        for number, contender in enumerate(contenders):
+            say(f"{work}: {contender.name} loads")
+            stack.callback(contender.end)
+            contender.start(model, scratch / f"{work}-{number}.log")
+        for number in range(rounds + 1):
+            for one in measured:
+                facts = one.contender.ask(work, number)
+                kind = f"round {number}" if number else "warm-up"
+                busy = f"; others used {facts['others']:.0%} of the cores" if facts["others"] > BUSY else ""
+                say(f"{work}: {one.contender.name}, {kind}: {facts['seconds']:.2f} s{busy}")
+                if number:
+                    one.rounds.append(facts)
+    return measured
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def check_same_work(work: str, rounds: Sequence[Mapping[str, Any]], measured: Sequence[Measured]) -> None:
+    """Raise if somebody made another number of tokens than asked for, or a loss that is not the others'."""
+    for number, given in enumerate(rounds[1:]):
+        asked = len(given["prompts"]) * given["samples"] * given["new_tokens"]
+        facts = {one.contender.name: one.rounds[number] for one in measured}
+        for name, one in facts.items():
+            if one.get("tokens", asked) != asked:
+                raise SystemExit(f"{work}, round {number + 1}: {name} made {one['tokens']} tokens, not {asked}")
+        losses = {name: one["loss"] for name, one in facts.items() if "loss" in one}
+        if losses:
+            weights = [abs(advantage) for group in given["advantages"] for advantage in group]
+            allowed = LOSS_TOLERANCE * sum(weights) * given["new_tokens"]
+            if max(losses.values()) - min(losses.values()) > allowed:
+                raise SystemExit(f"{work}, round {number + 1}: losses differ by more than {allowed:.3g}: {losses}")
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Options))

@@ -1,0 +1,128 @@
+"""How cost and memory grow: with the number of groups in a work, and with the length of what is attended to.
+
+    python benchmarks/growth.py                 writes results/growth.json and results/contexts.json
+    python benchmarks/growth.py parts=contexts  one of them
+
+* groups: W1 and W2 with 1, 4, 16 and 64 prompts of 8 samples, each in a process of its own, for its memory.
+* contexts: seconds of a decode step of 8 sequences with nothing in common that are 256 to 4,096 tokens long. Many new tokens and few are sampled
+  from prompts that are in the prefix cache; the difference is by the steps between. Attention needs 4 x context x heads x head_dim FLOPs a row and
+  layer, and reads every key and value once.
+
+For tenants see tenants.py.
+"""
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chz
+from compare import HERE, OWN, Measured, header, interleaved, interpreter
+from contender import Contender
+from report import RESULTS, contexts_table, growth_table
+from works import Rounds, Shape, make_prompts, write_works
+
+import planish
+from planish.model.config import ModelConfig
+from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.runs import write_whole
+
+sys.path.append(str(HERE / "peers"))
+from ours import rollouts
+
+GROUPS = (1, 4, 16, 64)
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+SEQUENCES = 8
+FEW_TOKENS, MANY_TOKENS = 8, 40
+KEY_BYTES = 2
+"""Of one number of a key or a value in bf16."""
+
+
+@chz.chz
+class Options:
+    model: str = DEFAULT_MODEL
+    parts: str = "groups,contexts"
+    rounds: int = 3
+    small: bool = False
+    """For trying: their times mean nothing."""
+    directory: Path = RESULTS
+
+
+def main(options: Options) -> None:
+    makers = {
+        "groups": (measure_groups, "growth", growth_table),
+        "contexts": (measure_contexts, "contexts", contexts_table),
+    }
+    for name in options.parts.split(","):
+        measure, file, table = makers[name]
+        report = header(options)
+        with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
+            report |= measure(options, Path(scratch))
+        write_whole(options.directory / f"{file}.json", json.dumps(report, indent=1) + "\n")
+        print(table(report))
+
+
+def measure_groups(options: Options, scratch: Path) -> dict[str, Any]:
+    new_tokens, sizes = (8, GROUPS[:2]) if options.small else (64, GROUPS)
+    works: dict[str, list[dict[str, Any]]] = {}
+    for name in ("W1", "W2"):
+        shapes = {str(groups): Shape(groups, 8, new_tokens, is_answered=name == "W2") for groups in sizes}
+        works[name] = [
+            {**one.row(), "groups": groups, "tokens": groups * 8 * new_tokens}
+            for groups, one in zip(sizes, measured(options, scratch, name, shapes), strict=True)
+        ]
+    return {"works": works}
+
+
+def measure_contexts(options: Options, scratch: Path) -> dict[str, Any]:
+    config = ModelConfig.from_directory(resolve_model(options.model))
+    contexts = CONTEXTS[:2] if options.small else CONTEXTS
+    with planish.ServiceClient() as service_client:
+        client = service_client.create_sampling_client(base_model=options.model)
+        steps = [step_seconds(client, context, options.rounds) for context in contexts]
+    points = []
+    for context, step in zip(contexts, steps, strict=True):
+        attended = SEQUENCES * config.num_layers * (context + (FEW_TOKENS + MANY_TOKENS) / 2) * config.head_dim
+        points.append(
+            {
+                "context": context,
+                "step_seconds": round(step, 6),
+                "attention_flops": 4 * attended * config.num_heads,
+                "attention_bytes": 2 * KEY_BYTES * attended * config.num_kv_heads,
+            }
+        )
+    return {"contexts": points}
+
+
+def step_seconds(client: planish.SamplingClient, context: int, rounds: int) -> float:
+    shape = Shape(SEQUENCES, 1, MANY_TOKENS, prompt_tokens=context, shared_tokens=0)
+    prompts = make_prompts(client.get_tokenizer(), random.Random(context), shape)
+
+    def sampled(new_tokens: int) -> float:
+        begun = time.perf_counter()
+        rollouts(client, {"prompts": prompts, "samples": 1, "new_tokens": new_tokens, "seed": 0})
+        return time.perf_counter() - begun
+
+    sampled(FEW_TOKENS)  # so that the prompts are known
+    differences = [sampled(MANY_TOKENS) - sampled(FEW_TOKENS) for _ in range(rounds)]
+    return statistics.median(differences) / (MANY_TOKENS - FEW_TOKENS)
+
+
+def measured(options: Options, scratch: Path, work: str, shapes: Mapping[str, Shape]) -> list[Measured]:
+    """One process for each shape, interleaved."""
+    contenders = []
+    for name, shape in shapes.items():
+        path = scratch / f"{work}-{name}.json"
+        write_works(options.model, path, {work: Rounds(replace(shape, prompts=(shape.prompts + 3) // 4), shape)}, options.rounds)
+        contenders.append(Contender(name, [interpreter(OWN), HERE / "peers" / "ours.py"], path))
+    return interleaved(contenders, work, options.rounds, resolve_model(options.model), scratch)
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Options))

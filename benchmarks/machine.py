@@ -1,0 +1,67 @@
+"""What a measurement was made on: processor, memory, code, and who else was computing."""
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+BFLOAT16_FLAGS = ("avx512f", "avx512_bf16", "amx_bf16")
+ROOT = Path(__file__).parents[1]
+
+
+def machine() -> dict[str, Any]:
+    fields = cpu_fields()
+    flags = fields.get("flags", "").split()
+    return {
+        "cpu": fields.get("model name", platform.processor()),
+        "cores": os.cpu_count(),
+        "flags": [flag for flag in BFLOAT16_FLAGS if flag in flags],
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30), 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def cpu_fields() -> Mapping[str, str]:
+    """Of the first processor in /proc/cpuinfo."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def commit() -> str:
+    """The commit of this checkout, with "+ changes" if files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", ROOT, *arguments], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "HEAD") + (" + changes" if changed else "")
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """Processor seconds that everybody has used so far, of all cores together, and when that was."""
+
+    used: float
+    at: float
+
+    @classmethod
+    def now(cls) -> Self:
+        user, nice, system, *rest = (
+            int(ticks) for ticks in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+        )
+        _idle, _iowait, interrupts, soft_interrupts, stolen = rest
+        used = user + nice + system + interrupts + soft_interrupts + stolen
+        return cls(used / os.sysconf("SC_CLK_TCK"), time.monotonic())
+
+    def others(self, own: float) -> float:
+        """Share of all cores, from then until now, that was used by others than one who used `own` processor seconds."""
+        now = CpuTime.now()
+        available = (now.at - self.at) * (os.cpu_count() or 1)
+        return max(0.0, (now.used - self.used - own) / available)

@@ -1,0 +1,105 @@
+"""What a GRPO iteration (W3) takes beside the engine's work, and what it takes to publish weights to a sampler.
+
+    python benchmarks/overheads.py            writes results/overheads.json
+
+The engine has one thread that does all of its work; while it waits for the script, or for the interpreter, it uses no processor. So the share
+of an iteration outside the engine is what its thread's processor time leaves of the iteration's time, which holds on an idle machine only.
+Publishing is the call save_weights_and_get_sampling_client after an optimizer step; the first token from a new sampler is measured
+too, beside that of a sampler which has been used, so that work put off would be seen.
+"""
+
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import chz
+from compare import header
+from report import RESULTS, overheads_table
+from works import SMALL_WORKS, WORKS, Shape, make_prompts, make_round
+
+import planish
+from planish.model.sources import DEFAULT_MODEL
+from planish.runs import write_whole
+
+sys.path.append(str(Path(__file__).parent / "peers"))
+from ours import iteration, train_step
+
+ENGINE_THREAD = "planish-engine"
+PUBLISHED = 5
+"""Times that weights are published."""
+
+
+@chz.chz
+class Options:
+    model: str = DEFAULT_MODEL
+    rounds: int = 3
+    small: bool = False
+    directory: Path = RESULTS
+
+
+def main(options: Options) -> None:
+    report = header(options)
+    work = (SMALL_WORKS if options.small else WORKS)["W3"].shape
+    with planish.ServiceClient() as service_client:
+        client = service_client.create_lora_training_client(base_model=options.model, rank=32, train_unembed=False)
+        outside = [outside_engine(client, work, number) for number in range(options.rounds + 1)]
+        publishing = [published(client, work, number) for number in range(PUBLISHED + 1)]
+    calls, fresh, used = zip(*publishing[1:], strict=True)
+    report["parts"] = {
+        "outside_engine": part("of an iteration outside the engine's thread", "%", outside[1:], 100),
+        "publishing": part("save_weights_and_get_sampling_client after an optimizer step", "ms", calls, 1e3),
+        "first_token_new": part("a prompt's first token from that new sampler", "ms", fresh, 1e3),
+        "first_token_used": part("a prompt's first token from the same sampler after that", "ms", used, 1e3),
+    }
+    write_whole(options.directory / "overheads.json", json.dumps(report, indent=1) + "\n")
+    print(overheads_table(report))
+
+
+def part(title: str, unit: str, values: tuple[float, ...] | list[float], scale: float) -> dict[str, object]:
+    scaled = [round(scale * value, 3) for value in values]
+    return {"title": title, "unit": unit, "median": statistics.median(scaled), "values": scaled}
+
+
+def outside_engine(client: planish.TrainingClient, shape: Shape, number: int) -> float:
+    """Share of one iteration in which the engine's thread did not run."""
+    sampler = client.save_weights_and_get_sampling_client()
+    work = make_round(sampler, f"overheads {number}", shape, number)
+    begun, used = time.perf_counter(), engine_seconds()
+    iteration(client, work)
+    return 1 - (engine_seconds() - used) / (time.perf_counter() - begun)
+
+
+def engine_seconds() -> float:
+    """Processor time of the engine's thread so far."""
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == ENGINE_THREAD)
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def published(client: planish.TrainingClient, shape: Shape, number: int) -> tuple[float, float, float]:
+    """Seconds of publishing, of the first token by the new sampler, and of the first token to another prompt by the same."""
+    sampler = client.save_weights_and_get_sampling_client()
+    one = Shape(1, 2, 2, shape.prompt_tokens, shape.shared_tokens, is_answered=True)
+    train_step(client, make_round(sampler, f"publishing {number}", one, number))
+    draw = random.Random(number)
+    prompts = [make_prompts(client.get_tokenizer(), draw, Shape(1, 1, 1))[0] for _ in range(2)]
+    begun = time.perf_counter()
+    sampler = client.save_weights_and_get_sampling_client()
+    call = time.perf_counter() - begun
+    first, second = (first_token(sampler, prompt) for prompt in prompts)
+    return call, first, second
+
+
+def first_token(sampler: planish.SamplingClient, prompt: list[int]) -> float:
+    begun = time.perf_counter()
+    params = planish.SamplingParams(max_tokens=1, stop=[])
+    sampler.sample(prompt=planish.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Options))

@@ -1,0 +1,33 @@
+"""transformers with the loop written by hand: each prompt is computed once, and its cache repeated for its samples."""
+
+from typing import Any
+
+import torch
+import transformers
+from serving import Peer, serve
+
+
+def load(path: str) -> Peer:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+    @torch.inference_mode()
+    def sample(work: dict[str, Any]) -> dict[str, Any]:
+        cache = transformers.DynamicCache(config=model.config)
+        out = model(torch.tensor(work["prompts"]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.batch_repeat_interleave(work["samples"])
+        logits = out.logits[:, -1].repeat_interleave(work["samples"], 0)
+        drawn = []
+        for step in range(work["new_tokens"]):
+            if step:
+                logits = model(drawn[-1][0], past_key_values=cache, use_cache=True).logits[:, -1]
+            distribution = torch.log_softmax(logits.float(), -1)
+            tokens = torch.multinomial(distribution.exp(), 1)
+            drawn.append((tokens, distribution.gather(1, tokens)))
+        return {"tokens": sum(logprobs.numel() for _, logprobs in drawn)}
+
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    return Peer({"W1": sample, "W1b": sample, "W1c": sample}, versions)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,153 @@
+"""The tables of docs/performance.md, made of the recorded results: python benchmarks/report.py
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME.json in benchmarks/results is what it is made of, and
+a table without results is empty. A test holds the page to them.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PAGE = HERE.parent / "docs" / "performance.md"
+END = "<!-- end -->"
+
+TITLES = {
+    "ours": "planish",
+    "limit": "matrix products alone",
+    "generate": "transformers `generate`",
+    "generate-repeated": "transformers, prompts once, cache repeated by hand",
+    "vllm": "vLLM for CPU",
+    "llama": "llama.cpp",
+    "peft": "transformers + PEFT, eager",
+    "peft-compiled": "transformers + PEFT, `torch.compile`",
+    "trl": "TRL GRPOTrainer",
+}
+Row = Sequence[str]
+
+
+def main() -> None:
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+
+
+def with_tables(page: str, results: Path) -> str:
+    """The page with every table made again."""
+    for name, table in TABLES.items():
+        begin, file = f"<!-- table: {name} -->\n", results / f"{name}.json"
+        before, mark, rest = page.partition(begin)
+        if mark:
+            _, end, after = rest.partition(END)
+            made = table(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else ""
+            page = before + mark + made + end + after
+    return page
+
+
+def peers_table(report: Mapping[str, Any]) -> str:
+    """Works by peers; "times ours" is a peer's median by ours, so that 8 is eight times as slow as planish."""
+    rows = []
+    for work, peers in report["works"].items():
+        ours = peers.get("ours", {}).get("median_seconds")
+        for name, peer in peers.items():
+            rows.append(
+                [
+                    work,
+                    TITLES.get(name, name),
+                    spread(peer),
+                    f"{peer['median_seconds'] / ours:.2f}" if ours else "",
+                    f"{peer['peak_gib']:.1f}",
+                    f"{peer['load_seconds']:.0f}",
+                ]
+            )
+    heads = ("work", "peer", "seconds, median (least to most)", "times ours", "peak memory, GiB", "start, seconds")
+    return provenance(report) + table(heads, rows)
+
+
+def growth_table(report: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            work,
+            str(point["groups"]),
+            spread(point),
+            f"{1e3 * point['median_seconds'] / point['tokens']:.3f}",
+            f"{point['peak_gib']:.2f}",
+        ]
+        for work, points in report["works"].items()
+        for point in points
+    ]
+    heads = ("work", "groups", "seconds, median (least to most)", "milliseconds a new token", "peak memory, GiB")
+    return provenance(report) + table(heads, rows)
+
+
+def contexts_table(report: Mapping[str, Any]) -> str:
+    points = report["contexts"]
+    first = points[0]
+    rows = []
+    for point in points:
+        extra_seconds = point["step_seconds"] - first["step_seconds"]
+        extra_flops = point["attention_flops"] - first["attention_flops"]
+        extra_bytes = point["attention_bytes"] - first["attention_bytes"]
+        rows.append(
+            [
+                f"{point['context']:,}",
+                f"{1e3 * point['step_seconds']:.1f}",
+                f"{point['attention_flops'] / 1e9:.2f}",
+                f"{extra_flops / extra_seconds / 1e9:.1f}" if extra_seconds > 0 and extra_flops else "",
+                f"{extra_bytes / extra_seconds / 1e9:.1f}" if extra_seconds > 0 and extra_flops else "",
+            ]
+        )
+    heads = (
+        "context, tokens",
+        "milliseconds a step",
+        "attention, GFLOP a step",
+        "GFLOP/s of what is more than in the first row",
+        "GB/s of keys and values, likewise",
+    )
+    return provenance(report) + table(heads, rows)
+
+
+def start_table(report: Mapping[str, Any]) -> str:
+    rows = [[name.replace("_", " "), spread(part)] for name, part in report["parts"].items()]
+    return provenance(report) + table(("until", "seconds since the process was started, median (least to most)"), rows)
+
+
+def overheads_table(report: Mapping[str, Any]) -> str:
+    rows = [[part["title"], f"{part['median']:.2f}", part["unit"]] for part in report["parts"].values()]
+    return provenance(report) + table(("what", "median", "unit"), rows)
+
+
+def spread(peer: Mapping[str, Any]) -> str:
+    seconds = peer["seconds"]
+    digits = 2 if peer["median_seconds"] >= 1 else 3
+    return f"{peer['median_seconds']:.{digits}f} ({min(seconds):.{digits}f} to {max(seconds):.{digits}f})"
+
+
+def provenance(report: Mapping[str, Any]) -> str:
+    """On what it was measured, as a line above the table."""
+    machine = report["machine"]
+    flags = ", ".join(machine["flags"]) or "no bf16 instructions"
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({flags}), {machine['memory_gib']:.0f} GiB; {report['date']}, "
+        f"commit {report['commit'][:12]}, load average before {report['load_average_before']:.1f}\n\n"
+    )
+
+
+def table(heads: Row, rows: Sequence[Row]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (heads, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]]) + "\n"
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "bench": peers_table,
+    "peers": peers_table,
+    "peft_micro_batches": peers_table,
+    "growth": growth_table,
+    "contexts": contexts_table,
+    "start": start_table,
+    "overheads": overheads_table,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""From nothing to the first token: a fresh process imports planish, makes a ServiceClient, and samples one token.
+
+    python benchmarks/start.py                the embedded model, which is in the cache; writes results/start.json
+
+Files are in the system's cache: the first process, which is not counted, has read them. Seconds count from the start of the process.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chz
+from compare import header
+from report import RESULTS, start_table
+
+from planish.model.sources import DEFAULT_MODEL
+from planish.runs import write_whole
+
+SCRIPT = """
+import sys, time
+reached = {"interpreter": time.time()}
+import planish
+reached["import_planish"] = time.time()
+with planish.ServiceClient() as service_client:
+    client = service_client.create_sampling_client(base_model=sys.argv[1])
+    reached["sampling_client"] = time.time()
+    prompt = planish.ModelInput.from_ints(list(range(1000, 1020)))
+    client.sample(prompt=prompt, num_samples=1, sampling_params=planish.SamplingParams(max_tokens=1)).result()
+    reached["first_token"] = time.time()
+    import json
+    print(json.dumps(reached))
+"""
+
+
+@chz.chz
+class Options:
+    model: str = DEFAULT_MODEL
+    rounds: int = 3
+    directory: Path = RESULTS
+
+
+def main(options: Options) -> None:
+    report = header(options)
+    first, *rounds = [started(options.model) for _ in range(options.rounds + 1)]
+    parts = {name: [reached[name] for reached in rounds] for name in first}
+    report["parts"] = {
+        name: {"median_seconds": round(statistics.median(times), 3), "seconds": [round(at, 3) for at in times]}
+        for name, times in parts.items()
+    }
+    write_whole(options.directory / "start.json", json.dumps(report, indent=1) + "\n")
+    print(start_table(report))
+
+
+def started(model: str) -> dict[str, float]:
+    """When each was reached, in seconds since the process was started."""
+    begun = time.time()
+    command = [sys.executable, "-c", SCRIPT, model]
+    reached = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return {name: at - begun for name, at in reached.items()}
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Options))

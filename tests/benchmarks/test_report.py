@@ -1,0 +1,56 @@
+"""The page of performance says what was recorded."""
+
+import json
+
+import pytest
+from report import PAGE, RESULTS, TABLES, with_tables
+
+MACHINE = {"cpu": "A CPU", "cores": 2, "flags": ["amx_bf16"], "memory_gib": 7.6}
+HEADER = {"date": "2026-01-02", "commit": "0123456789abcdef", "machine": MACHINE, "load_average_before": 0.25}
+
+
+def peer(seconds: float) -> dict[str, object]:
+    return {"median_seconds": seconds, "seconds": [seconds, 2 * seconds], "peak_gib": 1.5, "load_seconds": 3.0}
+
+
+def test_the_page_is_what_the_results_make():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page, RESULTS) == page
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_has_every_table(name):
+    assert PAGE.read_text(encoding="utf-8").count(f"<!-- table: {name} -->\n") == 1
+
+
+def test_every_result_has_its_table():
+    assert {path.stem for path in RESULTS.glob("*.json")} <= set(TABLES)
+
+
+def test_a_peer_is_compared_with_planish_on_the_same_work(tmp_path):
+    report = {**HEADER, "works": {"W1": {"ours": peer(2.0), "limit": peer(1.0), "generate": peer(20.0)}}}
+    (tmp_path / "bench.json").write_text(json.dumps(report))
+    page = with_tables("before\n<!-- table: bench -->\nold\n<!-- end -->\nafter\n", tmp_path)
+    assert page.startswith(
+        "before\n<!-- table: bench -->\nA CPU, 2 cores (amx_bf16), 8 GiB; 2026-01-02, commit 0123456789ab"
+    )
+    assert page.endswith("<!-- end -->\nafter\n")
+    assert "old" not in page
+    assert "| W1 | transformers `generate` | 20.00 (20.00 to 40.00) | 10.00 | 1.5 | 3 |" in page
+    assert "| W1 | matrix products alone | 1.00 (1.00 to 2.00) | 0.50 | 1.5 | 3 |" in page
+
+
+def test_what_was_not_measured_is_no_table(tmp_path):
+    page = "<!-- table: bench -->\nold\n<!-- end --> <!-- table: start -->\nold\n<!-- end -->"
+    assert with_tables(page, tmp_path) == "<!-- table: bench -->\n<!-- end --> <!-- table: start -->\n<!-- end -->"
+
+
+def test_a_longer_context_is_charged_for_what_it_adds(tmp_path):
+    points = [
+        {"context": 256, "step_seconds": 0.010, "attention_flops": 1e9, "attention_bytes": 1e8},
+        {"context": 4096, "step_seconds": 0.030, "attention_flops": 5e9, "attention_bytes": 5e8},
+    ]
+    (tmp_path / "contexts.json").write_text(json.dumps({**HEADER, "contexts": points}))
+    page = with_tables("<!-- table: contexts -->\n<!-- end -->", tmp_path)
+    assert "| 256 | 10.0 | 1.00 |  |  |" in page
+    assert "| 4,096 | 30.0 | 5.00 | 200.0 | 20.0 |" in page
