@@ -119,7 +119,9 @@ def measured(options: Options, scratch: Path, work: str, shapes: Mapping[str, Sh
     contenders = []
     for name, shape in shapes.items():
         path = scratch / f"{work}-{name}.json"
-        write_works(options.model, path, {work: Rounds(replace(shape, prompts=(shape.prompts + 3) // 4), shape)}, options.rounds)
+        write_works(
+            options.model, path, {work: Rounds(replace(shape, prompts=(shape.prompts + 3) // 4), shape)}, options.rounds
+        )
         contenders.append(Contender(name, [interpreter(OWN), HERE / "peers" / "ours.py"], path))
     return interleaved(contenders, work, options.rounds, resolve_model(options.model), scratch)
 
