@@ -63,6 +63,8 @@ PEERS = {
     "peft": PeerSpec("trl", "peers/peft_training.py", ("W2",)),
     "peft-compiled": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_COMPILE": "1"}),
     "trl": PeerSpec("trl", "peers/trl_grpo.py", ("W3",)),
+    "llama": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",)),
+    "llama-bf16": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",), {"LLAMA_TYPE": "bf16"}),
 }
 MICRO_BATCHES = {
     f"peft-{size}": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_MICRO_BATCH": str(size)})

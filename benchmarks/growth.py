@@ -14,17 +14,15 @@ For tenants see tenants.py.
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import chz
-from compare import HERE, OWN, Measured, header, interleaved, interpreter
+from compare import HERE, OWN, header, interleaved, interpreter
 from contender import Contender
+from iteration import rollouts
 from report import RESULTS, contexts_table, growth_table
 from works import Rounds, Shape, make_prompts, write_works
 
@@ -32,9 +30,6 @@ import planish
 from planish.model.config import ModelConfig
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.runs import write_whole
-
-sys.path.append(str(HERE / "peers"))
-from ours import rollouts
 
 GROUPS = (1, 4, 16, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096)
@@ -69,13 +64,20 @@ def main(options: Options) -> None:
 
 
 def measure_groups(options: Options, scratch: Path) -> dict[str, Any]:
+    """One process for each size, interleaved."""
     new_tokens, sizes = (8, GROUPS[:2]) if options.small else (64, GROUPS)
     works: dict[str, list[dict[str, Any]]] = {}
     for name in ("W1", "W2"):
-        shapes = {str(groups): Shape(groups, 8, new_tokens, is_answered=name == "W2") for groups in sizes}
+        contenders = []
+        for groups in sizes:
+            path = scratch / f"{name}-{groups}-groups.json"
+            warm_up, shape = (Shape(count, 8, new_tokens) for count in (max(1, groups // 4), groups))
+            write_works(options.model, path, {name: Rounds(warm_up, shape, name == "W2")}, options.rounds)
+            contenders.append(Contender(f"{groups} groups", [interpreter(OWN), HERE / "peers" / "ours.py"], path))
+        measured = interleaved(contenders, name, options.rounds, resolve_model(options.model), scratch)
         works[name] = [
             {**one.row(), "groups": groups, "tokens": groups * 8 * new_tokens}
-            for groups, one in zip(sizes, measured(options, scratch, name, shapes), strict=True)
+            for groups, one in zip(sizes, measured, strict=True)
         ]
     return {"works": works}
 
@@ -112,18 +114,6 @@ def step_seconds(client: planish.SamplingClient, context: int, rounds: int) -> f
     sampled(FEW_TOKENS)  # so that the prompts are known
     differences = [sampled(MANY_TOKENS) - sampled(FEW_TOKENS) for _ in range(rounds)]
     return statistics.median(differences) / (MANY_TOKENS - FEW_TOKENS)
-
-
-def measured(options: Options, scratch: Path, work: str, shapes: Mapping[str, Shape]) -> list[Measured]:
-    """One process for each shape, interleaved."""
-    contenders = []
-    for name, shape in shapes.items():
-        path = scratch / f"{work}-{name}.json"
-        write_works(
-            options.model, path, {work: Rounds(replace(shape, prompts=(shape.prompts + 3) // 4), shape)}, options.rounds
-        )
-        contenders.append(Contender(name, [interpreter(OWN), HERE / "peers" / "ours.py"], path))
-    return interleaved(contenders, work, options.rounds, resolve_model(options.model), scratch)
 
 
 if __name__ == "__main__":

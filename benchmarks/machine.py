@@ -41,7 +41,7 @@ def commit() -> str:
         ).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no")
-    return git("rev-parse", "HEAD") + (" + changes" if changed else "")
+    return git("rev-parse", "--short=12", "HEAD") + (" + changes" if changed else "")
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,19 @@ too, beside that of a sampler which has been used, so that work put off would be
 import json
 import random
 import statistics
-import sys
 import threading
 import time
 from pathlib import Path
 
 import chz
 from compare import header
+from iteration import iteration
 from report import RESULTS, overheads_table
 from works import SMALL_WORKS, WORKS, Shape, make_prompts, make_round
 
 import planish
 from planish.model.sources import DEFAULT_MODEL
 from planish.runs import write_whole
-
-sys.path.append(str(Path(__file__).parent / "peers"))
-from ours import iteration, train_step
 
 ENGINE_THREAD = "planish-engine"
 PUBLISHED = 5
@@ -47,7 +44,7 @@ def main(options: Options) -> None:
     with planish.ServiceClient() as service_client:
         client = service_client.create_lora_training_client(base_model=options.model, rank=32, train_unembed=False)
         outside = [outside_engine(client, work, number) for number in range(options.rounds + 1)]
-        publishing = [published(client, work, number) for number in range(PUBLISHED + 1)]
+        publishing = [published(client, number) for number in range(PUBLISHED + 1)]
     calls, fresh, used = zip(*publishing[1:], strict=True)
     report["parts"] = {
         "outside_engine": part("of an iteration outside the engine's thread", "%", outside[1:], 100),
@@ -66,8 +63,7 @@ def part(title: str, unit: str, values: tuple[float, ...] | list[float], scale: 
 
 def outside_engine(client: planish.TrainingClient, shape: Shape, number: int) -> float:
     """Share of one iteration in which the engine's thread did not run."""
-    sampler = client.save_weights_and_get_sampling_client()
-    work = make_round(sampler, f"overheads {number}", shape, number)
+    work = make_round(client.get_tokenizer(), f"overheads {number}", shape, number)
     begun, used = time.perf_counter(), engine_seconds()
     iteration(client, work)
     return 1 - (engine_seconds() - used) / (time.perf_counter() - begun)
@@ -80,13 +76,11 @@ def engine_seconds() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def published(client: planish.TrainingClient, shape: Shape, number: int) -> tuple[float, float, float]:
+def published(client: planish.TrainingClient, number: int) -> tuple[float, float, float]:
     """Seconds of publishing, of the first token by the new sampler, and of the first token to another prompt by the same."""
-    sampler = client.save_weights_and_get_sampling_client()
-    one = Shape(1, 2, 2, shape.prompt_tokens, shape.shared_tokens, is_answered=True)
-    train_step(client, make_round(sampler, f"publishing {number}", one, number))
     draw = random.Random(number)
     prompts = [make_prompts(client.get_tokenizer(), draw, Shape(1, 1, 1))[0] for _ in range(2)]
+    iteration(client, make_round(client.get_tokenizer(), f"publishing {number}", Shape(1, 2, 2), number))
     begun = time.perf_counter()
     sampler = client.save_weights_and_get_sampling_client()
     call = time.perf_counter() - begun

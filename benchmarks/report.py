@@ -20,7 +20,8 @@ TITLES = {
     "generate": "transformers `generate`",
     "generate-repeated": "transformers, prompts once, cache repeated by hand",
     "vllm": "vLLM for CPU",
-    "llama": "llama.cpp",
+    "llama": "llama.cpp, 4 bits",
+    "llama-bf16": "llama.cpp, bf16",
     "peft": "transformers + PEFT, eager",
     "peft-compiled": "transformers + PEFT, `torch.compile`",
     "trl": "TRL GRPOTrainer",
@@ -129,7 +130,7 @@ def provenance(report: Mapping[str, Any]) -> str:
     flags = ", ".join(machine["flags"]) or "no bf16 instructions"
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({flags}), {machine['memory_gib']:.0f} GiB; {report['date']}, "
-        f"commit {report['commit'][:12]}, load average before {report['load_average_before']:.1f}\n\n"
+        f"commit {report['commit']}, load average before {report['load_average_before']:.1f}\n\n"
     )
 
 

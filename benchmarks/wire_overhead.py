@@ -5,33 +5,39 @@
 
 A round is one iteration on each side (a sampler of the newest weights, samples, forward_backward, optim_step), with the same prompts, seeds and
 adapter, and the other side first in every second round. The server journals as it always does. That both did the same work is checked by
-their logprobs. One JSON object is printed; `ratio` is the median over the rounds of HTTP by in process, 1.05 being 5% of overhead.
+their tokens, logprobs and losses. One JSON object is printed; `ratio` is the median over the rounds of HTTP by in process, 1.05 being 5% of overhead.
 """
 
 import json
 import statistics
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import chz
 import torch
-from grpo_step import Work, step
+from iteration import Iteration, iteration
 from served import served
+from works import Shape, make_round
 
 import planish
+from planish.model.sources import DEFAULT_MODEL
+
+PARTS = ("seconds", "sampling_seconds", "training_seconds")
 
 
 @chz.chz
-class Rounds(Work):
+class Work:
+    model: str = DEFAULT_MODEL
     problems: int = 8
     group: int = 8
     prompt_tokens: int = 64
     new_tokens: int = 64
+    rank: int = 32
     steps: int = 5
 
 
-def main(work: Rounds) -> None:
+def main(work: Work) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="planish-") as directory,
         served(Path(directory)) as url,
@@ -43,31 +49,29 @@ def main(work: Rounds) -> None:
             name: side.create_lora_training_client(base_model=work.model, rank=work.rank, seed=0)
             for name, side in sides.items()
         }
-        played(clients, work, 0)  # the first iteration warms caches and allocators up
-        rounds = [played(clients, work, number) for number in range(1, work.steps + 1)]
-    ratios = {
-        part: [row["http"][part] / row["in_process"][part] for row in rounds]
-        for part in ("seconds_per_step", "seconds_sampling", "seconds_training")
-    }
+        # The first iteration warms caches and allocators up.
+        _, *rounds = [played(clients, work, number) for number in range(work.steps + 1)]
+    ratios = {part: [getattr(row["http"], part) / getattr(row["in_process"], part) for row in rounds] for part in PARTS}
     report = {
         "work": chz.asdict(work),
         "threads": torch.get_num_threads(),
-        "ratio": statistics.median(ratios["seconds_per_step"]),
+        "ratio": statistics.median(ratios["seconds"]),
         "ratios": {part: [round(value, 4) for value in values] for part, values in ratios.items()},
-        "seconds_per_step": {
-            name: statistics.median(row[name]["seconds_per_step"] for row in rounds) for name in clients
-        },
+        "seconds_per_step": {name: statistics.median(row[name].seconds for row in rounds) for name in clients},
     }
     print(json.dumps(report, indent=2))
 
 
-def played(clients: dict[str, Any], work: Rounds, number: int) -> dict[str, dict[str, float]]:
-    """One iteration on each side."""
+def played(clients: Mapping[str, planish.TrainingClient], work: Work, number: int) -> dict[str, Iteration]:
+    """One iteration on each side. Prompts share their first half."""
+    shape = Shape(work.problems, work.group, work.new_tokens, work.prompt_tokens, work.prompt_tokens // 2)
+    given = make_round(clients["in_process"].get_tokenizer(), f"wire {number}", shape, number)
     names = list(clients)[:: 1 if number % 2 else -1]
-    rows = {name: step(clients[name], work, number) for name in names}
-    assert rows["http"]["kl_sample_train_v2"] == rows["in_process"]["kl_sample_train_v2"], "the work was not the same"
+    rows = {name: iteration(clients[name], given) for name in names}
+    assert rows["http"].groups == rows["in_process"].groups, "the samples were not the same"
+    assert rows["http"].loss == rows["in_process"].loss, "the training was not the same"
     return rows
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Rounds))
+    main(chz.entrypoint(Work))

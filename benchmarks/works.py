@@ -20,6 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from iteration import rollouts
+
 import planish
 
 PROMPT_TOKENS, SHARED_TOKENS = 200, 120
@@ -35,28 +37,28 @@ class Shape:
     prompt_tokens: int = PROMPT_TOKENS
     shared_tokens: int = SHARED_TOKENS
     """The first of a prompt, which all prompts of the round have."""
-    is_answered: bool = False
-    """The round holds sampled completions to train on."""
 
 
 @dataclass(frozen=True)
 class Rounds:
     warm_up: Shape
     shape: Shape
+    is_answered: bool = False
+    """Rounds hold sampled completions to train on."""
 
 
 WORKS = {
     "W1": Rounds(Shape(4, 8, 16), Shape(16, 8, 64)),
     "W1b": Rounds(Shape(1, 1, 32), Shape(1, 1, 128)),
     "W1c": Rounds(Shape(2, 8, 32), Shape(8, 8, 256)),
-    "W2": Rounds(Shape(4, 8, 64, is_answered=True), Shape(16, 8, 64, is_answered=True)),
+    "W2": Rounds(Shape(4, 8, 64), Shape(16, 8, 64), is_answered=True),
     "W3": Rounds(Shape(4, 8, 64), Shape(16, 8, 64)),
 }
 SMALL_WORKS = {
     "W1": Rounds(Shape(1, 2, 2), Shape(2, 4, 8)),
     "W1b": Rounds(Shape(1, 1, 2), Shape(1, 1, 8)),
     "W1c": Rounds(Shape(1, 2, 2), Shape(2, 2, 16)),
-    "W2": Rounds(Shape(2, 4, 8, is_answered=True), Shape(4, 4, 8, is_answered=True)),
+    "W2": Rounds(Shape(2, 4, 8), Shape(4, 4, 8), is_answered=True),
     "W3": Rounds(Shape(2, 4, 8), Shape(4, 4, 8)),
 }
 """For trying whether everything works: their times mean nothing."""
@@ -72,21 +74,21 @@ def make_works(model: str, works: Mapping[str, Rounds], rounds: int) -> dict[str
     """For each work its warm-up and then `rounds` rounds."""
     with planish.ServiceClient() as service_client:
         client = service_client.create_sampling_client(base_model=model)
-        return {
-            name: [
-                make_round(client, f"{name} {number}", work.shape if number else work.warm_up, number)
-                for number in range(rounds + 1)
+        made = {}
+        for name, work in works.items():
+            shapes = [work.warm_up, *[work.shape] * rounds]
+            plain = [
+                make_round(client.get_tokenizer(), f"{name} {number}", shape, number)
+                for number, shape in enumerate(shapes)
             ]
-            for name, work in works.items()
-        }
+            made[name] = [with_answers(client, one) for one in plain] if work.is_answered else plain
+        return made
 
 
-def make_round(client: planish.SamplingClient, name: str, shape: Shape, seed: int) -> dict[str, Any]:
+def make_round(tokenizer: Any, name: str, shape: Shape, seed: int) -> dict[str, Any]:
     """Other names have other prompts."""
-    draw = random.Random(name)
-    tokenizer = client.get_tokenizer()
-    prompts = make_prompts(tokenizer, draw, shape)
-    work = {
+    prompts = make_prompts(tokenizer, random.Random(name), shape)
+    return {
         "prompts": prompts,
         "shared_tokens": shape.shared_tokens,
         "texts": [tokenizer.decode(prompt) for prompt in prompts],
@@ -94,7 +96,6 @@ def make_round(client: planish.SamplingClient, name: str, shape: Shape, seed: in
         "new_tokens": shape.new_tokens,
         "seed": seed,
     }
-    return work | answered(client, work, draw) if shape.is_answered else work
 
 
 def make_prompts(tokenizer: Any, draw: random.Random, shape: Shape) -> list[list[int]]:
@@ -112,15 +113,11 @@ def is_word(text: str) -> bool:
     return text[:1] == " " and text[1:].isalpha() and text.isascii() and text.islower()
 
 
-def answered(client: planish.SamplingClient, work: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """Completions [prompt][sample][token], their logprobs, and an advantage [prompt][sample] for each."""
-    params = planish.SamplingParams(max_tokens=work["new_tokens"], stop=[], seed=work["seed"])
-    futures = [
-        client.sample(prompt=planish.ModelInput.from_ints(prompt), num_samples=work["samples"], sampling_params=params)
-        for prompt in work["prompts"]
-    ]
-    groups = [future.result().sequences for future in futures]
-    return {
+def with_answers(client: planish.SamplingClient, work: dict[str, Any]) -> dict[str, Any]:
+    """The round with completions [prompt][sample][token], their logprobs, and an advantage [prompt][sample] for each."""
+    groups = rollouts(client, work)
+    draw = random.Random(work["seed"])
+    return work | {
         "completions": [[sequence.tokens for sequence in group] for group in groups],
         "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
         "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],

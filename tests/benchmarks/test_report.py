@@ -6,7 +6,7 @@ import pytest
 from report import PAGE, RESULTS, TABLES, with_tables
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "flags": ["amx_bf16"], "memory_gib": 7.6}
-HEADER = {"date": "2026-01-02", "commit": "0123456789abcdef", "machine": MACHINE, "load_average_before": 0.25}
+HEADER = {"date": "2026-01-02", "commit": "0123456789ab", "machine": MACHINE, "load_average_before": 0.25}
 
 
 def peer(seconds: float) -> dict[str, object]:

@@ -1,0 +1,83 @@
+"""A GRPO iteration and its halves by planish's public API, on the rounds of works.py."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import planish
+
+Groups = Sequence[Sequence[planish.SampledSequence]]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    groups: Groups
+    loss: float
+    sampling_seconds: float
+    """Publishing the weights is part of it."""
+    training_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.sampling_seconds + self.training_seconds
+
+
+def iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iteration:
+    """Samples with the current weights, and trains on that with random advantages."""
+    begun = time.perf_counter()
+    groups = rollouts(client.save_weights_and_get_sampling_client(), work)
+    sampled = time.perf_counter()
+    draw = random.Random(work["seed"])
+    answers = {
+        "prompts": work["prompts"],
+        "completions": [[sequence.tokens for sequence in group] for group in groups],
+        "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
+        "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
+    }
+    loss = train_step(client, answers)
+    return Iteration(groups, loss, sampled - begun, time.perf_counter() - sampled)
+
+
+def rollouts(client: planish.SamplingClient, work: Mapping[str, Any]) -> Groups:
+    """All requests are under way at once, one for each prompt."""
+    params = planish.SamplingParams(max_tokens=work["new_tokens"], stop=[], seed=work["seed"])
+    futures = [
+        client.sample(prompt=planish.ModelInput.from_ints(prompt), num_samples=work["samples"], sampling_params=params)
+        for prompt in work["prompts"]
+    ]
+    return [future.result().sequences for future in futures]
+
+
+def tokens_of(groups: Groups) -> int:
+    """Those that came with a logprob."""
+    return sum(len(sequence.logprobs or []) for group in groups for sequence in group)
+
+
+def train_step(client: planish.TrainingClient, work: Mapping[str, Any]) -> float:
+    """One optimizer step on a round with answers; the sum of the loss over all tokens."""
+    data = [
+        datum(prompt, *sequence)
+        for prompt, *group in zip(
+            work["prompts"], work["completions"], work["logprobs"], work["advantages"], strict=True
+        )
+        for sequence in zip(*group, strict=True)
+    ]
+    backward = client.forward_backward(data, "importance_sampling")
+    update = client.optim_step(planish.AdamParams(learning_rate=1e-5))
+    loss = backward.result().metrics["loss:sum"]
+    update.result()
+    return loss
+
+
+def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> planish.Datum:
+    before = len(prompt) - 1
+    return planish.Datum(
+        planish.ModelInput.from_ints(prompt + tokens[:-1]),
+        {
+            "target_tokens": [0] * before + tokens,
+            "logprobs": [0.0] * before + logprobs,
+            "advantages": [0.0] * before + [advantage] * len(tokens),
+        },
+    )
