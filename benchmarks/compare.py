@@ -15,6 +15,7 @@ it that nobody else computes: the share of the cores that others used is recorde
 
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -28,10 +29,11 @@ from typing import Any
 import chz
 from contender import Contender
 from environments import python_of
-from machine import commit, machine
+from machine import ROOT, commit, machine
 from report import RESULTS, peers_table
 from works import SMALL_WORKS, WORKS, write_works
 
+import planish
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.runs import write_whole
 
@@ -145,6 +147,8 @@ def interpreter(environment: str) -> Path:
 
 def header(options: Any) -> dict[str, Any]:
     """What every file of results begins with."""
+    if ROOT not in Path(planish.__file__).parents:
+        raise SystemExit(f"planish is imported from {planish.__file__}, not from this checkout: set PYTHONPATH={ROOT}")
     return {
         "options": {name: str(value) for name, value in chz.asdict(options).items() if name != "directory"},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -159,6 +163,8 @@ def interleaved(contenders: Sequence[Contender], work: str, rounds: int, model: 
     """All contenders on one work, in the order given, round by round."""
     measured = [Measured(contender, []) for contender in contenders]
     with ExitStack() as stack:
+        # Whoever ends this process ends the peers, of which all but one are stopped and would stay so.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)))
         for number, contender in enumerate(contenders):
             say(f"{work}: {contender.name} loads")
             stack.callback(contender.end)

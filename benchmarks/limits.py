@@ -1,5 +1,7 @@
 """The limit of a work on this machine: its matrix products alone, one after the other, as fast as torch does them.
 
+    python benchmarks/compare.py name=limits peers=limit works=all
+
 It is a peer like the others (peers/serving.py), so that it is measured in the same run. What it times are the products of the base model's
 linears that the work cannot do without, in bf16 with distinct weights for every layer, by the fastest of torch's ways for each shape:
 
