@@ -58,7 +58,7 @@ SMALL_WORKS = {
     "W1": Rounds(Shape(1, 2, 2), Shape(2, 4, 8)),
     "W1b": Rounds(Shape(1, 1, 2), Shape(1, 1, 8)),
     "W1c": Rounds(Shape(1, 2, 2), Shape(2, 2, 16)),
-    "W2": Rounds(Shape(2, 4, 8), Shape(4, 4, 8), is_answered=True),
+    "W2": Rounds(Shape(4, 4, 8), Shape(4, 4, 8), is_answered=True),
     "W3": Rounds(Shape(2, 4, 8), Shape(4, 4, 8)),
 }
 """For trying whether everything works: their times mean nothing."""
