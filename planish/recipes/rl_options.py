@@ -15,7 +15,7 @@ dataset builder; `run` does the rest:
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +23,7 @@ import chz
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.evaluators import Evaluator
 from planish.model.sources import DEFAULT_MODEL
 from planish.model_renderer import learn_renderer
 from planish.rl import train
@@ -101,12 +102,19 @@ class RLOptions:
     wandb_name: str | None = None
 
 
-def run(options: RLOptions, dataset_builder: RLDatasetBuilder, *, recipe_name: str, service_client: Any = None) -> Path:
+def run(
+    options: RLOptions,
+    dataset_builder: RLDatasetBuilder,
+    *,
+    recipe_name: str,
+    service_client: Any = None,
+    evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
+) -> Path:
     """Train, with the given service client or one of the run's own; returns the run directory.
 
     Options are checked before anything is loaded. In code that is async already: `await train.main(train_config(...))`.
     """
-    config = train_config(options, dataset_builder, recipe_name=recipe_name)
+    config = train_config(options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders)
     check(config)
     return run_main(train.main, config, service_client)
 
@@ -120,12 +128,19 @@ def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, ser
     return asyncio.run(main(chz.replace(config, renderer_name=renderer.name), service_client))
 
 
-def train_config(options: RLOptions, dataset_builder: RLDatasetBuilder, *, recipe_name: str) -> Config:
+def train_config(
+    options: RLOptions,
+    dataset_builder: RLDatasetBuilder,
+    *,
+    recipe_name: str,
+    evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
+) -> Config:
     """The options as `planish.rl.train` takes them."""
     return Config(
         **shared_settings(options),
         dataset_builder=dataset_builder,
         recipe_name=recipe_name,
+        evaluator_builders=evaluator_builders,
         kl_reference_config=kl_reference(options),
     )
 

@@ -131,6 +131,26 @@ REWARDS = Section(
         ),
     ),
 )
+COMPARISONS = Section(
+    "Comparisons with a reference",
+    (
+        _M(
+            "<evaluator>/win_rate/<judge>",
+            "fraction",
+            "mean over held-out prompts of (r(A, B) - r(B, A) + 2) / 4, r the judge from -1 to 1, A the reference's answer, B the "
+            "policy's; with both_ways=False of (r(A, B) + 1) / 2",
+            "0.5 within the error while the policy is the reference, then rises",
+            "rises by a learned judge and falls by one that knows: the policy has found the faults of the first",
+        ),
+        _M(
+            "<evaluator>/win_rate_stderr/<judge>",
+            "",
+            "standard error of that mean: sample deviation over prompts / sqrt(prompts)",
+        ),
+        _M("<evaluator>/format", "fraction", "answers of that test that ended properly", "near 1"),
+        _M("<evaluator>/ac_tokens_per_turn", "tokens", "mean length of the answers of that test"),
+    ),
+)
 GROUPS = Section(
     "Groups",
     (
@@ -356,7 +376,7 @@ TIME = Section(
         ),
     ),
 )
-SECTIONS = (REWARDS, GROUPS, LENGTHS, OPTIMIZER, LAG, PROGRESS, TIME)
+SECTIONS = (REWARDS, GROUPS, LENGTHS, COMPARISONS, OPTIMIZER, LAG, PROGRESS, TIME)
 
 
 def definition_of(key: str) -> MetricDefinition | None:

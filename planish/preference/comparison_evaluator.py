@@ -1,0 +1,231 @@
+"""How often a policy's answers to held-out prompts are preferred to those of a reference: fixed texts, or another policy's.
+
+    win(prompt) = (r(A, B) - r(B, A) + 2) / 4      A: the reference's answer, B: the policy's; r: the judge, -1 to 1
+    win(prompt) = (r(A, B) + 1) / 2                with both_ways=False: half as many questions, and a judge's taste for a side counts
+
+So 0 = lost, 1 = won, and the mean over prompts is the win rate. A policy against itself has 0.5 within the standard error:
+its draws and the reference's are independent, each a function of (seed, prompt) alone, so all policies of a run are measured
+with the same luck and against the same answers. Several judges may be asked about the same answers; where one that was learned and
+one that is known disagree, the policy has found the faults of the first.
+"""
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import chz
+
+from planish.completers import TinkerTokenCompleter, derived_seed
+from planish.errors import UserError
+from planish.evaluators import SamplingClientEvaluator
+from planish.interruption import first_error
+from planish.model_renderer import model_renderer
+from planish.preference.judging import judged
+from planish.preference.preference_envs import Answer, read_answer
+from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
+from planish.preference.prompts import PromptBuilder, checked_prompts
+from planish.preference.types import Comparison, Messages
+from planish.renderers import Renderer
+from planish.runs import checkpoint_of
+
+POLICY, REFERENCE = 0, 1
+"""Places of the draws."""
+
+
+@dataclass(frozen=True)
+class SampledAnswer(Answer):
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How policies answer in a test."""
+
+    renderer: Renderer
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+
+    async def __call__(self, sampling_client: Any, prompts: Sequence[Messages], place: int) -> list[SampledAnswer]:
+        """One answer to each prompt, all sampled at once."""
+        policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature)
+
+        async def one(number: int, prompt: Messages) -> SampledAnswer:
+            seeded = policy.seeded(derived_seed(self.seed, place, number))
+            sampled = await seeded(self.renderer.build_generation_prompt(prompt), self.renderer.get_stop_sequences())
+            answer = read_answer(self.renderer, sampled.tokens)
+            return SampledAnswer(answer.text, answer.is_whole, len(sampled.tokens))
+
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(one(number, prompt)) for number, prompt in enumerate(prompts)]
+        return [task.result() for task in asked]
+
+
+class Reference(ABC):
+    """Whose answers the policy's are compared with."""
+
+    @abstractmethod
+    async def completions(self, prompts: Sequence[Messages], answering: Answering) -> Sequence[Messages]:
+        """One for each prompt; the same ones at every call."""
+
+
+@dataclass(frozen=True)
+class FixedReference(Reference):
+    """Answers that are there already, in the order of the prompts."""
+
+    given: Sequence[Messages]
+
+    async def completions(self, prompts: Sequence[Messages], answering: Answering) -> Sequence[Messages]:
+        if len(self.given) != len(prompts):
+            raise UserError(
+                f"there are {len(prompts)} prompts and {len(self.given)} reference completions; give one for each"
+            )
+        return self.given
+
+
+@dataclass
+class PolicyReference(Reference):
+    """Another policy's answers, sampled when they are first asked for."""
+
+    service_client: Any
+    base_model: str
+    checkpoint_path: str | None = None
+    """A checkpoint, or a run directory; None = the base model itself."""
+    _sampled: Sequence[Messages] | None = field(default=None, init=False, repr=False)
+
+    async def completions(self, prompts: Sequence[Messages], answering: Answering) -> Sequence[Messages]:
+        if self._sampled is None:
+            answers = await answering(await self._client(), prompts, REFERENCE)
+            self._sampled = [answer.completion for answer in answers]
+        return self._sampled
+
+    async def _client(self) -> Any:
+        if self.checkpoint_path is None:
+            return await self.service_client.create_sampling_client_async(base_model=self.base_model)
+        return await self.service_client.create_sampling_client_async(model_path=checkpoint_of(self.checkpoint_path))
+
+
+@dataclass(frozen=True)
+class WinRate:
+    wins: Sequence[float]
+    """Of each comparison, from 0 to 1; at least one."""
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.wins) / len(self.wins)
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the mean over prompts; None of a single one."""
+        count = len(self.wins)
+        if count < 2:
+            return None
+        variance = math.fsum((win - self.mean) ** 2 for win in self.wins) / (count - 1)
+        return math.sqrt(variance / count)
+
+
+async def win_rate(judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True) -> WinRate:
+    """How often B wins."""
+    if not both_ways:
+        return WinRate([(r + 1) / 2 for r in await judged(judge, comparisons)])
+    asked = [*comparisons, *(comparison.swap() for comparison in comparisons)]
+    preferences = await judged(judge, asked)
+    count = len(comparisons)
+    return WinRate([(r - swapped + 2) / 4 for r, swapped in zip(preferences[:count], preferences[count:], strict=True)])
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What a test looked at, and how it went."""
+
+    comparisons: Sequence[Comparison]
+    """A: the reference's answer, B: the policy's."""
+    answers: Sequence[SampledAnswer]
+    """The policy's."""
+    win_rates: Mapping[str, WinRate]
+    """By judge."""
+
+    def metrics(self, name: str) -> dict[str, float]:
+        count = len(self.answers)
+        found = {
+            f"{name}/format": sum(answer.is_whole for answer in self.answers) / count,
+            f"{name}/ac_tokens_per_turn": sum(answer.num_tokens for answer in self.answers) / count,
+        }
+        for judge, rate in self.win_rates.items():
+            found[f"{name}/win_rate/{judge}"] = rate.mean
+            if rate.standard_error is not None:
+                found[f"{name}/win_rate_stderr/{judge}"] = rate.standard_error
+        return found
+
+
+class ComparisonEvaluator(SamplingClientEvaluator):
+    """NAME/win_rate/JUDGE and NAME/win_rate_stderr/JUDGE against the reference; NAME/format and NAME/ac_tokens_per_turn."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Messages],
+        reference: Reference,
+        judges: Mapping[str, PreferenceModel],
+        answering: Answering,
+        *,
+        both_ways: bool = True,
+        name: str = "test",
+    ) -> None:
+        if not prompts:
+            raise UserError("there are no prompts to compare answers to; hold some out, or leave the test out")
+        if not judges:
+            raise UserError("there is no judge; give at least one preference model by name")
+        self.prompts = prompts
+        self.reference = reference
+        self.judges = judges
+        self.answering = answering
+        self.both_ways = both_ways
+        self.name = name
+
+    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+        return (await self.play(sampling_client)).metrics(self.name)
+
+    async def play(self, sampling_client: Any) -> Contest:
+        completions = await self.reference.completions(self.prompts, self.answering)
+        answers = await self.answering(sampling_client, self.prompts, POLICY)
+        comparisons = [
+            Comparison(prompt, completion, answer.completion)
+            for prompt, completion, answer in zip(self.prompts, completions, answers, strict=True)
+        ]
+        win_rates = {
+            name: await win_rate(judge, comparisons, both_ways=self.both_ways) for name, judge in self.judges.items()
+        }
+        return Contest(comparisons, answers, win_rates)
+
+
+@chz.chz
+class ComparisonEvaluatorBuilder:
+    """The options of a `ComparisonEvaluator` against a policy, for `evaluator_builders` of a run."""
+
+    prompt_builder: PromptBuilder = chz.field(doc="its held-out prompts are answered")
+    judge_builders: Mapping[str, PreferenceModelBuilder] = chz.field(doc="by the name in the metrics")
+    policy_model_name: str
+    policy_renderer_name: str | None = None
+    reference_checkpoint_path: str | None = chz.field(default=None, doc="none = the base model itself")
+    max_tokens: int = 256
+    temperature: float = 1.0
+    both_ways: bool = chz.field(default=True, doc="each pair is judged in both orders")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    name: str = "test"
+    seed: int = 0
+    service_client: Any = chz.field(doc="what the reference and the judges run on")
+
+    def __call__(self) -> ComparisonEvaluator:
+        renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)
+        return ComparisonEvaluator(
+            checked_prompts(self.prompt_builder().test, renderer, "test", self.max_prompt_tokens),
+            PolicyReference(self.service_client, self.policy_model_name, self.reference_checkpoint_path),
+            {name: build(self.service_client) for name, build in self.judge_builders.items()},
+            Answering(renderer, self.max_tokens, self.temperature, self.seed),
+            both_ways=self.both_ways,
+            name=self.name,
+        )

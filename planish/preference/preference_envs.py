@@ -1,0 +1,211 @@
+"""Answers that are rewarded for being preferred: those of a group are compared with each other.
+
+    reward = (wins - losses) / matchups + (format - 1)
+
+`format` is 1 for an answer that ended properly: one that was cut off costs as much as a lost tournament. Who meets whom is in
+planish/preference/matchups.py; who wins is said by a preference model, which sees the text of an answer as a reader would, without
+reasoning and tool calls. The rewards of a group sum to its formats' part, whatever the policy learns, so progress shows against
+others: planish/preference/comparison_evaluator.py.
+
+Matchups are judged at once. An error of the judge is one of the group's grading: the strategy of the run decides what becomes of it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import chz
+
+from planish import logtree
+from planish.completers import StopCondition
+from planish.errors import UserError
+from planish.model_renderer import model_renderer
+from planish.preference.judging import judged
+from planish.preference.matchups import (
+    Result,
+    Standing,
+    TournamentPattern,
+    matchups_of,
+    require_chunks,
+    standings,
+)
+from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
+from planish.preference.prompts import PromptBuilder, checked_prompts
+from planish.preference.types import Comparison, Messages
+from planish.renderers import Renderer, get_text_content
+from planish.rl.datasets import ProblemDataset
+from planish.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    Metrics,
+    Observation,
+    RLDataset,
+    RLDatasetBuilder,
+    StepResult,
+    StopReason,
+    Trajectory,
+)
+from planish.types import ModelInput
+
+logger = logging.getLogger(__name__)
+
+FORMAT_COEF = 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a policy wrote to a prompt."""
+
+    text: str
+    is_whole: bool
+    """It ended properly."""
+
+    @property
+    def completion(self) -> Messages:
+        return [{"role": "assistant", "content": self.text}]
+
+
+def read_answer(renderer: Renderer, tokens: Sequence[int]) -> Answer:
+    message, termination = renderer.parse_response(list(tokens))
+    return Answer(get_text_content(message), termination.is_clean)
+
+
+@dataclass
+class PreferenceEnv(Env):
+    """One answer to a prompt; its reward comes when all of the group are there."""
+
+    prompt: Messages
+    renderer: Renderer
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        return self.renderer.build_generation_prompt(self.prompt), self.renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        answer = read_answer(self.renderer, action)
+        with logtree.scope_header("Prompt"):
+            logtree.conversation(self.prompt)
+        with logtree.scope_header("Policy Response"):
+            logtree.conversation(answer.completion)
+        was_cut_off = extra is not None and extra.get("stop_reason") == "length"
+        return StepResult(
+            reward=0.0,
+            episode_done=True,
+            next_observation=ModelInput.empty(),
+            next_stop_condition=self.renderer.get_stop_sequences(),
+            stop_reason=StopReason.MAX_TOKENS if was_cut_off else StopReason.COMPLETED,
+        )
+
+
+@dataclass(frozen=True)
+class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
+    """`num_envs` answers to one prompt. It pickles if the preference model does."""
+
+    convo_prefix: Messages
+    policy_model_name: str
+    policy_renderer_name: str | None
+    preference_model: PreferenceModel
+    num_envs: int = 4
+    tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
+    matchup_group_size: int = 4
+
+    def __post_init__(self) -> None:
+        require_tournament(self.num_envs, self.matchup_group_size, name="num_envs")
+
+    async def make_envs(self) -> Sequence[Env]:
+        return [PreferenceEnv(self.convo_prefix, self._renderer) for _ in range(self.num_envs)]
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        answers_G = [
+            read_answer(self._renderer, trajectory.transitions[-1].ac.tokens) for trajectory in trajectory_group
+        ]
+        matchups = matchups_of(len(answers_G), self.tournament_pattern, self.matchup_group_size)
+        preferences = await judged(
+            self.preference_model,
+            [
+                Comparison(self.convo_prefix, answers_G[matchup.a].completion, answers_G[matchup.b].completion)
+                for matchup in matchups
+            ],
+        )
+        results = [Result(*pair) for pair in zip(matchups, preferences, strict=True)]
+        standings_G = standings(len(answers_G), results)
+        _log_matchups(results)
+        return [graded(answer, standing) for answer, standing in zip(answers_G, standings_G, strict=True)]
+
+    def logging_tags(self) -> list[str]:
+        return ["pair_pref"]
+
+    @property
+    def _renderer(self) -> Renderer:
+        return model_renderer(self.policy_model_name, self.policy_renderer_name)
+
+
+def graded(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
+    """The reward of an answer, and what it is made of."""
+    form = float(answer.is_whole)
+    reward = standing.win_minus_loss + FORMAT_COEF * (form - 1.0)
+    return reward, {"win_minus_loss": standing.win_minus_loss, "format": form}
+
+
+def require_tournament(group_size: int, matchup_group_size: int, *, name: str = "group_size") -> None:
+    if group_size < 2:
+        raise UserError(f"{name}={group_size}: give at least 2: answers are compared within their group")
+    require_chunks(matchup_group_size)
+
+
+def _log_matchups(results: Sequence[Result]) -> None:
+    with logtree.scope_header("Matchups"):
+        rows = [{"A": r.matchup.a, "B": r.matchup.b, "preference": f"{r.preference:.4f}"} for r in results]
+        logtree.table(rows, caption="-1: A is better, 1: B is better")
+
+
+@chz.chz
+class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
+    """Prompts, each a group of answers that are compared. There is no test set: see the module."""
+
+    prompt_builder: PromptBuilder
+    preference_model_builder: PreferenceModelBuilder
+    policy_model_name: str
+    policy_renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    batch_size: int = chz.field(default=16, doc="prompts a step")
+    group_size: int = chz.field(default=4, doc="answers to each prompt")
+    tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
+    matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    seed: int = chz.field(default=0, doc="of the prompts' order")
+    service_client: Any = chz.field(default=None, doc="what the preference model runs on; none = it opens its own")
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        require_tournament(self.group_size, self.matchup_group_size)
+        prompts = await asyncio.to_thread(self._prompts)
+        preference_model = await asyncio.to_thread(self.preference_model_builder, self.service_client)
+
+        def make_group(prompt: Messages) -> PairwisePreferenceGroupBuilder:
+            return PairwisePreferenceGroupBuilder(
+                prompt,
+                self.policy_model_name,
+                self.policy_renderer_name,
+                preference_model,
+                self.group_size,
+                self.tournament_pattern,
+                self.matchup_group_size,
+            )
+
+        return ProblemDataset(prompts, make_group, self.batch_size, shuffle_seed=self.seed), None
+
+    def _prompts(self) -> list[Messages]:
+        renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)
+        found = self.prompt_builder().train
+        kept = checked_prompts(found, renderer, "train", self.max_prompt_tokens)
+        if len(kept) < len(found):
+            logger.warning("%d of %d prompts are longer than max_prompt_tokens", len(found) - len(kept), len(found))
+        if not kept:
+            raise UserError(
+                f"none of the {len(found)} prompts is left to train on; give others, or more max_prompt_tokens"
+            )
+        return kept

@@ -1,0 +1,105 @@
+"""Prompts alone, for training that needs no answers of others: read from rows of any chat or comparison data."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.preference.datasets import ComparisonBuilder
+from planish.preference.types import Messages, read_comparison
+from planish.renderers import Renderer
+from planish.supervised.conversations import conversation_of
+from planish.supervised.datasets import row_splits
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Conversations that end where an answer is to begin."""
+
+    train: Sequence[Messages]
+    test: Sequence[Messages]
+    """Held out; perhaps none."""
+
+
+class PromptBuilder(ABC):
+    """The options of prompts; plain data."""
+
+    @abstractmethod
+    def __call__(self) -> Prompts: ...
+
+
+@chz.chz
+class PromptsOfComparisons(PromptBuilder):
+    """Those that the answers of comparison data were written to; a prompt of several comparisons comes once."""
+
+    comparison_builder: ComparisonBuilder
+
+    def __call__(self) -> Prompts:
+        train, test = self.comparison_builder()
+        return Prompts(
+            _distinct([labeled.comparison.prompt_conversation for labeled in train]),
+            _distinct([labeled.comparison.prompt_conversation for labeled in test]),
+        )
+
+
+@chz.chz
+class PromptsFromRows(PromptBuilder):
+    """Of a hub name, a directory, or one file; forms of rows: `read_prompt`."""
+
+    dataset: str
+    test_size: int | None = chz.field(default=None, doc="test prompts; none = the whole test split, 0 = no tests")
+    shuffle_seed: int | None = 0
+
+    def __call__(self) -> Prompts:
+        splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
+        train, test = (
+            [read_prompt(row, f"dataset={self.dataset}, {name} row {number}") for number, row in enumerate(rows, 1)]
+            for name, rows in (("train", splits.train), ("test", splits.test))
+        )
+        return Prompts(train, test)
+
+
+def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
+    """The prompt of a row; UserError, which says `where` it is, for a row without one.
+
+    Rows of comparisons (planish/preference/types.py), {"prompt"} alone, or rows of chats (planish/supervised/conversations.py),
+    whose last answer is left out.
+    """
+    if "comparison" in row or ("chosen" in row and "rejected" in row):
+        return read_comparison(row, where).comparison.prompt_conversation
+    if "prompt" in row and "completion" not in row:
+        conversation = conversation_of({"messages": _as_messages(row["prompt"])}, where)
+    else:
+        conversation = conversation_of(row, where)
+    while conversation and conversation[-1].get("role") == "assistant":
+        conversation = conversation[:-1]
+    if not conversation:
+        raise UserError(f"{where}: there is nothing before the answer; give rows with a prompt")
+    return conversation
+
+
+def checked_prompts(prompts: Sequence[Messages], renderer: Renderer, split: str, most: int | None) -> list[Messages]:
+    """Those of at most `most` tokens (None: all); UserError for the first one that the chat format cannot express."""
+    kept = []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            length = renderer.build_generation_prompt(prompt).length
+        except ValueError as error:
+            raise UserError(f"{split} prompt {number}: {error}") from error
+        if most is None or length <= most:
+            kept.append(prompt)
+    return kept
+
+
+def _as_messages(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _distinct(prompts: Sequence[Messages]) -> list[Messages]:
+    seen: dict[str, Messages] = {}
+    for prompt in prompts:
+        seen.setdefault(repr(prompt), prompt)
+    return list(seen.values())

@@ -1,0 +1,75 @@
+"""Who meets whom, and what comes of it."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planish.errors import UserError
+from planish.preference.matchups import Matchup, Result, Standing, TournamentPattern, chunks_of, matchups_of, standings
+
+BOTH, ONE = TournamentPattern.ALL_PAIRS_BOTH_WAYS, TournamentPattern.ALL_PAIRS_ONE_WAY
+PATTERNS = st.sampled_from(TournamentPattern)
+
+
+def test_both_patterns_by_hand():
+    assert [(m.a, m.b) for m in matchups_of(3, BOTH)] == [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
+    assert [(m.a, m.b) for m in matchups_of(4, ONE)] == [(0, 1), (2, 0), (0, 3), (1, 2), (3, 1), (2, 3)]
+    assert TournamentPattern("all_pairs_both_ways") is BOTH
+    assert TournamentPattern("all_pairs_one_way") is ONE
+
+
+@pytest.mark.parametrize(
+    ("answers", "size", "chunks"),
+    [
+        (4, 4, [4]),
+        (16, 4, [4, 4, 4, 4]),
+        (5, 4, [2, 3]),
+        (6, 4, [3, 3]),
+        (9, 4, [3, 3, 3]),
+        (3, 2, [3]),
+        (7, 2, [2, 2, 3]),
+        (2, 9, [2]),
+        (1, 4, [1]),
+    ],
+)
+def test_nobody_is_left_over(answers, size, chunks):
+    assert [len(chunk) for chunk in chunks_of(answers, size)] == chunks
+
+
+@given(st.integers(2, 60), st.integers(2, 9), PATTERNS)
+def test_every_answer_meets_all_of_its_chunk_and_nobody_else(answers, size, pattern):
+    chunks = chunks_of(answers, size)
+    assert [answer for chunk in chunks for answer in chunk] == list(range(answers))
+    assert {len(chunk) for chunk in chunks} <= set(range(2, size + 2))
+    found = Counter(frozenset((m.a, m.b)) for m in matchups_of(answers, pattern, size))
+    expected = {frozenset((i, j)) for chunk in chunks for i in chunk for j in chunk if i != j}
+    assert found == Counter(dict.fromkeys(expected, 2 if pattern is BOTH else 1))
+
+
+@given(st.integers(2, 40), st.integers(2, 9), PATTERNS)
+def test_a_judge_with_a_taste_for_a_side_favours_no_answer(answers, size, pattern):
+    """At most by the one matchup that an odd number leaves."""
+    results = [Result(matchup, 1.0) for matchup in matchups_of(answers, pattern, size)]
+    most = 0 if pattern is BOTH else 1
+    assert all(abs(standing.balance) <= most for standing in standings(answers, results))
+
+
+@given(st.integers(2, 12), PATTERNS, st.randoms())
+def test_what_one_wins_another_loses(answers, pattern, rng):
+    results = [Result(matchup, rng.uniform(-1, 1)) for matchup in matchups_of(answers, pattern)]
+    found = standings(answers, results)
+    assert sum(standing.balance for standing in found) == pytest.approx(0, abs=1e-9)
+    assert all(-1 <= standing.win_minus_loss <= 1 for standing in found)
+
+
+def test_standings_by_hand():
+    results = [Result(Matchup(0, 1), 1.0), Result(Matchup(1, 0), -0.5), Result(Matchup(0, 2), 0.25)]
+    assert standings(4, results) == [Standing(3, -1.75), Standing(2, 1.5), Standing(1, 0.25), Standing(0, 0.0)]
+    assert [standing.win_minus_loss for standing in standings(4, results)] == pytest.approx([-1.75 / 3, 0.75, 0.25, 0])
+
+
+def test_chunks_of_one_are_refused():
+    with pytest.raises(UserError, match="matchup_group_size=1"):
+        matchups_of(4, BOTH, 1)

@@ -1,0 +1,227 @@
+"""Answers that are compared with each other: rewards by hand, errors of the judge, groups that lost a member."""
+
+import asyncio
+import pickle
+import re
+from dataclasses import dataclass, field
+
+import chz
+import numpy as np
+import pytest
+
+from planish import logtree
+from planish.completers import TokenCompleter, TokensWithLogprobs
+from planish.errors import NonFiniteError, UserError
+from planish.model_renderer import model_renderer
+from planish.preference.datasets import ComparisonBuilderFromJsonl
+from planish.preference.matchups import TournamentPattern
+from planish.preference.preference_envs import PairwisePreferenceGroupBuilder, PairwisePreferenceRLDatasetBuilder
+from planish.preference.preference_models import PreferenceModelBuilder
+from planish.preference.prompts import PromptsOfComparisons
+from planish.renderers import get_text_content
+from planish.rl.rollout_limits import TerminationRewardPolicy
+from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure
+from planish.rl.rollouts import do_group_rollout
+
+PROMPT = [{"role": "user", "content": "Say something."}]
+
+
+@dataclass
+class Says(TokenCompleter):
+    """Trajectory g answers texts[g]; one that ends with "..." is cut off, one that is "!" fails."""
+
+    model: str
+    texts: list[str]
+    seeds: list[int] = field(default_factory=list)
+
+    def seeded(self, seed):
+        self.seeds.append(seed)
+        return Says(self.model, [self.texts[(len(self.seeds) - 1) % len(self.texts)]])
+
+    async def __call__(self, model_input, stop, *, max_tokens=None):
+        [text] = self.texts
+        if text == "!":
+            raise ConnectionError("the policy is away")
+        is_cut = text.endswith("...")
+        ids = model_renderer(self.model).tokenizer.encode(text if is_cut else f"{text}<|im_end|>")
+        return TokensWithLogprobs(ids, [-1.0] * len(ids), "length" if is_cut else "stop")
+
+
+async def longer(comparison):
+    a, b = (get_text_content(side[0]) for side in (comparison.completion_A, comparison.completion_B))
+    return float(np.sign(len(b) - len(a)))
+
+
+@dataclass
+class Moody:
+    """Fails so many times, then knows what is longer."""
+
+    failures: int
+    error: Exception = field(default_factory=lambda: ConnectionError("the judge is away"))
+    asked: int = 0
+
+    async def __call__(self, comparison):
+        self.asked += 1
+        if self.failures:
+            self.failures -= 1
+            raise self.error
+        return await longer(comparison)
+
+
+def group(model, judge=longer, size=4, **options):
+    return PairwisePreferenceGroupBuilder(PROMPT, model, None, judge, size, **options)
+
+
+def play(model, builder, texts, *, strategy=None, **options):
+    return asyncio.run(do_group_rollout(builder, Says(model, texts), strategy, seed=1, **options))
+
+
+@pytest.mark.parametrize("pattern", TournamentPattern)
+def test_rewards_by_hand(models, pattern):
+    """Lengths 1 to 4: each answer beats the shorter ones. The third was cut off."""
+    played = play(models[0], group(models[0], tournament_pattern=pattern), ["a", "ab", "...", "abcd"])
+    assert played.get_total_rewards() == pytest.approx([-1, -1 / 3, 1 / 3 - 1, 1])
+    assert [metrics["format"] for metrics in played.metrics_G] == [1, 1, 0, 1]
+    assert [metrics["win_minus_loss"] for metrics in played.metrics_G] == pytest.approx([-1, -1 / 3, 1 / 3, 1])
+    assert [trajectory.stop_reason for trajectory in played.trajectories_G][2:] == ["max_tokens", "completed"]
+
+
+def test_ties_are_worth_nothing_and_chunks_do_not_meet(models):
+    played = play(models[0], group(models[0], size=6, matchup_group_size=3), ["a", "b", "c", "a", "ab", "ab"])
+    assert played.get_total_rewards() == pytest.approx([0, 0, 0, -1, 0.5, 0.5])
+
+
+def test_the_judge_sees_prompt_and_text(models):
+    seen = []
+
+    async def watching(comparison):
+        seen.append(comparison)
+        return 0
+
+    play(models[0], group(models[0], watching, 2), ["first", "second"])
+    assert [comparison.prompt_conversation for comparison in seen] == [PROMPT, PROMPT]
+    assert seen[0].completion_A == [{"role": "assistant", "content": "first"}]
+    assert seen[0].completion_B == [{"role": "assistant", "content": "second"}]
+    assert seen[1] == seen[0].swap()
+
+
+def test_matchups_are_judged_at_once(models):
+    waiting, most = 0, 0
+
+    async def slow(comparison):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await asyncio.sleep(0)
+        waiting -= 1
+        return 0
+
+    play(models[0], group(models[0], slow), ["a", "b", "c", "d"])
+    assert most == 12
+
+
+def test_an_error_of_the_judge_ends_the_group(models):
+    with pytest.raises(ConnectionError, match="the judge is away") as caught:
+        play(models[0], group(models[0], Moody(1)), list("abcd"), strategy=FailFast())
+    assert "in compute_group_rewards of PairwisePreferenceGroupBuilder" in caught.value.__notes__[-1]
+
+
+def test_an_error_of_the_judge_is_made_good_by_asking_again(models):
+    played = play(models[0], group(models[0], Moody(2), 2), ["a", "ab"], strategy=RetryOnFailure())
+    assert played.get_total_rewards() == [-1, 1]
+    assert {error.error_message for error in played.rollout_errors} == {"the judge is away"}
+
+
+def test_a_group_whose_judge_stays_away_is_dropped(models):
+    strategy = MinViableGroup(max_retries=1)
+    assert play(models[0], group(models[0], Moody(99)), list("abcd"), strategy=strategy) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [(2, UserError), (float("nan"), NonFiniteError), ("A", UserError), (None, UserError)]
+)
+def test_what_is_no_preference_is_refused_by_the_name_of_the_judge(models, given, error):
+    async def odd(comparison):
+        return given
+
+    with pytest.raises(error, match=r"odd gave .*give a number from -1"):
+        play(models[0], group(models[0], odd), list("abcd"), strategy=RetryOnFailure())
+
+
+def test_a_group_that_lost_members_is_judged_as_it_is(models):
+    strategy = MinViableGroup(min_successful=1, max_retries=0)
+    three = play(models[0], group(models[0]), ["a", "!", "ab", "abc"], strategy=strategy)
+    assert three.get_total_rewards() == [-1, 0, 1]
+    alone = play(models[0], group(models[0]), ["!", "!", "abc...", "!"], strategy=strategy)
+    assert (alone.get_total_rewards(), alone.metrics_G) == ([-1], [{"win_minus_loss": 0.0, "format": 0.0}])
+
+
+def test_a_limit_bounds_the_whole_reward(models):
+    policy = TerminationRewardPolicy(zero_reward_on_limit=True)
+    played = play(models[0], group(models[0], size=2), ["abc...", "a"], termination=policy)
+    assert played.get_total_rewards() == [0, -1], "longest, but cut off: 1 - 1"
+
+
+def test_matchups_are_in_the_report(models):
+    with logtree.capture("Group 0") as tree:
+        play(models[0], group(models[0], size=2), ["a", "ab"])
+    text = str(list(tree.walk()))
+    assert "Matchups" in text
+    assert re.search(r"-1\.0000", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"size": 1}, "num_envs=1"), ({"matchup_group_size": 1}, "group_size=1")]
+)
+def test_a_group_of_one_is_refused(models, options, name):
+    with pytest.raises(UserError, match=name):
+        group(models[0], **options)
+
+
+@chz.chz
+class LongerBuilder(PreferenceModelBuilder):
+    def __call__(self, service_client=None):
+        assert service_client == "a service"
+        return longer
+
+
+def built(models, pairs, **options):
+    usual = {
+        "prompt_builder": PromptsOfComparisons(
+            comparison_builder=ComparisonBuilderFromJsonl(train_path=str(pairs), test_path=str(pairs))
+        ),
+        "preference_model_builder": LongerBuilder(),
+        "policy_model_name": models[0],
+        "batch_size": 4,
+        "service_client": "a service",
+    }
+    return asyncio.run(PairwisePreferenceRLDatasetBuilder(**{**usual, **options})())
+
+
+def test_a_data_set_of_prompts(models, pairs):
+    train, test = built(models, pairs)
+    assert test is None
+    assert [len(train.get_batch(index)) for index in range(len(train))] == [4, 4, 4, 1]
+    builder = train.get_batch(0)[0]
+    assert (builder.num_envs, builder.matchup_group_size) == (4, 4)
+    assert builder.tournament_pattern is TournamentPattern.ALL_PAIRS_BOTH_WAYS
+    assert builder.logging_tags() == ["pair_pref"]
+    assert pickle.loads(pickle.dumps(builder)) == builder
+    asked = [b.convo_prefix[0]["content"] for index in range(4) for b in train.get_batch(index)]
+    assert sorted(asked) == sorted(f"Say {n}." for n in range(13))
+    assert asked != [f"Say {n}." for n in range(13)]
+
+
+def test_long_prompts_are_left_out(models, pairs, caplog):
+    shortest = model_renderer(models[0]).build_generation_prompt([{"role": "user", "content": "Say 1."}]).length
+    train, _ = built(models, pairs, max_prompt_tokens=shortest, batch_size=16)
+    assert len(train.get_batch(0)) == 10
+    assert "3 of 13 prompts are longer" in caplog.text
+    with pytest.raises(UserError, match="none of the 13 prompts"):
+        built(models, pairs, max_prompt_tokens=2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("group_size", 1), ("matchup_group_size", 0), ("batch_size", 0)])
+def test_an_option_that_cannot_be_right(models, pairs, name, value):
+    with pytest.raises(UserError, match="at least"):
+        built(models, pairs, **{name: value})
