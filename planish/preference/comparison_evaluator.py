@@ -215,14 +215,16 @@ class ComparisonEvaluatorBuilder:
     temperature: float = 1.0
     both_ways: bool = chz.field(default=True, doc="each pair is judged in both orders")
     max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    max_prompts: int | None = chz.field(default=None, doc="the first so many; none = all")
     name: str = "test"
     seed: int = 0
     service_client: Any = chz.field(doc="what the reference and the judges run on")
 
     def __call__(self) -> ComparisonEvaluator:
         renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)
+        prompts = checked_prompts(self.prompt_builder().test, renderer, "test", self.max_prompt_tokens)
         return ComparisonEvaluator(
-            checked_prompts(self.prompt_builder().test, renderer, "test", self.max_prompt_tokens),
+            prompts[: self.max_prompts],
             PolicyReference(self.service_client, self.policy_model_name, self.reference_checkpoint_path),
             {name: build(self.service_client) for name, build in self.judge_builders.items()},
             Answering(renderer, self.max_tokens, self.temperature, self.seed),

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import chz
 import numpy as np
@@ -72,7 +73,7 @@ def group(model, judge=longer, size=4, **options):
     return PairwisePreferenceGroupBuilder(PROMPT, model, None, judge, size, **options)
 
 
-def play(model, builder, texts, *, strategy=None, **options):
+def play(model, builder, texts, *, strategy=None, **options) -> Any:
     return asyncio.run(do_group_rollout(builder, Says(model, texts), strategy, seed=1, **options))
 
 
@@ -185,8 +186,8 @@ class LongerBuilder(PreferenceModelBuilder):
         return longer
 
 
-def built(models, pairs, **options):
-    usual = {
+def built(models, pairs, **options) -> Any:
+    usual: dict[str, Any] = {
         "prompt_builder": PromptsOfComparisons(
             comparison_builder=ComparisonBuilderFromJsonl(train_path=str(pairs), test_path=str(pairs))
         ),
