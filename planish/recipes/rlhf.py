@@ -1,0 +1,138 @@
+"""Reinforcement learning from human feedback in three stages, in one command that can be stopped anywhere.
+
+    python -m planish.recipes.rlhf                                                  drawn sums, the embedded model
+    python -m planish.recipes.rlhf sft.dataset=chats.jsonl preference.dataset=pairs.jsonl
+    python -m planish.recipes.rlhf rl.kl_penalty_coef=0.02 rl.max_steps=40
+
+    sft/                supervised training on demonstrations (planish/supervised)
+    preference_model/   a model of which of two answers is better, from comparisons (planish/preference)
+    rl/                 from the SFT policy, rewarded for answers that this model prefers (planish/rl)
+    evaluation/         the RL policy against the SFT policy on held-out prompts
+
+Each stage is a run of its own in a directory of its own. The same command goes on in the stage that was interrupted, at its last
+checkpoint, and passes over those that are done. With drawn sums (planish/recipes/wordy_sums.py) the rule behind the comparisons is
+known, and judges beside the model that learned it: gains that only the model sees are its faults.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish import ServiceClient
+from planish.model_renderer import learn_renderer
+from planish.preference import model_training
+from planish.preference.comparison_evaluator import Contest
+from planish.preference.model_files import Description
+from planish.recipes import training_run
+from planish.recipes.rlhf_options import (
+    EVALUATION,
+    Options,
+    Trained,
+    check,
+    check_data,
+    contest,
+    preference_config,
+    rl_config,
+    sft_config,
+)
+from planish.rl import train as rl_training
+from planish.runs import RunDirectory, resume_points, write_whole
+from planish.supervised import train as supervised_training
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "seed": {
+        "lora_rank": 64,
+        "sft.dataset": "HuggingFaceH4/no_robots",
+        "sft.learning_rate": 2e-4,
+        "preference.kind": "chat",
+        "preference.learning_rate": 3e-4,
+        "rl.learning_rate": 1e-5,
+        "rl.max_tokens": 1024,
+    },
+}
+"""Rates and sizes of the published recipe, whose chats are no_robots; preference.dataset is to be given."""
+COMPARISONS = "comparisons.jsonl"
+
+
+def main(options: Options, service_client: Any = None) -> Path:
+    """All stages; returns the run directory."""
+    check(options)
+    if service_client is not None:
+        return run_stages(options, service_client)
+    with ServiceClient(base_url=options.base_url, deterministic=options.deterministic) as own_client:
+        return run_stages(options, own_client)
+
+
+def run_stages(options: Options, service_client: Any) -> Path:
+    renderer = learn_renderer(service_client, options.model_name, options.renderer_name)
+    options = chz.replace(options, renderer_name=renderer.name)
+    check_data(options, renderer)
+    say("1 of 4: supervised training of the policy")
+    sft = asyncio.run(supervised_training.main(sft_config(options), service_client))
+    say("2 of 4: training of the preference model")
+    judge = asyncio.run(model_training.main(preference_config(options), service_client))
+    trained = Trained(newest_state(sft), Description.read(judge).builder())
+    say("3 of 4: reinforcement learning against the preference model")
+    policy = asyncio.run(rl_training.main(rl_config(options, trained, service_client), service_client))
+    say("4 of 4: the policy against that of the first stage")
+    evaluate(options, trained, policy, service_client)
+    return Path(options.log_path).expanduser()
+
+
+def newest_state(run: Path) -> str:
+    """By the checkpoint's own path: what comes after it must not change if the stage is made longer."""
+    return str(resume_points(run)[0].state_path)
+
+
+def evaluate(options: Options, trained: Trained, policy: Path, service_client: Any) -> None:
+    """Compare the policies once for each length of the RL stage; the answers stay beside the numbers."""
+    newest = resume_points(policy)[0]
+    config = chz.asdict(contest(options, trained, service_client, options.seed + 1), shallow=True, include_type=True)
+    with RunDirectory(
+        options.stage_path(EVALUATION), {**config, "policy": newest.state_path}, may_change=("policy",)
+    ) as run:
+        if all(row["step"] != newest.batch for row in run.metrics()):
+            build = contest(options, trained, service_client, options.seed + 1)
+            client = service_client.create_sampling_client(model_path=newest.state_path)
+            found = asyncio.run(build().play(client))
+            write_whole(run.path / COMPARISONS, comparison_rows(found))
+            run.log(newest.batch, found.metrics("test"))
+        print(summary(run.metrics()[-1], run.path))
+
+
+def comparison_rows(found: Contest) -> str:
+    """One object a line: prompt, both answers, and who won by whom."""
+    judges = list(found.win_rates)
+    wins = zip(*(found.win_rates[judge].wins for judge in judges), strict=True)
+    rows = [
+        {
+            "prompt": comparison.prompt_conversation,
+            "reference": comparison.completion_A,
+            "policy": comparison.completion_B,
+            "wins": dict(zip(judges, won, strict=True)),
+        }
+        for comparison, won in zip(found.comparisons, wins, strict=True)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def summary(row: dict[str, float], path: Path) -> str:
+    lines = [f"after {row['step']} steps of RL, against the SFT policy on held-out prompts:"]
+    for name, rate in row.items():
+        if name.startswith("test/win_rate/"):
+            judge = name.rpartition("/")[2]
+            error = row.get(f"test/win_rate_stderr/{judge}")
+            lines.append(f"  win rate by the {judge}: {rate:.3f}" + (f" +- {error:.3f}" if error is not None else ""))
+    return "\n".join([*lines, f"  both policies' answers: {path / COMPARISONS}"])
+
+
+def say(stage: str) -> None:
+    print(f"stage {stage}", flush=True)
+
+
+if __name__ == "__main__":
+    training_run.run_command(main, Options, PRESETS, sys.argv[1:])

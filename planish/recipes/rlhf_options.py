@@ -1,0 +1,273 @@
+"""The options of planish/recipes/rlhf.py, one class a stage, and what each stage is given.
+
+A stage has its own batch sizes, rates and data; model, seed and loggers are those of the whole run. A preference model may be chat or
+bradley_terry; the latter gives the same preference in both orders, so its pairs need to meet once only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.preference import model_training
+from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
+from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows
+from planish.preference.forms import Kind
+from planish.preference.matchups import TournamentPattern
+from planish.preference.preference_envs import PairwisePreferenceRLDatasetBuilder, require_tournament
+from planish.preference.preference_models import PreferenceModelBuilder
+from planish.preference.prompts import PromptBuilder, PromptsFromRows, PromptsOfComparisons, checked_prompts
+from planish.recipes import preference_model, training_run
+from planish.recipes.rl_options import RLOptions, train_config
+from planish.recipes.sl_options import SLOptions, chat_builder, sl_config
+from planish.recipes.wordy_sums import RuleBuilder, WordySumChats, WordySumComparisons, WordySumPrompts, WordySums
+from planish.renderers import Renderer
+from planish.rl import config as rl
+from planish.schedules import SCHEDULES
+from planish.supervised import config as supervised
+from planish.supervised.types import SupervisedDatasetBuilder
+
+RECIPE = "rlhf"
+SFT, PREFERENCE_MODEL, RL, EVALUATION = "sft", "preference_model", "rl", "evaluation"
+"""Directories of the stages."""
+
+
+@chz.chz
+class SFTStage:
+    dataset: str | None = chz.field(
+        default=None, doc="chats: hub name, local directory or JSONL file; none = drawn sums"
+    )
+    test_size: int | None = chz.field(default=64, doc="of dataset: test conversations; none = the whole test split")
+    batch_size: int = chz.field(default=16, doc="conversations a step")
+    max_length: int = chz.field(default=1024, doc="tokens of a conversation; what is beyond is cut off and counted")
+    learning_rate: float = chz.field(default=5e-4, doc="of the first step")
+    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = 0
+    num_epochs: int = chz.field(default=1, doc="times through the data")
+    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+
+
+@chz.chz
+class PreferenceStage:
+    kind: Kind = chz.field(default="bradley_terry", doc="chat = reads both answers, bradley_terry = a score for each")
+    dataset: str | None = chz.field(
+        default=None, doc="comparisons: hub name, directory or JSONL file; none = drawn sums"
+    )
+    test_size: int | None = chz.field(default=64, doc="of dataset: test pairs; none = the whole test split")
+    calibration_size: int = chz.field(default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration")
+    batch_size: int = chz.field(default=16, doc="comparisons a step")
+    max_length: int = chz.field(
+        default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
+    )
+    learning_rate: float = chz.field(default=3e-4, doc="of the first step")
+    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = 0
+    num_epochs: int = chz.field(default=1, doc="times through the data")
+    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+
+
+@chz.chz
+class RLStage:
+    dataset: str | None = chz.field(
+        default=None, doc="prompts: hub name, directory or JSONL file; none = the comparisons'"
+    )
+    test_size: int | None = chz.field(default=64, doc="of dataset: test prompts; none = the whole test split")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    batch_size: int = chz.field(default=8, doc="prompts a step")
+    group_size: int = chz.field(default=4, doc="answers to each prompt")
+    matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
+    tournament_pattern: TournamentPattern | None = chz.field(
+        default=None, doc="none = all_pairs_both_ways for kind=chat, all_pairs_one_way for bradley_terry"
+    )
+    learning_rate: float = 2e-4
+    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = 0
+    max_tokens: int = chz.field(default=64, doc="longest answer, also in tests")
+    temperature: float = chz.field(default=1.0, doc="of sampling, also in tests")
+    advantage: str = "mean"
+    loss_fn: str = "importance_sampling"
+    kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the SFT policy")
+    kl_discount_factor: float = 0.0
+    max_steps_off_policy: int = chz.field(default=0, doc="sampling may run so many steps ahead; 0 = synchronous")
+    rollout_error_tolerance: bool = chz.field(default=False, doc="retry what fails, instead of ending the run")
+    num_epochs: int = chz.field(default=10, doc="times through the prompts, if there are so many steps")
+    max_steps: int | None = chz.field(default=20, doc="none = through the prompts num_epochs times")
+    eval_every: int = chz.field(default=10, doc="steps between tests against the SFT policy; 0 = never")
+    save_every: int = chz.field(default=10, doc="steps between checkpoints; 0 = only the last")
+
+
+@chz.chz
+class Options:
+    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model of policy and preference model")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/rlhf", doc="directory of the run; each stage has one in it"
+    )
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    lora_rank: int = 32
+    seed: int = chz.field(default=0, doc="of initial weights, data and every draw")
+    deterministic: bool | None = chz.field(default=None, doc="as in ServiceClient")
+    sums: WordySums = WordySums()
+    sft: SFTStage = SFTStage()
+    preference: PreferenceStage = PreferenceStage()
+    rl: RLStage = RLStage()
+    test_prompts: int | None = chz.field(default=None, doc="held-out prompts that policies are compared on; none = all")
+    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last of each stage")
+    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    wandb_project: str | None = None
+    wandb_name: str | None = chz.field(default=None, doc="of the run; each stage adds its own")
+
+    @property
+    def draws_sums(self) -> bool:
+        """The data are those of planish/recipes/wordy_sums.py, whose rule is known."""
+        return self.preference.dataset is None
+
+    def stage_path(self, stage: str) -> Path:
+        return Path(self.log_path).expanduser() / stage
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the first two stages left."""
+
+    sft_path: str
+    """Checkpoint of the policy that RL begins with, and is compared with."""
+    judge: PreferenceModelBuilder
+
+
+def check(options: Options) -> None:
+    """UserError for an option of any stage that cannot be right, before the first one begins."""
+    own = {options.sft.dataset is not None, options.preference.dataset is not None}
+    if len(own) > 1 or (options.rl.dataset is not None and options.draws_sums):
+        raise UserError(
+            "data of one's own are chats and comparisons: give both sft.dataset and preference.dataset (and rl.dataset, if the "
+            "prompts are not those of the comparisons), or none of them for drawn sums"
+        )
+    if options.draws_sums and options.sums.test_size == 0:
+        raise UserError("sums.test_size=0: give at least 1; policies are compared on held-out sums")
+    if options.test_prompts is not None and options.test_prompts < 1:
+        raise UserError(f"test_prompts={options.test_prompts}: give at least 1, or none for all")
+    with_stage("sft", lambda: supervised.check(sft_config(options)))
+    with_stage("preference", lambda: model_training.check(preference_config(options)))
+    with_stage("rl", lambda: check_rl(options))
+
+
+def check_rl(options: Options) -> None:
+    require_tournament(options.rl.group_size, options.rl.matchup_group_size)
+    training_run.require(options.rl, batch_size=(options.rl.batch_size >= 1, "a whole number of at least 1"))
+    rl.check(rl_config(options, Trained("the checkpoint to come", RuleBuilder()), None))
+
+
+def check_data(options: Options, renderer: Renderer) -> None:
+    """UserError if the data of a stage cannot be used; all are read, so that a later stage does not fail by them."""
+    sft_config(options).dataset_builder()
+    preference_config(options).dataset_builder()
+    found = prompts(options)()
+    for split, given in (("train", found.train), ("test", found.test)):
+        if not checked_prompts(given, renderer, split, options.rl.max_prompt_tokens):
+            raise UserError(f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; give some")
+
+
+def with_stage(name: str, work: Callable[[], None]) -> None:
+    """Run a check; its error names the stage."""
+    try:
+        work()
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def sft_config(options: Options) -> supervised.Config:
+    stage = options.sft
+    given = shared(options, stage, SFT, SLOptions)
+    sl = SLOptions(**{**given, "dataset": stage.dataset or "drawn sums"})
+    chats = chat_builder(sl, sl.dataset)
+    builder: SupervisedDatasetBuilder = chats
+    if stage.dataset is None:
+        builder = WordySumChats(common_config=chats.common_config, sums=options.sums)
+    return sl_config(sl, builder, recipe_name=RECIPE)
+
+
+def preference_config(options: Options) -> model_training.Config:
+    given = shared(options, options.preference, PREFERENCE_MODEL, preference_model.Options)
+    config = preference_model.model_config(preference_model.Options(**given))
+    builder = chz.replace(config.dataset_builder, comparison_builder=comparisons(options))
+    return chz.replace(config, dataset_builder=builder, recipe_name=RECIPE)
+
+
+def rl_config(options: Options, trained: Trained, service_client: Any) -> rl.Config:
+    stage = options.rl
+    given = shared(options, stage, RL, RLOptions)
+    penalty: dict[str, Any] = {"kl_reference_checkpoint": trained.sft_path} if stage.kl_penalty_coef else {}
+    rl_options = RLOptions(**given, load_checkpoint_path=trained.sft_path, **penalty)
+    builder = PairwisePreferenceRLDatasetBuilder(
+        prompt_builder=prompts(options),
+        preference_model_builder=trained.judge,
+        policy_model_name=options.model_name,
+        policy_renderer_name=options.renderer_name,
+        batch_size=stage.batch_size,
+        group_size=stage.group_size,
+        tournament_pattern=pattern(options),
+        matchup_group_size=stage.matchup_group_size,
+        max_prompt_tokens=stage.max_prompt_tokens,
+        seed=options.seed,
+        service_client=service_client,
+    )
+    tests = [contest(options, trained, service_client, options.seed)]
+    return train_config(rl_options, builder, recipe_name=RECIPE, evaluator_builders=tests)
+
+
+def contest(options: Options, trained: Trained, service_client: Any, seed: int) -> ComparisonEvaluatorBuilder:
+    """A policy against the SFT policy, judged by the preference model, and by the rule where there is one."""
+    known: dict[str, PreferenceModelBuilder] = {"rule": RuleBuilder()} if options.draws_sums else {}
+    return ComparisonEvaluatorBuilder(
+        prompt_builder=prompts(options),
+        judge_builders={"preference_model": trained.judge, **known},
+        policy_model_name=options.model_name,
+        policy_renderer_name=options.renderer_name,
+        reference_checkpoint_path=trained.sft_path,
+        max_tokens=options.rl.max_tokens,
+        temperature=options.rl.temperature,
+        max_prompt_tokens=options.rl.max_prompt_tokens,
+        max_prompts=options.test_prompts,
+        seed=seed,
+        service_client=service_client,
+    )
+
+
+def shared(options: Options, stage: Any, directory: str, target: type) -> dict[str, Any]:
+    """What the run and one of its stages say of the options that `target` has."""
+    names = chz.chz_fields(target).keys()
+    own = {name: getattr(stage, name) for name in chz.chz_fields(type(stage)) if name in names}
+    whole = {name: getattr(options, name) for name in chz.chz_fields(Options) if name in names}
+    logged = f"{options.wandb_name}-{directory}" if options.wandb_name else None
+    return whole | own | {"log_path": str(options.stage_path(directory)), "wandb_name": logged}
+
+
+def comparisons(options: Options) -> ComparisonBuilder:
+    stage = options.preference
+    if stage.dataset is None:
+        return WordySumComparisons(sums=options.sums)
+    return ComparisonBuilderFromRows(dataset=stage.dataset, test_size=stage.test_size, shuffle_seed=options.seed)
+
+
+def prompts(options: Options) -> PromptBuilder:
+    if options.rl.dataset is not None:
+        return PromptsFromRows(dataset=options.rl.dataset, test_size=options.rl.test_size, shuffle_seed=options.seed)
+    if options.draws_sums:
+        return WordySumPrompts(sums=options.sums)
+    return PromptsOfComparisons(comparison_builder=comparisons(options))
+
+
+def pattern(options: Options) -> TournamentPattern:
+    if options.rl.tournament_pattern is not None:
+        return options.rl.tournament_pattern
+    minds_order = options.preference.kind == "chat"
+    return TournamentPattern.ALL_PAIRS_BOTH_WAYS if minds_order else TournamentPattern.ALL_PAIRS_ONE_WAY

@@ -1,0 +1,181 @@
+"""Sums that are answered in more or fewer words, rightly or wrongly, and the rule by which one answer is better than another.
+
+    the right result beats a wrong one, or none; of two answers that are equally right, the one with fewer words wins
+
+A program draws everything: nobody was asked. There are demonstrations, which are right and often wordy, as people write; comparisons,
+in which either answer may be wrong, labelled by the rule; and prompts. Sums of the test are in none of the three for training, in
+either order of the numbers. Since the rule is known, a policy that was trained on a learned judge can be judged by what was meant.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.preference.datasets import ComparisonBuilder
+from planish.preference.preference_models import PreferenceModelBuilder
+from planish.preference.prompts import PromptBuilder, Prompts
+from planish.preference.types import Comparison, Label, LabeledComparison, Messages
+from planish.recipes.arithmetic_expressions import last_number
+from planish.recipes.preference_pairs import CLOSINGS, OPENINGS
+from planish.recipes.sums import Sum
+from planish.renderers import get_text_content
+from planish.supervised.datasets import RowDataset
+from planish.supervised.rendering import rendering_of
+from planish.supervised.types import ChatDatasetBuilder, SupervisedDataset
+
+QUESTION = re.compile(r"What is (\d+) \+ (\d+)\?")
+WORDY = 0.6
+"""Chance of an opening, and of a closing."""
+RIGHT = 0.6
+"""Chance of the right result in an answer that is compared."""
+LARGEST_SLIP = 3
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What the rule looks at."""
+
+    is_right: bool
+    words: int
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Larger is better."""
+        return self.is_right, -self.words
+
+
+async def rule(comparison: Comparison) -> float:
+    """The preference of the rule: 1, 0 or -1."""
+    a, b = (
+        quality(comparison.prompt_conversation, side) for side in (comparison.completion_A, comparison.completion_B)
+    )
+    return float((b.rank > a.rank) - (b.rank < a.rank))
+
+
+def quality(prompt: Messages, completion: Messages) -> Quality:
+    asked = QUESTION.fullmatch(text_of(prompt[-1:]))
+    if asked is None:
+        raise UserError(f"{text_of(prompt[-1:])!r:.100} is no question of these sums; the rule knows no others")
+    text = text_of(completion)
+    return Quality(last_number(text) == int(asked[1]) + int(asked[2]), len(text.split()))
+
+
+def text_of(messages: Messages) -> str:
+    return " ".join(get_text_content(message) for message in messages)  # type: ignore[arg-type]
+
+
+@chz.chz
+class RuleBuilder(PreferenceModelBuilder):
+    def __call__(self, service_client: Any = None) -> Any:
+        return rule
+
+
+@chz.chz
+class WordySums:
+    """Which sums there are, and which of them are held out."""
+
+    largest: int = chz.field(default=12, doc="the largest number that is added")
+    test_size: int = chz.field(default=48, doc="sums that are held out; one more where both orders would be cut apart")
+    seed: int = 0
+
+    @chz.validate
+    def _leaves_some(self) -> None:
+        count = (self.largest + 1) ** 2
+        if not 0 <= self.test_size <= count // 2:
+            raise UserError(
+                f"test_size={self.test_size}: there are {count} sums up to largest={self.largest}, half of which are trained "
+                f"on; give at most {count // 2}, or a larger largest"
+            )
+
+    def split(self) -> tuple[list[Sum], list[Sum]]:
+        """(for training, held out), each in a drawn order."""
+        rng = random.Random(f"wordy sums:{self.seed}")
+        pairs = [(a, b) for a in range(self.largest + 1) for b in range(a, self.largest + 1)]
+        rng.shuffle(pairs)
+        test: list[Sum] = []
+        train: list[Sum] = []
+        for a, b in pairs:
+            part = test if len(test) < self.test_size else train
+            part += [Sum(a, b)] if a == b else [Sum(a, b), Sum(b, a)]
+        rng.shuffle(train)
+        return train, test
+
+
+def question_of(problem: Sum) -> Messages:
+    return [{"role": "user", "content": problem.question}]
+
+
+def answered(problem: Sum, result: int, rng: random.Random) -> Messages:
+    """An answer in so many words as it happens."""
+    said = f"{problem.left} + {problem.right} = {result}."
+    opening = [rng.choice(OPENINGS)] if rng.random() < WORDY else []
+    closing = [rng.choice(CLOSINGS)] if rng.random() < WORDY else []
+    return [{"role": "assistant", "content": " ".join([*opening, said, *closing])}]
+
+
+def result_of(problem: Sum, rng: random.Random) -> int:
+    """Right or nearly."""
+    if rng.random() < RIGHT:
+        return problem.answer
+    slips = [slip for slip in range(-LARGEST_SLIP, LARGEST_SLIP + 1) if slip and problem.answer + slip >= 0]
+    return problem.answer + rng.choice(slips)
+
+
+def compared(problem: Sum, rng: random.Random) -> LabeledComparison:
+    """Two answers of which one is better."""
+    prompt = question_of(problem)
+    while True:
+        a, b = (answered(problem, result_of(problem, rng), rng) for _ in "AB")
+        if (ranks := [quality(prompt, side).rank for side in (a, b)])[0] != ranks[1]:
+            label: Label = "A" if ranks[0] > ranks[1] else "B"
+            return LabeledComparison(Comparison(prompt, a, b), label)
+
+
+@chz.chz
+class WordySumChats(ChatDatasetBuilder):
+    """Demonstrations: `each` answers to every sum, all right."""
+
+    sums: WordySums = WordySums()
+    each: int = 4
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        config, render = self.common_config, rendering_of(self.common_config, self.renderer)
+        rng = random.Random(f"demonstrations:{self.sums.seed}")
+        train, test = self.sums.split()
+        shown = [conversation for _ in range(self.each) for conversation in demonstrated(train, rng)]
+        held_out = demonstrated(test, rng)
+        train_set = RowDataset(shown, config.batch_size, render, shuffle_seed=self.sums.seed)
+        return train_set, RowDataset(held_out, config.batch_size, render, drop_last=False) if held_out else None
+
+
+def demonstrated(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:
+    return [[*question_of(problem), *answered(problem, problem.answer, rng)] for problem in sums]
+
+
+@chz.chz
+class WordySumComparisons(ComparisonBuilder):
+    """`each` comparisons of every sum that is trained on, one of every sum that is held out."""
+
+    sums: WordySums = WordySums()
+    each: int = 4
+
+    def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+        rng = random.Random(f"comparisons:{self.sums.seed}")
+        train, test = self.sums.split()
+        return [compared(problem, rng) for _ in range(self.each) for problem in train], [
+            compared(problem, rng) for problem in test
+        ]
+
+
+@chz.chz
+class WordySumPrompts(PromptBuilder):
+    sums: WordySums = WordySums()
+
+    def __call__(self) -> Prompts:
+        train, test = self.sums.split()
+        return Prompts([question_of(problem) for problem in train], [question_of(problem) for problem in test])
