@@ -65,7 +65,7 @@ class PreferenceStage:
     max_length: int = chz.field(
         default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
     )
-    learning_rate: float = chz.field(default=3e-4, doc="of the first step")
+    learning_rate: float = chz.field(default=1e-3, doc="of the first step")
     lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
     warmup_steps: int = 0
     num_epochs: int = chz.field(default=1, doc="times through the data")

@@ -31,7 +31,7 @@ from planish.supervised.types import ChatDatasetBuilder, SupervisedDataset
 QUESTION = re.compile(r"What is (\d+) \+ (\d+)\?")
 WORDY = 0.6
 """Chance of an opening, and of a closing."""
-RIGHT = 0.6
+RIGHT = 0.9
 """Chance of the right result in an answer that is compared."""
 LARGEST_SLIP = 3
 
