@@ -62,7 +62,7 @@ def test_demonstrations_are_right_and_differ_in_words():
 
 
 def test_comparisons_are_labelled_by_the_rule():
-    drawn = [compared(Sum(3, 4), random.Random(seed)) for seed in range(60)]
+    drawn = [compared(Sum(3, 4), random.Random(seed)) for seed in range(400)]
     for labeled in drawn:
         assert asyncio.run(rule(labeled.comparison)) == {"A": -1, "B": 1}[labeled.label]
     rights = [
