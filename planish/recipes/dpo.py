@@ -10,17 +10,14 @@ reference is what the run begins with, unless another one is named. The losses a
 planish/recipes/preference_pairs.py.
 """
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import chz
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.model_renderer import learn_renderer
 from planish.preference import dpo
 from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
 from planish.preference.types import LabeledComparison
@@ -96,15 +93,7 @@ def main(options: Options, service_client: Any = None) -> Path:
     """Train; returns the run directory."""
     config = dpo_config(options)
     dpo.check(config)
-    if service_client is not None:
-        return _run_on(service_client, config)
-    with ServiceClient(base_url=config.base_url) as own_client:
-        return _run_on(own_client, config)
-
-
-def _run_on(service_client: Any, config: dpo.Config) -> Path:
-    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
-    return asyncio.run(dpo.main(chz.replace(config, renderer_name=renderer.name), service_client))
+    return training_run.run_main(dpo.main, config, service_client)
 
 
 def dpo_config(options: Options) -> dpo.Config:

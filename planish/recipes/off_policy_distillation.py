@@ -17,8 +17,9 @@ import chz
 from planish.distillation import off_policy
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
-from planish.recipes.sl_options import chat_builder, run_main, shared_settings
+from planish.recipes.sl_options import chat_builder, shared_settings
 from planish.recipes.teacher_answers import SUMS, TeacherOptions, teacher_config
+from planish.recipes.training_run import run_main
 
 ONLY_SAMPLED = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
 """Options of the teacher's answers, with their defaults."""

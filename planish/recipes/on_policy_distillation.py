@@ -22,7 +22,8 @@ from planish.distillation.prompts import PromptOnlyDatasetBuilder
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.recipes import math_rl, training_run
-from planish.recipes.rl_options import run_main, shared_settings
+from planish.recipes.rl_options import shared_settings
+from planish.recipes.training_run import run_main
 from planish.rl.types import RLDatasetBuilder
 
 PROMPTS = "prompts"

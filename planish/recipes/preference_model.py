@@ -9,17 +9,14 @@ What it leaves is used by name of its directory: `PreferenceModelBuilderFromRun(
 planish/preference, the made pairs in planish/recipes/courteous_answers.py and exchanged_answers.py.
 """
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import chz
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.model_renderer import learn_renderer
 from planish.preference import model_training
 from planish.preference.bradley_terry import QUESTION
 from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows
@@ -84,15 +81,7 @@ def main(options: Options, service_client: Any = None) -> Path:
     """Train and calibrate; returns the run directory."""
     config = model_config(options)
     model_training.check(config)
-    if service_client is not None:
-        return _run_on(service_client, config)
-    with ServiceClient(base_url=config.base_url) as own_client:
-        return _run_on(own_client, config)
-
-
-def _run_on(service_client: Any, config: model_training.Config) -> Path:
-    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
-    return asyncio.run(model_training.main(chz.replace(config, renderer_name=renderer.name), service_client))
+    return training_run.run_main(model_training.main, config, service_client)
 
 
 def model_config(options: Options) -> model_training.Config:

@@ -18,9 +18,10 @@ import chz
 
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
-from planish.recipes.sl_options import run_main, shared_settings
+from planish.recipes.sl_options import shared_settings
 from planish.recipes.sums import shown_exchanges
 from planish.recipes.teacher_answers import SUMS, TeacherOptions
+from planish.recipes.training_run import run_main
 from planish.supervised import train
 from planish.supervised.config import Config
 from planish.supervised.config import check as check_config

@@ -14,25 +14,21 @@ dataset builder; `run` does the rest:
         training_run.run_command(main, Options, {}, sys.argv[1:])
 """
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import chz
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.evaluators import Evaluator
 from planish.model.sources import DEFAULT_MODEL
-from planish.model_renderer import learn_renderer
+from planish.recipes.training_run import run_main
 from planish.rl import train
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.config import RL_LOSSES, AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig, check
 from planish.rl.types import RLDatasetBuilder
 from planish.schedules import SCHEDULES
-
-C = TypeVar("C", bound=Config)
 
 
 @chz.chz
@@ -117,15 +113,6 @@ def run(
     config = train_config(options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders)
     check(config)
     return run_main(train.main, config, service_client)
-
-
-def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None) -> Path:
-    """`main` of the config and a service client: the given one, or one of the run's own. The renderer is learned from it."""
-    if service_client is None:
-        with ServiceClient(base_url=config.base_url, deterministic=config.deterministic) as own_client:
-            return run_main(main, config, own_client)
-    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
-    return asyncio.run(main(chz.replace(config, renderer_name=renderer.name), service_client))
 
 
 def train_config(

@@ -3,19 +3,17 @@
 A recipe's options are a class on top of `SLOptions` that adds its own and gives defaults of its own; `run` does the rest.
 """
 
-import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import chz
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.learning_rates import get_lr
 from planish.model.sources import DEFAULT_MODEL
-from planish.model_renderer import learn_renderer
 from planish.problems.gsm8k import QUESTION_SUFFIX, read_problem
+from planish.recipes.training_run import run_main
 from planish.renderers import TrainOnWhat
 from planish.schedules import SCHEDULES
 from planish.supervised import train
@@ -23,8 +21,6 @@ from planish.supervised.config import Config, check
 from planish.supervised.conversations import Conversation, conversation_of
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
-
-C = TypeVar("C", bound=Config)
 
 
 @chz.chz
@@ -80,15 +76,6 @@ def run(options: SLOptions, *, recipe_name: str, dataset: str | None = None, ser
     config = sl_config(options, chat_builder(options, dataset or options.dataset), recipe_name=recipe_name)
     check(config)
     return run_main(train.main, config, service_client)
-
-
-def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None) -> Path:
-    """`main` of the config and a service client: the given one, or one of the run's own. The renderer is learned from it."""
-    if service_client is None:
-        with ServiceClient(base_url=config.base_url) as own_client:
-            return run_main(main, config, own_client)
-    renderer = learn_renderer(service_client, config.model_name, config.renderer_name)
-    return asyncio.run(main(chz.replace(config, renderer_name=renderer.name), service_client))
 
 
 def sl_config(options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str) -> Config:

@@ -1,7 +1,9 @@
 """What every training recipe does around its loop: read options from the command line, and end in a way a person can read."""
 
+import asyncio
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import chz
@@ -13,7 +15,9 @@ from chz.blueprint import (
     MissingBlueprintArg,
 )
 
+from planish import ServiceClient
 from planish.errors import PlanishError, UserError
+from planish.model_renderer import learn_renderer
 
 C = TypeVar("C")
 Presets = Mapping[str, Mapping[str, Any]]
@@ -30,6 +34,17 @@ def run_command(main: Callable[[C], object], config_type: type[C], presets: Pres
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
+
+
+def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None) -> Path:
+    """`main` of the config and a service client: the given one, or one of the run's own. The renderer is learned from it."""
+    given: Any = config
+    if service_client is None:
+        own = {"deterministic": given.deterministic} if hasattr(given, "deterministic") else {}
+        with ServiceClient(base_url=given.base_url, **own) as own_client:
+            return run_main(main, config, own_client)
+    renderer = learn_renderer(service_client, given.model_name, given.renderer_name)
+    return asyncio.run(main(chz.replace(given, renderer_name=renderer.name), service_client))
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:

@@ -4,7 +4,7 @@ import chz
 import pytest
 
 from planish.errors import UserError
-from planish.recipes import rl_options
+from planish.recipes import rl_options, training_run
 from planish.recipes.rl_options import RLOptions, run, train_config
 from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.types import RLDatasetBuilder
@@ -84,7 +84,7 @@ def test_the_reference_of_the_penalty_is_where_the_run_begins_unless_named(optio
     ],
 )
 def test_what_cannot_be_right_is_refused_before_anything_is_loaded(monkeypatch, tmp_path, options, message):
-    monkeypatch.setattr(rl_options, "ServiceClient", NoData.__call__)
+    monkeypatch.setattr(training_run, "ServiceClient", NoData.__call__)
     log_path = tmp_path / "run"
     with pytest.raises(UserError, match=message):
         run(RLOptions(log_path=str(log_path), **options), NoData(), recipe_name="mine")
