@@ -4,7 +4,7 @@ import chz
 import pytest
 
 from planish.errors import UserError
-from planish.recipes import rl_options, training_run
+from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run, train_config
 from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.types import RLDatasetBuilder
