@@ -42,8 +42,8 @@ def drawn_pairs(
     generator = random.Random(f"pairs:{seed}")
     sums = [(first, second) for first in range(largest + 1) for second in range(first, largest + 1)]
     generator.shuffle(sums)
-    held_out = [generator.choice((pair, pair[::-1])) for pair in sums[:test_size]]
-    shown = list(dict.fromkeys(turned for pair in sums[test_size:] for turned in (pair, pair[::-1])))
+    held_out = [generator.choice(((a, b), (b, a))) for a, b in sums[:test_size]]
+    shown = list(dict.fromkeys(turned for a, b in sums[test_size:] for turned in ((a, b), (b, a))))
     generator.shuffle(shown)
     draw = {"style": _style_pair, "result": _result_pair}[kind]
     return [draw(*pair, generator) for pair in shown], [draw(*pair, generator) for pair in held_out]
