@@ -29,14 +29,7 @@ def iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iterat
     begun = time.perf_counter()
     groups = rollouts(client.save_weights_and_get_sampling_client(), work)
     sampled = time.perf_counter()
-    draw = random.Random(work["seed"])
-    answers = {
-        "prompts": work["prompts"],
-        "completions": [[sequence.tokens for sequence in group] for group in groups],
-        "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
-        "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
-    }
-    loss = train_step(client, answers)
+    loss = train_step(client, answered(work, groups))
     return Iteration(groups, loss, sampled - begun, time.perf_counter() - sampled)
 
 
@@ -48,6 +41,17 @@ def rollouts(client: planish.SamplingClient, work: Mapping[str, Any]) -> Groups:
         for prompt in work["prompts"]
     ]
     return [future.result().sequences for future in futures]
+
+
+def answered(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """The round with completions [prompt][sample][token], their logprobs, and a random advantage [prompt][sample] for each."""
+    draw = random.Random(work["seed"])
+    return {
+        **work,
+        "completions": [[sequence.tokens for sequence in group] for group in groups],
+        "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
+        "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
+    }
 
 
 def tokens_of(groups: Groups) -> int:

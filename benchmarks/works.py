@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from iteration import rollouts
+from iteration import answered, rollouts
 
 import planish
 
@@ -81,7 +81,7 @@ def make_works(model: str, works: Mapping[str, Rounds], rounds: int) -> dict[str
                 make_round(client.get_tokenizer(), f"{name} {number}", shape, number)
                 for number, shape in enumerate(shapes)
             ]
-            made[name] = [with_answers(client, one) for one in plain] if work.is_answered else plain
+            made[name] = [answered(one, rollouts(client, one)) for one in plain] if work.is_answered else plain
         return made
 
 
@@ -111,14 +111,3 @@ def make_prompts(tokenizer: Any, draw: random.Random, shape: Shape) -> list[list
 
 def is_word(text: str) -> bool:
     return text[:1] == " " and text[1:].isalpha() and text.isascii() and text.islower()
-
-
-def with_answers(client: planish.SamplingClient, work: dict[str, Any]) -> dict[str, Any]:
-    """The round with completions [prompt][sample][token], their logprobs, and an advantage [prompt][sample] for each."""
-    groups = rollouts(client, work)
-    draw = random.Random(work["seed"])
-    return work | {
-        "completions": [[sequence.tokens for sequence in group] for group in groups],
-        "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
-        "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
-    }

@@ -33,7 +33,7 @@ def load(path: str) -> Peer:
         logprobs = []
         for _ in range(work["new_tokens"]):
             model.eval(tokens)
-            logits = np.ctypeslib.as_array(model._ctx.get_logits(), (model.n_vocab(),)).astype(np.float64)
+            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(model.ctx), (model.n_vocab(),)).astype(np.float64)
             distribution = np.exp(logits - logits.max())
             cumulative = distribution.cumsum()
             token = int(cumulative.searchsorted(draw.random() * cumulative[-1]))

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from iteration import iteration, rollouts, tokens_of, train_step
+from iteration import answered, iteration, rollouts, tokens_of, train_step
 from overheads import engine_seconds
 from works import Shape, make_round
 
@@ -30,19 +30,14 @@ def test_an_iteration_trains_on_what_it_sampled(client):
     before = iteration(client, WORK)
     after = iteration(client, WORK)
     assert tokens_of(before.groups) == tokens_of(after.groups) == 24
-    assert before.groups != after.groups or before.loss != after.loss
+    assert answered(WORK, before.groups) != answered(WORK, after.groups)
     assert before.seconds == before.sampling_seconds + before.training_seconds
 
 
 def test_the_loss_is_that_of_importance_sampling(client):
     """Sampler and trainer agree, so every ratio is about one, and the loss the advantages' negative sum over tokens."""
     groups = rollouts(client.save_weights_and_get_sampling_client(), WORK)
-    answers = {
-        "prompts": WORK["prompts"],
-        "completions": [[sequence.tokens for sequence in group] for group in groups],
-        "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
-        "advantages": [[1.0, 0.5, -0.25], [0.0, 0.0, 2.0]],
-    }
+    answers = answered(WORK, groups) | {"advantages": [[1.0, 0.5, -0.25], [0.0, 0.0, 2.0]]}
     assert train_step(client, answers) == pytest.approx(-4 * (1.0 + 0.5 - 0.25 + 2.0), rel=1e-3)
 
 
