@@ -65,14 +65,16 @@ PEERS = {
     "peft": PeerSpec("trl", "peers/peft_training.py", ("W2",)),
     "peft-compiled": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_COMPILE": "1"}),
     "trl": PeerSpec("trl", "peers/trl_grpo.py", ("W3",)),
+}
+ON_REQUEST = {
     "llama": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",)),
     "llama-bf16": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",), {"LLAMA_TYPE": "bf16"}),
+    **{
+        f"peft-{size}": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_MICRO_BATCH": str(size)})
+        for size in (4, 8, 16, 32)
+    },
 }
-MICRO_BATCHES = {
-    f"peft-{size}": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_MICRO_BATCH": str(size)})
-    for size in (4, 8, 16, 32)
-}
-"""Not among "all": which is the best is looked at once (`peers=peft-4,peft-8,peft-16,peft-32 works=W2`)."""
+"""Not among "all": llama.cpp is compiled from source, and PEFT's best micro-batch is looked for once."""
 
 
 @chz.chz
@@ -109,7 +111,7 @@ class Measured:
 
 
 def main(options: Options) -> None:
-    known = PEERS | MICRO_BATCHES
+    known = PEERS | ON_REQUEST
     specs = {name: known[name] for name in chosen(options.peers, PEERS, known)}
     source = SMALL_WORKS if options.small else WORKS
     works = {name: source[name] for name in chosen(options.works, source, source)}

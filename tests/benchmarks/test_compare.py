@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import HERE, MICRO_BATCHES, PEERS, Measured, check_same_work, chosen, interleaved
+from compare import HERE, ON_REQUEST, PEERS, Measured, check_same_work, chosen, interleaved
 from contender import Contender, PeerError
 from environments import PEERS as PEER_FILES
 from environments import names
@@ -101,7 +101,7 @@ def test_an_unknown_peer_is_refused():
         chosen("a,d", ["a", "b"], ["a", "b", "c"])
 
 
-@pytest.mark.parametrize("spec", [*PEERS.values(), *MICRO_BATCHES.values()])
+@pytest.mark.parametrize("spec", [*PEERS.values(), *ON_REQUEST.values()])
 def test_every_peer_can_be_started(spec):
     assert (HERE / spec.script).is_file()
     assert spec.environment in ("planish", *names())
