@@ -99,17 +99,23 @@ class BradleyTerryPreferenceModel:
     """By which differences of scores are divided: fitted on comparisons that were not trained on."""
 
     async def __call__(self, comparison: Comparison) -> float:
-        return math.tanh(await self.log_odds(comparison) / (2 * self.temperature))
+        return self.preference_between(*await self._scores(comparison))
+
+    def preference_between(self, score_a: float, score_b: float) -> float:
+        return math.tanh((score_b - score_a) / (2 * self.temperature))
 
     async def log_odds(self, comparison: Comparison) -> float:
         """Of B over A, before the temperature."""
-        prompt = comparison.prompt_conversation
-        a, b = await asyncio.gather(
-            self.score(prompt, comparison.completion_A), self.score(prompt, comparison.completion_B)
-        )
+        a, b = await self._scores(comparison)
         return b - a
 
     async def score(self, prompt: Messages, answer: Messages) -> float:
         """Of one answer. Only differences between answers to one prompt were learned."""
         yes, no = await self.choice.logprobs(self.sampling_client, score_conversation(prompt, answer, self.question))
         return yes - no
+
+    async def _scores(self, comparison: Comparison) -> list[float]:
+        prompt = comparison.prompt_conversation
+        return await asyncio.gather(
+            *(self.score(prompt, s) for s in (comparison.completion_A, comparison.completion_B))
+        )

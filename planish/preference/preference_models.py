@@ -8,9 +8,9 @@ thing of its swap; whoever needs to be fair asks both.
 import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from planish.preference.types import Comparison
+from planish.preference.types import Comparison, Messages
 
 
 class PreferenceModel(Protocol):
@@ -38,6 +38,18 @@ class BothOrders:
     async def __call__(self, comparison: Comparison) -> float:
         given, swapped = await asyncio.gather(self.model(comparison), self.model(comparison.swap()))
         return (given - swapped) / 2
+
+
+@runtime_checkable
+class ScoringPreferenceModel(PreferenceModel, Protocol):
+    """A preference model that gives each answer a number of its own, so that of many comparisons each answer is read once
+    (planish/preference/judging.py)."""
+
+    async def score(self, prompt: Messages, answer: Messages) -> float: ...
+
+    def preference_between(self, score_a: float, score_b: float) -> float:
+        """What it says of a comparison of answers with these scores."""
+        ...
 
 
 class PreferenceModelBuilder(ABC):

@@ -1,0 +1,56 @@
+"""Many comparisons at once: a model that scores answers reads each once, and says what it says one by one."""
+
+import asyncio
+import math
+from itertools import permutations
+
+import pytest
+
+from planish.preference.judging import judged
+from planish.preference.preference_models import ScoringPreferenceModel
+from planish.preference.types import Comparison
+
+
+class Scoring:
+    """Longer answers have larger scores, more so to longer prompts."""
+
+    def __init__(self):
+        self.read = []
+
+    async def __call__(self, comparison):
+        prompt = comparison.prompt_conversation
+        return self.preference_between(
+            await self.score(prompt, comparison.completion_A), await self.score(prompt, comparison.completion_B)
+        )
+
+    async def score(self, prompt, answer):
+        await asyncio.sleep(0)
+        self.read.append((prompt[0]["content"], answer[0]["content"]))
+        return 0.1 * len(prompt[0]["content"]) * len(answer[0]["content"])
+
+    def preference_between(self, score_a, score_b):
+        return math.tanh(score_b - score_a)
+
+
+def comparisons():
+    answers = ([{"role": "assistant", "content": text}] for text in ("a", "ab", "ab", "abcd"))
+    pairs = list(permutations(answers, 2))
+    return [Comparison([{"role": "user", "content": prompt}], *pair) for prompt in ("x", "xyz") for pair in pairs]
+
+
+def test_each_answer_is_read_once_and_the_preferences_are_those_of_single_comparisons():
+    at_once, one_by_one = Scoring(), Scoring()
+    assert isinstance(at_once, ScoringPreferenceModel)
+    found = asyncio.run(judged(at_once, comparisons()))
+    assert found == [asyncio.run(one_by_one(comparison)) for comparison in comparisons()]
+    assert sorted(at_once.read) == sorted({*one_by_one.read})
+    assert len(one_by_one.read) == 48
+
+
+def test_an_error_of_a_score_is_raised_as_it_is():
+    class Away(Scoring):
+        async def score(self, prompt, answer):
+            raise ConnectionError("the judge is away")
+
+    with pytest.raises(ConnectionError, match="the judge is away"):
+        asyncio.run(judged(Away(), comparisons()))
