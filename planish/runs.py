@@ -75,6 +75,21 @@ class CheckpointRecord:
 _RECORD_FIELDS = ("name", "batch", "state_path", "sampler_path", "final")
 
 
+def hold_directory(path: Path, option: str, what: str) -> FileLock:
+    """The lock of a directory, made if it is not there. `option` named it, `what` is written there; both are for the errors' words."""
+    lock = FileLock(path / ".lock")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            f"{option}={path}: another process is writing {what}; wait for it or give another {option}"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{option}={path}: {error}; give a directory that can be written to") from error
+    return lock
+
+
 class RunDirectory:
     """One run's files, held by this process until `close` (or the end of the `with` block)."""
 
@@ -85,16 +100,7 @@ class RunDirectory:
         `may_change` aside).
         """
         self.path = Path(path).expanduser()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.path / ".lock")
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise UserError(
-                f"log_path={self.path}: another process is writing this run; wait for it or give another log_path"
-            ) from error
-        except OSError as error:
-            raise StorageError(f"log_path={self.path}: {error}; give a log_path that can be written to") from error
+        self._lock = hold_directory(self.path, "log_path", "this run")
         try:
             self._check_config(_plain(config), may_change)
             self._metrics = RowFile(self.path / METRICS)

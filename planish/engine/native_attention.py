@@ -92,18 +92,18 @@ class NativePrefill:
 
     def __init__(self, spans: Sequence[PrefillSpan]) -> None:
         self._spans = spans
-        self._blocks, self._owners, rows, visible = [], [], [], []
+        blocks, owners, rows, visible = [], [], [], []
         for span in spans:
             for first in range(0, span.count, _BLOCK_ROWS):
                 count = min(_BLOCK_ROWS, span.count - first)
-                self._blocks.append((len(rows), count, len(self._owners), 1))
-                self._owners.append((span.pool, span.slot, span.start + first + count))
+                blocks.append((len(rows), count, len(owners), 1))
+                owners.append((span.pool, span.slot, span.start + first + count))
                 rows += range(span.row + first, span.row + first + count)
                 visible += range(span.start + first + 1, span.start + first + count + 1)
-        self._ranges = _Ranges(self._owners)
+        self._ranges = _Ranges(owners)
         self._plan = AttentionPlan(
-            blocks=np.array(self._blocks, kernels.Block),
-            ranges=self._ranges.of_layer(0),
+            blocks=np.array(blocks, kernels.Block),
+            ranges=np.zeros(0, kernels.Range),
             rows=np.array(rows, np.int64),
             visible=np.array(visible, np.int64),
         )

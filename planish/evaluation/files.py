@@ -17,11 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
-from planish.errors import DamagedFileError, StorageError, UserError
+from planish.errors import DamagedFileError, UserError
 from planish.evaluation.types import ChoiceTask, ChosenAnswer, SampledAnswer, ScoredChoice, Task
-from planish.runs import RowFile, read_rows, write_whole
+from planish.runs import RowFile, hold_directory, read_rows, write_whole
 
 CONFIG = "config.json"
 SAMPLES = "samples.jsonl"
@@ -37,16 +35,7 @@ class EvaluationDirectory:
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
         """Make the directory, or go on with the evaluation in it. UserError if that is another one, or another process is at it."""
         self.path = Path(path).expanduser()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.path / ".lock")
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise UserError(
-                f"out={self.path}: another process is writing there; wait for it or give another out"
-            ) from error
-        except OSError as error:
-            raise StorageError(f"out={self.path}: {error}; give a directory that can be written to") from error
+        self._lock = hold_directory(self.path, "out", "there")
         try:
             self._check(json.loads(json.dumps(config)))
             self._rows = RowFile(self.path / SAMPLES)
