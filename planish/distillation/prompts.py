@@ -18,6 +18,7 @@ from planish.model_renderer import model_renderer
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages
 from planish.rl.datasets import ProblemDataset
+from planish.rl.problem_env import only_step
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -28,10 +29,8 @@ from planish.rl.types import (
     RLDataset,
     RLDatasetBuilder,
     StepResult,
-    StopReason,
 )
 from planish.supervised.conversations import Conversation, conversation_of
-from planish.types import ModelInput
 
 
 def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
@@ -82,14 +81,7 @@ class PromptOnlyEnv(Env):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         logtree.conversation([*self.messages, self.renderer.parse_response(action).message])
-        was_cut_off = extra is not None and extra.get("stop_reason") == "length"
-        return StepResult(
-            reward=0.0,
-            episode_done=True,
-            next_observation=ModelInput.empty(),
-            next_stop_condition=self.renderer.get_stop_sequences(),
-            stop_reason=StopReason.MAX_TOKENS if was_cut_off else StopReason.COMPLETED,
-        )
+        return only_step(self.renderer, 0.0, extra)
 
 
 @dataclass(frozen=True)

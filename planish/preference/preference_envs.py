@@ -36,6 +36,7 @@ from planish.preference.prompts import PromptBuilder, checked_prompts
 from planish.preference.types import Comparison, Messages
 from planish.renderers import Renderer, get_text_content
 from planish.rl.datasets import ProblemDataset
+from planish.rl.problem_env import only_step
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -46,10 +47,8 @@ from planish.rl.types import (
     RLDataset,
     RLDatasetBuilder,
     StepResult,
-    StopReason,
     Trajectory,
 )
-from planish.types import ModelInput
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +89,7 @@ class PreferenceEnv(Env):
             logtree.conversation(self.prompt)
         with logtree.scope_header("Policy Response"):
             logtree.conversation(answer.completion)
-        was_cut_off = extra is not None and extra.get("stop_reason") == "length"
-        return StepResult(
-            reward=0.0,
-            episode_done=True,
-            next_observation=ModelInput.empty(),
-            next_stop_condition=self.renderer.get_stop_sequences(),
-            stop_reason=StopReason.MAX_TOKENS if was_cut_off else StopReason.COMPLETED,
-        )
+        return only_step(self.renderer, 0.0, extra)
 
 
 @dataclass(frozen=True)

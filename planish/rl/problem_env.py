@@ -8,7 +8,7 @@ earns nothing by itself. An answer that cannot be judged counts as wrong, and as
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,21 @@ from planish.types import ModelInput
 class UnjudgedAnswerError(PlanishError):
     """Raised by a `check_answer` that cannot say whether an answer is right. It counts as wrong; anything else that a check
     raises is a fault of the program and ends the rollout."""
+
+
+def only_step(
+    renderer: Renderer, reward: float, extra: ActionExtra | None, metrics: Mapping[str, float] | None = None
+) -> StepResult:
+    """The end of an episode of one answer: cut off, or completed."""
+    was_cut_off = extra is not None and extra.get("stop_reason") == "length"
+    return StepResult(
+        reward=reward,
+        episode_done=True,
+        next_observation=ModelInput.empty(),
+        next_stop_condition=renderer.get_stop_sequences(),
+        metrics=dict(metrics or {}),
+        stop_reason=StopReason.MAX_TOKENS if was_cut_off else StopReason.COMPLETED,
+    )
 
 
 class ProblemEnv(Env):
@@ -86,15 +101,8 @@ class ProblemEnv(Env):
                     "reward": reward,
                 }
             )
-        was_cut_off = extra is not None and extra.get("stop_reason") == "length"
-        return StepResult(
-            reward=reward,
-            episode_done=True,
-            next_observation=ModelInput.empty(),
-            next_stop_condition=self.renderer.get_stop_sequences(),
-            metrics={"format": form, "correct": correct, "unjudged": float(verdict is None)},
-            stop_reason=StopReason.MAX_TOKENS if was_cut_off else StopReason.COMPLETED,
-        )
+        metrics = {"format": form, "correct": correct, "unjudged": float(verdict is None)}
+        return only_step(self.renderer, reward, extra, metrics)
 
     async def _judge(self, text: str) -> bool | None:
         """Whether the answer is right; None if nobody can say."""
