@@ -1,0 +1,20 @@
+"""What the Triton kernels share. Only what runs on a GPU imports this: Triton comes with torch for CUDA and is absent elsewhere.
+
+TRITON_INTERPRET=1, set before the first import, makes Triton compute on a CPU with numpy: so the kernels' logic is tested on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def dot(a, b):
+    """The product of two tiles, added up in float32; float32 operands are not shortened to TF32."""
+    if INTERPRETED:  # whose products of bf16 are those of its bits (Triton 3.6)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, input_precision="ieee")

@@ -1,0 +1,80 @@
+"""Compiles Triton kernels for an H100 or H200, which needs no such machine: what the interpreter accepts, the compiler may not.
+
+It runs in a process of its own, `python hopper.py MODULE` with the cases as JSON on its input, since a process either interprets or compiles.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialization of a kernel."""
+
+    kernel: str
+    types: dict[str, str]
+    """Of the arguments that are no constants, as Triton writes them: "*bf16", "*fp32", "*i64", "i32", "fp32"."""
+    constants: dict[str, int | bool | float | str | None] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one specialization takes on the machine."""
+
+    kernel: str
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of local memory of a thread."""
+    shared: int
+    """Bytes of shared memory of a program."""
+
+
+def resources(module: str, cases: list[Case]) -> list[Resources]:
+    """Compiles each case with the kernels of `module`; RuntimeError with the compiler's words if one fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    given = json.dumps([asdict(case) for case in cases])
+    done = subprocess.run(
+        [sys.executable, __file__, module], input=given, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return [Resources(**found) for found in json.loads(done.stdout)]
+
+
+def main() -> None:
+    module = importlib.import_module(sys.argv[1])
+    print(json.dumps([asdict(_compile(module, Case(**case))) for case in json.load(sys.stdin)]))
+
+
+def _compile(module, case: Case) -> Resources:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(module, case.kernel)
+    named = {name: case.types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, named, case.constants)
+    options = {"num_warps": case.warps, "num_stages": case.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, local = (int(re.search(rf"{name}:(\d+)", said).group(1)) for name in ("REG", "LOCAL"))  # type: ignore[union-attr]
+    stack = int(re.search(r"STACK:(\d+)", said).group(1))  # type: ignore[union-attr]
+    return Resources(case.kernel, registers, max(local, stack), compiled.metadata.shared)
+
+
+if __name__ == "__main__":
+    main()
