@@ -4,7 +4,7 @@ import argparse
 
 from planish.model.listing import print_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.native import kernels
+from planish.native import cpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.fetch is not None:
         print(f"{arguments.fetch}: {resolve_model(arguments.fetch)}")
-        kernels.loaded()  # compiled now rather than at the first sample
+        cpu.loaded()  # compiled now rather than at the first sample
     else:
         print_models()

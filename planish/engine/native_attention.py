@@ -20,8 +20,8 @@ from planish.engine.kv_cache import KVPool, KVPools
 from planish.engine.packing import Packed
 from planish.engine.positions import SPAN
 from planish.engine.sampling_attention import PrefillSpan, SampleSlot
-from planish.native import kernels
-from planish.native.kernels import AttentionPlan
+from planish.native import cpu
+from planish.native.cpu import AttentionPlan
 
 _BLOCK_ROWS = 16
 _LANE = 8
@@ -43,8 +43,8 @@ class NativeForest:
                 ranges += spans
         self._spans = np.array(ranges, np.int64)
         self._plan = AttentionPlan(
-            blocks=np.array(blocks, kernels.Block),
-            ranges=np.zeros(len(ranges), kernels.Range),
+            blocks=np.array(blocks, cpu.Block),
+            ranges=np.zeros(len(ranges), cpu.Range),
             rows=np.arange(len(packed)),
             visible=packed.positions + 1,
         )
@@ -75,7 +75,7 @@ class _Forest(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: NativeForest) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         lse = torch.empty(q.shape[:2])
-        out = kernels.attend(forest.plan(k, v), q, k.shape[1], lse)
+        out = cpu.attend(forest.plan(k, v), q, k.shape[1], lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.forest = forest
         return out
@@ -84,7 +84,7 @@ class _Forest(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         plan, ends = ctx.forest.plan(k, v), ctx.forest.part_ends(k.shape[1])
-        return *kernels.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k), None
+        return *cpu.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k), None
 
 
 class NativePrefill:
@@ -102,8 +102,8 @@ class NativePrefill:
                 visible += range(span.start + first + 1, span.start + first + count + 1)
         self._ranges = _Ranges(owners)
         self._plan = AttentionPlan(
-            blocks=np.array(blocks, kernels.Block),
-            ranges=np.zeros(0, kernels.Range),
+            blocks=np.array(blocks, cpu.Block),
+            ranges=np.zeros(0, cpu.Range),
             rows=np.array(rows, np.int64),
             visible=np.array(visible, np.int64),
         )
@@ -114,7 +114,7 @@ class NativePrefill:
             span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
             span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
         plan = replace(self._plan, ranges=self._ranges.of_layer(layer))
-        return kernels.attend(plan, q.contiguous(), k.shape[1], None)
+        return cpu.attend(plan, q.contiguous(), k.shape[1], None)
 
 
 class NativeDecode:
@@ -139,16 +139,16 @@ class NativeDecode:
         self._shared = _Ranges(shared)
         self._own = _Ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found])
         self._plan = AttentionPlan(
-            blocks=np.array([tuple(block) for block in blocks], kernels.Block),
-            ranges=np.zeros(0, kernels.Range),
+            blocks=np.array([tuple(block) for block in blocks], cpu.Block),
+            ranges=np.zeros(0, cpu.Range),
             rows=np.array([rows[id(sample)] for sample, _ in found], np.int64),
             visible=np.array(visible, np.int64),
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         plan = replace(self._plan, ranges=self._shared.of_layer(layer), own=self._own.of_layer(layer))
-        kernels.keep(plan, k, v)
-        return kernels.attend(plan, q.contiguous(), k.shape[1], None)
+        cpu.keep(plan, k, v)
+        return cpu.attend(plan, q.contiguous(), k.shape[1], None)
 
 
 class _Ranges:
@@ -158,7 +158,7 @@ class _Ranges:
         self._pools = list({id(pool): pool for pool, _, _ in owners}.values())
         numbers = {id(pool): number for number, pool in enumerate(self._pools)}
         self._pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
-        self._ranges = np.zeros(len(owners), kernels.Range)
+        self._ranges = np.zeros(len(owners), cpu.Range)
         sizes = [pool.shape.heads * pool.capacity * pool.shape.head_dim for pool, _, _ in owners]
         self._offsets = np.array(
             [slot * size * pool.shape.dtype.itemsize for (pool, slot, _), size in zip(owners, sizes, strict=True)],

@@ -40,7 +40,7 @@ from planish.engine.stopping import StopCondition
 from planish.errors import NonFiniteError
 from planish.model.decoder import Attend, Decoder
 from planish.model.lora import AdapterRows, LoraWeights, StackRows
-from planish.native import kernels
+from planish.native import cpu
 from planish.service import DrawnToken, Sample
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
@@ -75,7 +75,7 @@ class Sampler:
         self._stacks = AdapterStacks()
         self._can_stack = tiling is None or tiling.stacks
         self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
-        self._native = kernels.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
+        self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
         per_position = self._shape.bytes_per_position
         self._scheduler = Scheduler(
             settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens

@@ -32,7 +32,7 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.head import scored_logprobs
 from planish.model.lora import AdapterRows, LoraWeights
-from planish.native import kernels
+from planish.native import cpu
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"
@@ -99,7 +99,7 @@ class Trainer:
         self._decoder = decoder
         self._tiling = tiling or RowTiling()
         self.settings = settings
-        self._native = kernels.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
+        self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
         self._kept_bytes = settings.activation_bytes(decoder.config)
 
     def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:

@@ -205,8 +205,9 @@ def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: 
     """x + more, and its norm. Without gradients x (float32) may be overwritten with the sum."""
     if torch.is_grad_enabled():
         return _AddNorm.apply(x, more, weight, eps, dtype)  # type: ignore[no-any-return]
-    if kernels.usable(x):
-        total, out, _ = kernels.rms_norm(x.contiguous(), more, weight, eps, dtype, in_place=True)
+    own = kernels.serving(x)
+    if own is not None:
+        total, out, _ = own.rms_norm(x.contiguous(), more, weight, eps, dtype, in_place=True)
         return total, out
     total = x if more is None else x.add_(more)
     return total, _norm(total, weight, eps, dtype)[0]
@@ -223,8 +224,9 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
-        if kernels.usable(x):
-            total, out, scale = kernels.rms_norm(x.contiguous(), more, weight, eps, dtype)
+        own = kernels.serving(x)
+        if own is not None:
+            total, out, scale = own.rms_norm(x.contiguous(), more, weight, eps, dtype)
         else:
             total = x if more is None else x + more
             out, scale = _norm(total, weight, eps, dtype)
@@ -236,10 +238,11 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, grad: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
+        own = kernels.serving(x)
         if grad is None:
             found = grad_total
-        elif kernels.usable(x):
-            found = kernels.rms_norm_backward(grad.contiguous(), x, weight, scale, grad_total)
+        elif own is not None:
+            found = own.rms_norm_backward(grad.contiguous(), x, weight, scale, grad_total)
         else:
             weighted = grad.to(x.dtype) * weight
             inner = torch.linalg.vecdot(weighted, x).unsqueeze(-1).div_(x.shape[-1]).mul_(scale).mul_(scale)
@@ -257,8 +260,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    if kernels.usable(gate_up):
-        return kernels.swiglu(gate_up)
+    own = kernels.serving(gate_up)
+    if own is not None:
+        return own.swiglu(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
@@ -274,8 +278,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
-        if kernels.usable(gate_up):
-            return kernels.swiglu_backward(grad.contiguous(), gate_up)
+        own = kernels.serving(gate_up)
+        if own is not None:
+            return own.swiglu_backward(grad.contiguous(), gate_up)
         gate, up = gate_up.chunk(2, -1)
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
 

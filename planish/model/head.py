@@ -108,10 +108,11 @@ class _ScoredLogprobs(torch.autograd.Function):
                 stored = [tensor[here] for tensor in kept[per_chunk * number : per_chunk * (number + 1)]]
             else:
                 stored = _stored_logits(hidden[where], ctx.head, low[where] if low is not None else None, lora)
-            if kernels.usable(stored[-1]):
+            own = kernels.serving(stored[-1])
+            if own is not None:
                 first, targets, amounts = pairs.by_row(where)
                 totals = log_total[where]
-                kernels.normalizers_backward(
+                own.normalizers_backward(
                     stored[-1], ctx.temperature, totals, first, targets, amounts, _exact_part(stored)
                 )
             else:
@@ -204,8 +205,9 @@ def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
 
 def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
     """Log-sum-exp of float32 logits [R, V] / temperature [R], which are overwritten with exp(entry - the row's largest)."""
-    if kernels.usable(logits):
-        return kernels.normalizers(logits, temperature, weights=logits)
+    own = kernels.serving(logits)
+    if own is not None:
+        return own.normalizers(logits, temperature, weights=logits)
     peak = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
     return (peak.squeeze(1) + _chunk_sums(logits.sub_(peak).exp_()).sum(1).log()).to(logits.dtype)
 
@@ -218,9 +220,10 @@ def _chunk_sums(weights: Tensor) -> Tensor:
 
 def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
     """log_normalizer of stored logits, which stay as they are."""
-    if kernels.usable(stored[-1]):
-        temperatures = torch.full((stored[-1].shape[0],), temperature)
-        return kernels.normalizers(stored[-1], temperatures, _exact_part(stored))
+    own = kernels.serving(stored[-1])
+    if own is not None:
+        temperatures = torch.full((stored[-1].shape[0],), temperature, device=stored[-1].device)
+        return own.normalizers(stored[-1], temperatures, _exact_part(stored))
     return torch.cat(
         [log_normalizer(wide, wide.new_full(wide.shape[:1], temperature)) for _, wide in _wide_tiles(stored)]
     )

@@ -63,8 +63,9 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    if kernels.usable(x):
-        return kernels.rotate(x, cos, sin, back=back)
+    own = kernels.serving(x)
+    if own is not None:
+        return own.rotate(x, cos, sin, back=back)
     sin = -sin if back else sin
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -13,14 +13,14 @@ from planish.engine.native_attention import NativeDecode, NativeForest, NativePr
 from planish.engine.packing import Packed, pack
 from planish.engine.positions import SPAN, capacity_for
 from planish.engine.sampling_attention import PrefillSpan
-from planish.native import kernels
+from planish.native import cpu
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def here():
-    if kernels.loaded() is None:
+    if cpu.loaded() is None:
         pytest.skip("this machine has no AVX-512 or no C++ compiler")
 
 

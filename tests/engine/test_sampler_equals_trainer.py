@@ -17,7 +17,7 @@ from planish.engine.sampler import Sampler, SamplerSettings
 from planish.engine.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
 from planish.model.lora import LoraLayout
-from planish.native import kernels
+from planish.native import cpu
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import Datum, EncodedTextChunk, LoraConfig, ModelInput, SampleResponse, SamplingParams
@@ -92,7 +92,7 @@ def gaps(
 def _kernels(request, monkeypatch):
     """With the CPU's own kernels where there are any, and without."""
     if request.param == "torch":
-        monkeypatch.setattr(kernels, "loaded", lambda: None)
+        monkeypatch.setattr(cpu, "loaded", lambda: None)
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -113,7 +113,7 @@ def test_bf16_to_the_last_bits(tmp_path, family, options):
         pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
     for micro_batch_tokens in (4096, 500):
         gaps = np.abs(gap(decoder, 1.0, micro_batch_tokens))
-        if kernels.loaded() is not None:
+        if cpu.loaded() is not None:
             assert not gaps.any()
         assert np.quantile(gaps, 0.995) < 1e-5
         # Where the 16th and 17th likeliest logits are rounded to a tie, head.py may recompute either.
@@ -159,5 +159,5 @@ def test_another_order_of_sums_would_show(tmp_path, monkeypatch):
         return out * (1 + 2**-9), lse
 
     monkeypatch.setattr(ordered_attention, "attend", less_exact)
-    monkeypatch.setattr(kernels, "loaded", lambda: None)
+    monkeypatch.setattr(cpu, "loaded", lambda: None)
     assert np.quantile(np.abs(gap(decoder, 1.0)), 0.5) > 1e-3

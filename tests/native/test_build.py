@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from planish.errors import UserError
-from planish.native import build, kernels
+from planish.native import build, cpu
 
 
 @pytest.fixture
 def asked_anew():
-    kernels.loaded.cache_clear()
+    cpu.loaded.cache_clear()
     yield
-    kernels.loaded.cache_clear()
+    cpu.loaded.cache_clear()
 
 
 def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(tmp_path, monkeypatch, caplog, asked_anew):
@@ -21,9 +21,9 @@ def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(tmp_path
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     with caplog.at_level(logging.INFO):
-        assert kernels.loaded() is None
+        assert cpu.loaded() is None
     assert "no-such-compiler" in caplog.text
-    assert not kernels.usable(torch.zeros(1))
+    assert not cpu.usable(torch.zeros(1))
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
@@ -32,12 +32,12 @@ def test_what_cannot_be_had_is_refused(wanted, message, monkeypatch, asked_anew)
     monkeypatch.setenv("PLANISH_KERNELS", wanted)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with pytest.raises(UserError, match=message):
-        kernels.loaded()
+        cpu.loaded()
 
 
 def test_torch_can_be_asked_for(monkeypatch, asked_anew):
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
-    assert kernels.loaded() is None
+    assert cpu.loaded() is None
 
 
 def test_a_source_that_does_not_compile_leaves_nothing(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from planish.model.decoder import add_norm, swiglu
 from planish.model.head import scored_logprobs
 from planish.model.linear import FrozenLinear
 from planish.model.rope import Rotation, rotate
-from planish.native import kernels
+from planish.native import cpu
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -17,7 +17,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture(autouse=True)
 def here():
-    if kernels.loaded() is None:
+    if cpu.loaded() is None:
         pytest.skip("this machine has no AVX-512 or no C++ compiler")
 
 
@@ -36,7 +36,7 @@ def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
 def both(function, leaves: list[Tensor], upstream: Tensor, monkeypatch) -> None:
     native = outcome(function, leaves, upstream)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "loaded", lambda: None)
+        patch.setattr(cpu, "loaded", lambda: None)
         plain = outcome(function, leaves, upstream)
     for ours, theirs in zip(native, plain, strict=True):
         assert ours.dtype == theirs.dtype
@@ -111,13 +111,13 @@ def test_logprobs_and_their_gradient(dtype, vocab, monkeypatch):
 def test_normalizers_leave_the_weights_that_tokens_are_drawn_by():
     logits, temperature = normal(9, 300) * 5, torch.linspace(0.5, 2, 9)
     weights = logits.clone()
-    found = kernels.normalizers(weights, temperature, weights=weights)
+    found = cpu.normalizers(weights, temperature, weights=weights)
     scaled = logits / temperature[:, None]
     torch.testing.assert_close(found, scaled.logsumexp(1))
     torch.testing.assert_close(weights, (scaled - scaled.amax(1, keepdim=True)).exp())
-    assert torch.equal(found, kernels.normalizers(logits, temperature))
+    assert torch.equal(found, cpu.normalizers(logits, temperature))
     logits[3, 5], logits[4, 200] = torch.nan, torch.inf
-    bad = kernels.normalizers(logits, temperature)
+    bad = cpu.normalizers(logits, temperature)
     assert bad.isfinite().tolist() == [row not in (3, 4) for row in range(9)]
     others = bad.isfinite()
     assert torch.equal(bad[others], found[others])
@@ -127,7 +127,7 @@ def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite():
     wide = torch.cat([normal(1000), torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 3e38])])[None]
     ones = torch.ones_like(wide)
     # silu(100) is 100: what comes out is the product with `up`, rounded once.
-    out = kernels.swiglu(torch.cat([100 * ones, wide], 1).to(torch.bfloat16))
+    out = cpu.swiglu(torch.cat([100 * ones, wide], 1).to(torch.bfloat16))
     expected = (100 * wide.to(torch.bfloat16).float()).to(torch.bfloat16)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -139,9 +139,9 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
 
     def rows(part: slice) -> list[Tensor]:
         return [
-            kernels.rms_norm(x[part].contiguous(), None, weight, 1e-5, dtype)[1],
-            kernels.swiglu(x[part].to(dtype).contiguous()),
-            kernels.rotate(heads[part], angles[part].cos(), angles[part].sin()),
+            cpu.rms_norm(x[part].contiguous(), None, weight, 1e-5, dtype)[1],
+            cpu.swiglu(x[part].to(dtype).contiguous()),
+            cpu.rotate(heads[part], angles[part].cos(), angles[part].sin()),
         ]
 
     whole = rows(slice(None))
