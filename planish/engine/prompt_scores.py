@@ -56,11 +56,21 @@ class PromptScores:
         alt = op.prompt_alt_tokens_k
         self._alt = (np.zeros((n - 1, alt), np.int64), np.zeros((n - 1, alt), np.float32)) if alt else None
 
+    @property
+    def begins(self) -> int:
+        """The first position whose hidden state is asked about; what lies before it may come from a cache."""
+        if self._alt is not None:
+            return 0
+        least = [self._first - 1] if self._logprobs is not None or self._top is not None else []
+        if self._targets is not None:
+            asked_for = (self._targets >= 0).any(tuple(range(1, self._targets.ndim)))
+            least.append(int(asked_for.argmax()) if asked_for.any() else len(asked_for))
+        return min(least)
+
     def add(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact) -> None:
         """Hidden states [R, D] of prompt positions start .. start + R - 1; position i speaks of token i + 1."""
         stop = min(start + hidden.shape[0], len(self.tokens) - 1)
-        whole = self._targets is not None or self._alt is not None
-        for first in range(max(start, 0 if whole else self._first - 1), stop, _BLOCK):
+        for first in range(max(start, self.begins), stop, _BLOCK):
             last = min(first + _BLOCK, stop)
             block = hidden[first - start : last - start]
             self._add_block(first + 1, block, logits(block), exact)

@@ -24,23 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.adapter_stacks import ROWS, AdapterStacks, shape_of
+from planish.engine.adapter_stacks import shape_of
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.kv_cache import KVPools, KVShape
-from planish.engine.native_attention import NativeDecode, NativePrefill
+from planish.engine.passes import Passes, PlainPasses, Rows
 from planish.engine.positions import CHUNK, SPAN, capacity_for
 from planish.engine.prefix_cache import PrefixCache
 from planish.engine.prompt_scores import PromptScores, asked
 from planish.engine.row_tiling import RowTiling
 from planish.engine.sample_checks import check_sample, max_tokens_of
-from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
+from planish.engine.sampling_attention import PrefillSpan
 from planish.engine.sampling_head import RowLayout, SamplingHead
 from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.stopping import StopCondition
 from planish.errors import NonFiniteError
-from planish.model.decoder import Attend, Decoder
-from planish.model.lora import AdapterRows, LoraWeights, StackRows
-from planish.native import cpu
+from planish.model.decoder import Decoder
+from planish.model.lora import AdapterRows, LoraWeights
 from planish.service import DrawnToken, Sample
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
@@ -72,10 +71,8 @@ class Sampler:
         self._decode_text = decode_text
         self._tiling = tiling
         self._head = SamplingHead(decoder, tiling)
-        self._stacks = AdapterStacks()
-        self._can_stack = tiling is None or tiling.stacks
+        self._passes: Passes = PlainPasses(decoder, tiling, self._head)
         self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
-        self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
         per_position = self._shape.bytes_per_position
         self._scheduler = Scheduler(
             settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
@@ -148,7 +145,7 @@ class Sampler:
         if going:
             self._decode(going)
         if not self.busy:
-            self._stacks.forget()
+            self._passes.rest()
 
     def forget(self, version: Hashable) -> None:
         """Free the cached prefixes of a version that nobody will ask for again."""
@@ -171,9 +168,12 @@ class Sampler:
         """Give a new prompt its slot, with what the cache knows of it."""
         pool = self._prompts.of(prompt.capacity)
         pool.add(prompt)
-        known = [] if prompt.scored_for else self._cache.find(prompt.version, prompt.tokens)
-        for index, chunk in enumerate(known):
-            pool.write(prompt.slot, index * CHUNK, chunk)
+        known = self._cache.find(prompt.version, prompt.tokens)
+        if prompt.scored_for is not None and prompt.scored_for.scores is not None:
+            known = known[: prompt.scored_for.scores.begins // CHUNK]
+        if known:
+            keys, values = (torch.cat(parts, 2) for parts in zip(*known, strict=True))
+            pool.write(prompt.slot, 0, (keys, values))
         prompt.computed = prompt.cached = len(known) * CHUNK
 
     def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
@@ -186,8 +186,7 @@ class Sampler:
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count))
-        attention: Attend = NativePrefill(spans) if self._native else PrefillAttention(spans)
-        hidden = self._hidden(tokens, positions, attention, layout.adapters)
+        hidden = self._passes.prefill(Rows(tokens, positions, layout), spans)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             self._computed(prompt, hidden[row : row + count])
 
@@ -244,8 +243,7 @@ class Sampler:
         for sample in samples:
             self._make_room(sample)
         rows_of = Counter(sample.prompt.weights for sample in samples)
-        stacked = self._can_stack and len(rows_of) > 1
-        multiple = ROWS if stacked else 1
+        multiple = self._passes.multiple(len(rows_of))
 
         def place(sample: RunningSample) -> tuple[Any, ...]:
             weights = sample.prompt.weights
@@ -254,22 +252,13 @@ class Sampler:
         # Adapters that can share products are neighbours; within one, rows are in the order of the slots: attention then reads them in place.
         samples = sorted(samples, key=place)
         layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling, multiple)
-        if not stacked:
-            self._stacks.forget()
-        adapters = self._stacks.of(layout.adapters) if stacked else layout.adapters
         tokens, positions = [0] * layout.total, [0] * layout.total
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
             positions[row] = sample.position
         rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
-        query_rows = self._tiling.query_rows if self._tiling else 1
-        attention: Attend = (
-            NativeDecode(rows, self._prompts, self._samples)
-            if self._native
-            else DecodeAttention(rows, self._prompts, self._samples, query_rows, self._decoder.device)
-        )
-        hidden = self._hidden(tokens, positions, attention, adapters)
-        self._draw(samples, layout.starts, hidden, self._head.logits(hidden, layout.adapters), layout.adapters)
+        hidden, logits = self._passes.decode(Rows(tokens, positions, layout), rows, self._prompts, self._samples)
+        self._draw(samples, layout.starts, hidden, logits, layout.adapters)
 
     def _make_room(self, sample: RunningSample) -> None:
         """Room for the keys of the sample's last token; at first, also a copy of the prompt's last, unfinished span."""
@@ -296,7 +285,7 @@ class Sampler:
             logits = logits[torch.tensor(rows, device=logits.device)]
         params = [sample.request.op.sampling_params for sample in samples]
         drawn = draw(logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples])
-        exact = self._head.exact(hidden, torch.tensor(rows, device=hidden.device), drawn.tokens, adapters)
+        exact = self._head.drawn(hidden, logits, rows, drawn.tokens, adapters)
         temperature = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
         logprobs = (exact / temperature - drawn.log_normalizer).tolist()
         most = max(sample.request.op.topk_sample_logprobs for sample in samples)
@@ -366,21 +355,6 @@ class Sampler:
                 self._take_out(sample)
             if request.prompt is not None:
                 self._release_if_unused(request.prompt)
-
-    # The decoder
-
-    def _hidden(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        attention: Callable[..., Tensor],
-        adapters: Sequence[AdapterRows | StackRows],
-    ) -> Tensor:
-        device = self._decoder.device
-        tile = self._tiling.tile if self._tiling else None
-        return self._decoder.hidden(
-            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attention, adapters, tile=tile
-        )
 
 
 def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:

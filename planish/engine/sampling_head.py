@@ -69,6 +69,17 @@ class SamplingHead:
                 out[mine] = exact_logits(states, self._head, _lora(segment.weights), at, tokens[mine])
         return out
 
+    def drawn(
+        self, hidden: Tensor, logits: Tensor, rows: list[int], tokens: Tensor, adapters: list[AdapterRows]
+    ) -> Tensor:
+        """Logits of tokens[i], drawn at hidden row rows[i], whose logits are logits[i]: float32 [B], as `exact` finds them.
+
+        On a GPU, whose logits are exact already and whose bits are nobody's promise, without as many products as there are adapters.
+        """
+        if logits.device.type != "cpu" and self._tiling == RowTiling():
+            return logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        return self.exact(hidden, torch.tensor(rows, device=hidden.device), tokens, adapters)
+
     def _tiled(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
         pieces = hidden.split(self._tiling.tile) if self._tiling.tile else (hidden,)
         parts = [head_logits(piece, self._head, _lora(weights)) for piece in pieces]

@@ -59,7 +59,7 @@ class Prompt:
     version: Hashable
     weights: LoraWeights | None
     scored_for: Request | None
-    """A prompt with questions about it is computed whole, and for that request alone."""
+    """A prompt with questions about it is computed for that request alone, and whole from the first position that is asked about."""
     slot: int = -1
     computed: int = 0
     cached: int = 0
@@ -207,12 +207,11 @@ class Scheduler:
 
     def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache[Any]) -> bool:
         """Whether a prompt under way will soon offer a longer known prefix than the cache does now: then wait for it."""
-        if request.scores:
-            return False
         under_way = [p for p in self.prompts if not p.ready and p.version == request.version]
         if not under_way or any(self._same(p, request) for p in under_way):
             return False
         longer = (len(cache.find(request.version, request.tokens)) + 1) * CHUNK
-        if longer >= len(request.tokens):
+        usable = len(request.tokens) - 1 if request.scores is None else request.scores.begins
+        if longer > usable:
             return False
         return any(p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way)

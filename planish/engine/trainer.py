@@ -160,14 +160,15 @@ class Trainer:
         try:
             with torch.set_grad_enabled(job.backward):
                 unique = self._score(job, packed, pairs)
-            logprobs = unique.detach()[pairs.place.to(unique.device)].requires_grad_(job.backward)
+            # Losses are sums over a few numbers a datum: on the CPU, so that a GPU waits once and not for each datum.
+            logprobs = unique.detach().cpu()[pairs.place].requires_grad_(job.backward)
             with torch.set_grad_enabled(job.backward):
                 losses = _losses(job, packed, logprobs)
             grad = self._backward(job, packed, pairs, unique, logprobs, losses) if job.backward else None
         except BaseException:
             job.weights.collect_grad()
             raise
-        flat = logprobs.detach().cpu()
+        flat = logprobs.detach()
         arrays = {
             datum: part.view(job.examples[datum].targets.shape).numpy().copy()
             for datum, part in zip(packed.datums, flat.split(_sizes(job, packed)), strict=True)
@@ -201,9 +202,9 @@ class Trainer:
                 raise NonFiniteError(
                     f"the gradient of data[{datum}]'s loss is not finite; check its logprobs and advantages"
                 )
-        at_pairs = torch.zeros_like(unique).index_add_(0, pairs.place.to(unique.device), wanted)
+        at_pairs = torch.zeros(unique.shape, dtype=wanted.dtype).index_add_(0, pairs.place, wanted)
         if unique.requires_grad and bool(at_pairs.any()):
-            unique.backward(at_pairs)
+            unique.backward(at_pairs.to(unique.device))
         return job.weights.collect_grad()
 
 
@@ -238,7 +239,7 @@ def _losses(job: _Job, packed: Packed, logprobs: Tensor) -> Tensor:
     losses = []
     for datum, part in zip(packed.datums, logprobs.split(_sizes(job, packed)), strict=True):
         example = job.examples[datum]
-        inputs = {name: torch.tensor(values, device=logprobs.device) for name, values in example.inputs.items()}
+        inputs = {name: torch.tensor(values) for name, values in example.inputs.items()}
         losses.append(job.loss.fn(part.view(example.targets.shape), inputs, job.config))
     stacked = torch.stack(losses)
     finite = torch.isfinite(stacked).tolist()

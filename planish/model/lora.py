@@ -157,14 +157,13 @@ class LoraWeights:
 
     def collect_grad(self) -> Tensor:
         """The leaves' gradients as one float32 vector with respect to the master; the leaves are left without."""
-        flat = torch.zeros(self.layout.size, device=self.leaves[0].device)
-        for leaf, (offset, size, is_b) in zip(self.leaves, self._spans, strict=True):
-            if leaf.grad is not None:
-                part = flat[offset : offset + size]
-                part.copy_(leaf.grad.view(-1))
-                if is_b:
-                    part.mul_(self.layout.scaling)
-                leaf.grad = None
+        grads = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves]
+        # The leaves lie in the vector one behind the other.
+        flat = torch.cat([grad.view(-1) for grad in grads]).float()
+        scaled = [flat[offset : offset + size] for offset, size, is_b in self._spans if is_b]
+        torch._foreach_mul_(scaled, self.layout.scaling)  # pyright: ignore[reportPrivateImportUsage]
+        for leaf in self.leaves:
+            leaf.grad = None
         return flat
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from planish.engine.adapter_stacks import AdapterStacks
+from planish.engine.passes import PlainPasses
 from planish.engine.row_tiling import probe
 from planish.engine.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
@@ -91,4 +92,5 @@ def test_a_stack_is_kept_while_its_adapters_are_together(decoder: Decoder):
 def test_a_sampler_without_work_keeps_no_adapter(decoder: Decoder):
     sampler = Sampler(decoder, SamplerSettings(), lambda _: "", None)
     drawn(sampler, [job(decoder, index) for index in (1, 2, 4)])
-    assert not sampler._stacks._stacks
+    assert isinstance(sampler._passes, PlainPasses)
+    assert not sampler._passes._stacks._stacks

@@ -284,6 +284,25 @@ def test_questions_about_the_prompt(decoder, theirs):
         assert [token for token, _ in top] == after[i].topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("options", [{"prompt_logprobs": True, "prompt_logprobs_last_n": 20}, {"targets": True}])
+def test_a_scored_prompt_takes_what_lies_before_the_questions_from_the_cache(decoder, tiling, options):
+    """As a teacher is asked about several answers to one question."""
+    answers = [tokens(200) + tokens(20, seed=seed) for seed in range(3)]
+    if options.pop("targets", False):
+        targets = np.full((219, 1), -1)
+        targets[199:, 0] = 5
+        options = {"target_prompt_logprobs": TensorData.from_numpy(targets)}
+    ops = [request(answer, max_tokens=1, seed=0, **options) for answer in answers]
+    together = run(sampler_of(decoder, tiling), *ops)
+    alone = [run(sampler_of(decoder, tiling), op)[0] for op in ops]
+    assert [response.prompt_cache_hit_tokens for response in together] == [0, 192, 192]
+    assert [response.prompt_cache_hit_tokens for response in alone] == [0, 0, 0]
+    assert [r.prompt_logprobs for r in together] == [r.prompt_logprobs for r in alone]
+    if options.get("target_prompt_logprobs"):
+        for one, other in zip(together, alone, strict=True):
+            assert np.array_equal(one.target_prompt_logprobs.to_numpy(), other.target_prompt_logprobs.to_numpy())
+
+
 def test_prompt_only_draws_nothing_even_in_a_full_context(decoder, theirs):
     prompt = tokens(decoder.config.max_context)
     op = Sample("s", ModelInput.from_ints(prompt), 1, SamplingParams(), prompt_logprobs=True, prompt_only=True)
