@@ -13,7 +13,7 @@ float32, for torch's products of bf16 operands would round scores and weighted s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,10 +114,16 @@ class KVPool:
             self.keys[layer][slot, :, start:stop] = chunk[0][layer]
             self.values[layer][slot, :, start:stop] = chunk[1][layer]
 
-    def copy(self, slot: int, source: KVPool, source_slot: int, start: int, stop: int) -> None:
-        """Put positions start .. stop - 1 of a slot of `source` at the beginning of `slot`."""
-        for mine, theirs in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
-            mine[slot, :, : stop - start] = theirs[source_slot, :, start:stop]
+    def copy(
+        self, slots: Sequence[int], source: KVPool, sources: Sequence[int], starts: Sequence[int], count: int
+    ) -> None:
+        """Put `count` positions from starts[i] of slot sources[i] of `source` at the beginning of slots[i]; what lies beyond their end is of no meaning."""
+        if not count:
+            return
+        mine, theirs, first = (torch.tensor(x, device=self.shape.device) for x in (slots, sources, starts))
+        places = (first[:, None] + torch.arange(count, device=first.device)).clamp_(max=source.capacity - 1)
+        for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
+            to[mine, :, :count] = of[theirs[:, None], :, places].transpose(1, 2)
 
     def _resize(self, slots: int) -> None:
         # Layer by layer, so that only one layer is there twice.

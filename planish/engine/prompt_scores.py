@@ -63,8 +63,8 @@ class PromptScores:
             return 0
         least = [self._first - 1] if self._logprobs is not None or self._top is not None else []
         if self._targets is not None:
-            asked_for = (self._targets >= 0).any(tuple(range(1, self._targets.ndim)))
-            least.append(int(asked_for.argmax()) if asked_for.any() else len(asked_for))
+            asked_for = np.any(self._targets >= 0, axis=tuple(range(1, self._targets.ndim)))
+            least.append(int(asked_for.argmax()) if asked_for.any() else len(self.tokens) - 1)
         return min(least)
 
     def add(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact) -> None:

@@ -28,7 +28,7 @@ from planish.engine.adapter_stacks import shape_of
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.kv_cache import KVPools, KVShape
 from planish.engine.passes import Passes, PlainPasses, Rows
-from planish.engine.positions import CHUNK, SPAN, capacity_for
+from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.engine.prefix_cache import PrefixCache
 from planish.engine.prompt_scores import PromptScores, asked
 from planish.engine.row_tiling import RowTiling
@@ -238,10 +238,7 @@ class Sampler:
 
     def _decode(self, samples: list[RunningSample]) -> None:
         """One more token for each: its last token goes through the decoder."""
-        needs = ((sample, capacity_for(sample.stored + 1)) for sample in samples)
-        self._samples.reserve(need for sample, need in needs if need > sample.capacity)
-        for sample in samples:
-            self._make_room(sample)
+        self._make_room(samples)
         rows_of = Counter(sample.prompt.weights for sample in samples)
         multiple = self._passes.multiple(len(rows_of))
 
@@ -260,17 +257,34 @@ class Sampler:
         hidden, logits = self._passes.decode(Rows(tokens, positions, layout), rows, self._prompts, self._samples)
         self._draw(samples, layout.starts, hidden, logits, layout.adapters)
 
-    def _make_room(self, sample: RunningSample) -> None:
-        """Room for the keys of the sample's last token; at first, also a copy of the prompt's last, unfinished span."""
-        need = capacity_for(sample.stored + 1)
-        if sample.capacity == 0:
-            pool, prompt = self._samples.of(need), sample.prompt
-            pool.add(sample)
-            source = self._prompts.of(prompt.capacity)
-            pool.copy(sample.slot, source, prompt.slot, prompt.length - prompt.length % SPAN, prompt.length)
-        elif need > sample.capacity:
-            self._samples.of(sample.capacity).move(sample, self._samples.of(need))
-        sample.capacity = max(need, sample.capacity)
+    def _make_room(self, samples: list[RunningSample]) -> None:
+        """Room for the keys of each sample's last token; at first, also a copy of its prompt's last, unfinished span."""
+        needs = [(sample, self._room_for(sample)) for sample in samples]
+        needs = [(sample, need) for sample, need in needs if need > sample.capacity]
+        self._samples.reserve(need for _, need in needs)
+        fresh: dict[tuple[int, int], list[RunningSample]] = {}
+        for sample, need in needs:
+            if sample.capacity:
+                self._samples.of(sample.capacity).move(sample, self._samples.of(need))
+            else:
+                self._samples.of(need).add(sample)
+                fresh.setdefault((need, sample.prompt.capacity), []).append(sample)
+            sample.capacity = need
+        for (capacity, source), same in fresh.items():
+            lengths = [sample.prompt.length for sample in same]
+            self._samples.of(capacity).copy(
+                [sample.slot for sample in same],
+                self._prompts.of(source),
+                [sample.prompt.slot for sample in same],
+                [length - length % SPAN for length in lengths],
+                max(length % SPAN for length in lengths),
+            )
+
+    def _room_for(self, sample: RunningSample) -> int:
+        """On a CPU slots grow with their samples, and memory is touched when it is used. On a GPU a move costs more launches than a step."""
+        if self._decoder.device.type == "cpu":
+            return capacity_for(sample.stored + 1)
+        return sample_capacity(sample.prompt.length, sample.request.max_tokens)
 
     def _draw(
         self,

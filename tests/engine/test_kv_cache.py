@@ -73,7 +73,7 @@ def test_read_write_and_copy_are_of_the_positions_named():
         pool.values[layer].copy_(-torch.arange(64.0)[None, None, :, None])
     target.write(other.slot, 32, pool.read(owner.slot, 0, 32))
     assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
-    target.copy(other.slot, pool, owner.slot, 50, 60)
+    target.copy([other.slot], pool, [owner.slot], [50], 10)
     assert target.values[0][0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
     assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
 

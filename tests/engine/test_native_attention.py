@@ -111,7 +111,8 @@ def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype):
     pool = samples.of(256)
     for sample in running:
         pool.add(sample)
-        pool.copy(sample.slot, home, prompt.slot, prompt_tokens - prompt_tokens % SPAN, prompt_tokens)
+        begin = prompt_tokens - prompt_tokens % SPAN
+        pool.copy([sample.slot], home, [prompt.slot], [begin], prompt_tokens % SPAN)
     for position in range(prompt_tokens, total):
         rows = {id(sample): len(running) - number for number, sample in enumerate(running)}  # row 0 is padding
         qs, ks, vs = (torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)]) for x in (q, k, v))
