@@ -1,0 +1,394 @@
+"""Each kernel against its twin in torch, in all types and odd sizes; that a row's bits are its own; and that all compile for Hopper."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hopper import Case, resources
+from torch import Tensor
+
+from planish.model.decoder import Decoder, add_norm, swiglu
+from planish.model.head import log_normalizer, scored_logprobs
+from planish.model.linear import FrozenLinear
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.rope import Rotation, rotate
+from planish.native import kernels
+from planish.testing import tiny_model
+from planish.types import LoraConfig
+
+own = pytest.importorskip("planish.native.triton_elementwise")
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""For results rounded once, of which those in bf16 may fall on either side."""
+
+
+@pytest.fixture
+def normal(device):
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+    return make
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Calls a function with these kernels, then with none."""
+
+    def call(function):
+        results = []
+        for served in (own, None):
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "serving", lambda x, served=served: served)
+                results.append(function())
+        return results
+
+    return call
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    tolerance = TOLERANCES[theirs.dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+# Norms
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("more_dtype", [None, *DTYPES])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 67), (7, 3, 64), (2, 576), (3, 2100)])
+def test_norm(shape, more_dtype, dtype, normal):
+    x, weight = normal(*shape), normal(shape[-1])
+    more = None if more_dtype is None else normal(*shape, dtype=more_dtype) * 2
+    total = x if more is None else x + more
+    expected = rms_norm(total, weight)
+    for in_place in (False, True):
+        given = x.clone()
+        found, out, scale = own.rms_norm(given, more, weight, 1e-5, dtype, in_place=in_place)
+        assert torch.equal(found, total)
+        assert (found is given) == (in_place or more is None)
+        assert torch.equal(given, total if in_place else x)
+        assert out.dtype == dtype
+        close(out, expected.to(dtype))
+        close(scale, (total.square().mean(-1) + 1e-5).rsqrt())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 67), (7, 3, 64), (2, 576), (3, 2100)])
+def test_gradient_of_a_norm(shape, dtype, normal):
+    x, weight, grad, more = normal(*shape), normal(shape[-1]), normal(*shape).to(dtype) * 3, normal(*shape) * 2
+    scale = (x.square().mean(-1) + 1e-5).rsqrt()
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(rms_norm(leaf, weight), leaf, grad.float())
+    close(own.rms_norm_backward(grad, x, weight, scale, None), expected)
+    close(own.rms_norm_backward(grad, x, weight, scale, more), expected + more)
+
+
+# Rotations
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("rows", "heads", "size"), [(1, 3, 64), (7, 1, 20), (70, 2, 16), (9, 3, 128), (3, 2, 256)])
+def test_rotation(rows, heads, size, back, dtype, normal):
+    x = normal(rows, heads + 2, size, dtype=dtype)[
+        :, 1 : 1 + heads
+    ]  # rows that lie apart, as in the product of q, k and v
+    angles = normal(rows, 1, size // 2)
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.complex(*x.float().chunk(2, -1)) * torch.polar(torch.ones_like(angles), -angles if back else angles)
+    out = own.rotate(x, cos, sin, back=back)
+    assert out.is_contiguous()
+    close(out, torch.cat([turned.real, turned.imag], -1).to(dtype))
+
+
+# SwiGLU
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (3, 1536)])
+def test_swiglu_with_its_gradient(rows, width, dtype, normal):
+    gate_up, grad = normal(rows, 2 * width, dtype=dtype) * 4, normal(rows, width, dtype=dtype)
+    gate_up[0, 0], gate_up[0, 1] = 200, -200
+    leaf = gate_up.float().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    expected = F.silu(gate) * up
+    close(own.swiglu(gate_up), expected.detach().to(dtype))
+    close(own.swiglu_backward(grad, gate_up), torch.autograd.grad(expected, leaf, grad.float())[0].to(dtype))
+
+
+def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite(normal):
+    wide = torch.cat([normal(1000), normal(6).new_tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e36])])[None]
+    out = own.swiglu(torch.cat([torch.full_like(wide, 100), wide], 1).to(torch.bfloat16))  # silu(100) is 100
+    expected = (100 * wide.to(torch.bfloat16).float()).to(torch.bfloat16)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# The head
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, 272, 4097, 12_400])
+def test_normalizers(vocab, dtype, normal, device):
+    logits, temperature = normal(5, vocab, dtype=dtype) * 8, torch.linspace(0.5, 2, 5, device=device)
+    logits[1, vocab // 2 :] = -torch.inf  # tokens that cannot be: whole splits of them
+    scaled = logits.float() / temperature[:, None]
+    expected_weights = (scaled - scaled.amax(1, keepdim=True)).exp()
+    weights = torch.empty_like(scaled)
+    found = own.normalizers(logits, temperature, weights=weights)
+    close(found, scaled.logsumexp(1))
+    close(weights, expected_weights)
+    assert torch.equal(found, own.normalizers(logits, temperature))
+    if dtype == torch.float32:
+        assert torch.equal(found, own.normalizers(logits, temperature, weights=logits))
+        assert torch.equal(logits, weights)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_has_no_finite_normalizer(bad, normal):
+    logits, temperature = normal(4, 9000) * 200, normal(4).square() + 0.5
+    expected = own.normalizers(logits, temperature)
+    logits[1, 5], logits[3, 8999] = bad, bad
+    logits[2] = -torch.inf
+    found = own.normalizers(logits, temperature, weights=logits.clone())
+    assert found.isfinite().tolist() == [True, False, False, False]
+    assert found[0] == expected[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, 272, 4097, 9000])
+def test_gradient_of_logprobs(vocab, dtype, normal):
+    """Rows without pairs, with one, and with several, two of them at one target."""
+    logits, temperature = (normal(5, vocab) * 5).to(dtype), 0.7
+    rows = torch.tensor([0, 2, 2, 2, 4], device=logits.device)
+    targets = torch.tensor([0, 3, vocab - 1, 3, vocab // 2], device=logits.device)
+    first = torch.searchsorted(rows, torch.arange(6, device=logits.device))
+    grads = normal(5) * 2
+    scaled = (logits.float() / temperature).requires_grad_()
+    (expected,) = torch.autograd.grad(scaled.log_softmax(1)[rows, targets], scaled, grads)
+    own.normalizers_backward(logits, temperature, scaled.detach().logsumexp(1), first, targets, grads)
+    close(logits, expected.to(dtype))
+    assert not logits[[1, 3]].any()
+
+
+def test_corrections_are_refused(normal):
+    logits, exact = normal(2, 16), (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))
+    with pytest.raises(AssertionError, match="float32 products"):
+        own.normalizers(logits, logits[:, 0].clone(), exact)
+    with pytest.raises(AssertionError, match="float32 products"):
+        own.normalizers_backward(logits, 1.0, logits, logits, logits, logits, exact)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "vocab"), [(96, 4112), (67, 4098)])
+def test_a_row_has_the_same_bits_in_any_company(width, vocab, dtype, normal, device):
+    rows = 300 if device.type == "cuda" else 6
+    x, grad, weight, angles = normal(rows, width), normal(rows, width, dtype=dtype), normal(width), normal(rows, 1, 32)
+    heads, gate_up, logits = (normal(rows, *shape, dtype=dtype) for shape in ((3, 64), (2 * width,), (vocab,)))
+    targets = torch.arange(rows, device=x.device)
+
+    def results(part: slice) -> list[Tensor]:
+        total, out, scale = own.rms_norm(x[part], grad[part], weight, 1e-5, dtype)
+        temperature = angles[part, 0, 0].abs() + 0.5
+        gradient, weights = logits[part].clone(), torch.empty_like(logits[part], dtype=torch.float32)
+        log_total = own.normalizers(logits[part], temperature, weights=weights)
+        first = torch.arange(len(total) + 1, device=x.device)
+        own.normalizers_backward(gradient, 0.7, log_total, first, targets[part], angles[part, 0, 1].contiguous())
+        return [
+            *(total, out, scale, log_total, weights, gradient),
+            own.rms_norm_backward(grad[part], x[part], weight, scale, None),
+            own.rotate(heads[part], angles[part].cos(), angles[part].sin()),
+            own.swiglu(gate_up[part]),
+            own.swiglu_backward(grad[part], gate_up[part]),
+        ]
+
+    whole = results(slice(None))
+    for part in (slice(3, 4), slice(1, rows - 1)):
+        for found, expected in zip(results(part), whole, strict=True):
+            assert torch.equal(found, expected[part])
+
+
+def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    """The last output, and the gradients of the leaves."""
+    fresh = [leaf.clone().requires_grad_() for leaf in leaves]
+    out = function(*fresh)
+    out = out[-1] if isinstance(out, tuple) else out
+    return [out.detach(), *torch.autograd.grad(out, fresh, upstream)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_through_the_model_s_functions(dtype, normal, both):
+    weight, angles = normal(67), normal(5, 1, 10)
+    rotation = Rotation(angles.cos(), angles.sin())
+    cases = [
+        (lambda x, more: add_norm(x, more, weight, 1e-5, dtype), [normal(5, 67), normal(5, 67, dtype=dtype)], (5, 67)),
+        (lambda x: add_norm(x, None, weight, 1e-5, dtype), [normal(5, 67)], (5, 67)),
+        (lambda x: rotate(x[:, :3], rotation), [normal(5, 4, 20, dtype=dtype)], (5, 3, 20)),
+        (swiglu, [normal(5, 66, dtype=dtype)], (5, 33)),
+    ]
+    for function, leaves, shape in cases:
+        ours, theirs = both(lambda f=function, ls=leaves, s=shape: outcome(f, ls, normal(*s, dtype=dtype)))
+        for found, expected in zip(ours, theirs, strict=True):
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found, expected, rtol=2 * TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_logprobs_with_their_gradients(recompute, normal, both, device):
+    head = FrozenLinear([normal(301, 32)])
+    rows = torch.arange(0, 12, 2, device=device).repeat_interleave(2)
+    targets, upstream = (torch.arange(12, device=device) * 5) % 301, normal(12)
+    upstream[4:6] = 0  # a row that needs no gradient
+
+    def logprobs(hidden, a, b):
+        return scored_logprobs(hidden, head, (a, b), rows, targets, 0.7, recompute=recompute)
+
+    leaves = [normal(12, 32), normal(4, 32), normal(301, 4)]
+    ours, theirs = both(lambda: outcome(logprobs, leaves, upstream))
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_tokens_are_drawn_by(normal, both):
+    logits, temperature = normal(3, 500) * 5, normal(3).square() + 0.5
+
+    def call():
+        weights = logits.clone()
+        return log_normalizer(weights, temperature), weights
+
+    ours, theirs = both(call)
+    close(ours[0], theirs[0])
+    close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_whole_decoder(grad, tmp_path, both, device):
+    """With norms of queries and keys; sampled from, and with the gradient of an adapter."""
+    decoder = Decoder.load(tiny_model(tmp_path, family="qwen3", layers=1), torch.float32, device)
+    layout = LoraLayout(decoder.config, LoraConfig(rank=2, train_unembed=False))
+    tokens, positions = torch.arange(6, device=device) * 40, torch.arange(6, device=device)
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    def outcome() -> Tensor:
+        weights = LoraWeights(layout, layout.init(0) + 0.05, torch.float32, device, requires_grad=grad)
+        with torch.set_grad_enabled(grad):
+            hidden = decoder.hidden(tokens, positions, attend, [AdapterRows(0, 6, weights)])
+        if not grad:
+            return hidden
+        hidden.logsumexp(-1).sum().backward()
+        return weights.collect_grad()
+
+    ours, theirs = both(outcome)
+    assert theirs.norm() > 0
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+# On GPUs
+
+
+@pytest.mark.gpu
+def test_all_are_captured_in_a_graph(normal, device):
+    x, heads, gate_up, logits = normal(5, 96), normal(5, 3, 64), normal(5, 96), normal(5, 9000)
+    weight, angles, temperature = normal(96), normal(5, 1, 32), normal(5).square() + 0.5
+    first, targets = torch.arange(6, device=device), torch.arange(5, device=device)
+    inputs = [x, heads, gate_up, logits]
+
+    def results() -> list[Tensor]:
+        weights, gradient = torch.empty_like(logits), logits.clone()
+        log_total = own.normalizers(logits, temperature, weights=weights)
+        own.normalizers_backward(gradient, 0.7, log_total, first, targets, temperature)
+        total, out, scale = own.rms_norm(x, x, weight, 1e-5, torch.bfloat16)
+        return [
+            *(log_total, weights, gradient, total, out, scale),
+            own.rms_norm_backward(out, x, weight, scale, total),
+            own.rotate(heads, angles.cos(), angles.sin()),
+            own.swiglu(gate_up),
+            own.swiglu_backward(gate_up[:, :48].contiguous(), gate_up),
+        ]
+
+    results()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results()
+    for given in inputs:
+        given.mul_(0.5)
+    graph.replay()
+    for found, expected in zip(captured, results(), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_more_entries_than_32_bits_count(device):
+    rows, vocab = 8200, 1 << 18
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=device)
+    logits[-1] = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).to(logits)
+    temperature = torch.ones(rows, device=device)
+    found = own.normalizers(logits, temperature)
+    assert torch.equal(found[-1:], own.normalizers(logits[-1:].clone(), temperature[-1:]))
+    close(found[-1], logits[-1].float().logsumexp(0))
+    first, targets = torch.arange(rows + 1, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    expected = F.one_hot(targets[0], vocab) - logits[-1].float().softmax(0)
+    own.normalizers_backward(logits, 1.0, found, first, targets, temperature)
+    close(logits[-1], expected.to(logits.dtype))
+
+
+# For Hopper
+
+
+def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
+    """The kernels as they are launched for a model in bf16 of these sizes."""
+    norm = {"x": "*fp32", "weight": "*fp32", "scale": "*fp32", "rows": "i32", "width": "i32"}
+    forth = norm | {"more": "*bf16", "eps": "fp32", "total": "*fp32", "out": "*bf16"}
+    back = norm | {"grad": "*bf16", "more": "*fp32", "out": "*fp32"}
+    turn = {"x": "*bf16", "stride": "i32", "cos": "*fp32", "sin": "*fp32", "sign": "fp32", "out": "*bf16"}
+    gated = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
+    row = {"logits": "*fp32", "vocab": "i32"}
+    sums = row | {"temperature": "*fp32", "peaks": "*fp32", "sums": "*fp32"}
+    pairs = {"log_total": "*fp32", "first": "*i64", "targets": "*i64", "grads": "*fp32"}
+    group, block, warps = own._norm_tile(width)
+    tile = {"ROWS": group, "BLOCK": block}
+    half = head_dim // 2
+    split = own._split(torch.empty(0, vocab))
+    splits = -(-vocab // split)
+    rows = {"SPLITS": splits, "SPLIT_BLOCK": own._power_of_2(splits), "BLOCK": split}
+    return [
+        Case("_rms_norm", forth, tile, warps),
+        Case("_rms_norm_backward", back, tile, warps),
+        Case(
+            "_rotate",
+            turn | {"count": "i32", "heads": "i32", "half": "i32"},
+            {"GROUP": own._TILE // half, "BLOCK": half},
+        ),
+        Case("_swiglu", gated, {"BLOCK": own._TILE}),
+        Case("_swiglu_backward", gated | {"grad": "*bf16"}, {"BLOCK": own._TILE}),
+        Case("_split_sums", sums, {"BLOCK": split}, split // 512),
+        Case("_row_sums", sums | {"out": "*fp32", "weights": "*fp32"}, rows, split // 512),
+        Case("_row_sums", sums | {"out": "*fp32"}, rows | {"weights": None}, 1),
+        Case("_normalizers_backward", row | pairs | {"temperature": "fp32"}, {"BLOCK": split}, split // 512),
+    ]
+
+
+SHAPES = [
+    (4096, 128, 151_936),  # Qwen3-8B
+    pytest.param(1024, 128, 151_936, marks=pytest.mark.slow),  # Qwen3-0.6B
+    pytest.param(576, 64, 49_152, marks=pytest.mark.slow),  # SmolLM2-135M
+    pytest.param(128, 256, 262_144, marks=pytest.mark.slow),  # norms of queries and keys; wide heads
+    pytest.param(16_384, 16, 272, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("width", "head_dim", "vocab"), SHAPES)
+def test_all_compile_for_hopper_without_spills(width, head_dim, vocab):
+    cases = launched(width, head_dim, vocab)
+    for case, found in zip(cases, resources("planish.native.triton_elementwise", cases), strict=True):
+        assert found.spilled == 0, found
+        assert found.registers * 32 * case.warps <= 65_536, found
