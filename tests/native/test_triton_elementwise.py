@@ -186,6 +186,18 @@ def test_corrections_are_refused(normal):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows_are_no_work(dtype, normal):
+    x, angles, none = normal(0, 64), normal(0, 1, 32), normal(0)
+    total, out, scale = own.rms_norm(x, x.to(dtype), normal(64), 1e-5, dtype)
+    assert own.rms_norm_backward(out, total, normal(64), scale, None).shape == (0, 64)
+    assert own.rotate(normal(0, 3, 64, dtype=dtype), angles, angles).shape == (0, 3, 64)
+    assert own.swiglu_backward(own.swiglu(out), out).shape == (0, 64)
+    assert own.normalizers(out, none).shape == (0,)
+    whole = torch.zeros(1, dtype=torch.int64, device=x.device)
+    own.normalizers_backward(out, 1.0, none, whole, whole[:0], none)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "vocab"), [(96, 4112), (67, 4098)])
 def test_a_row_has_the_same_bits_in_any_company(width, vocab, dtype, normal, device):
     rows = 300 if device.type == "cuda" else 6
