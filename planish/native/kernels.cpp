@@ -1,7 +1,7 @@
 // Kernels for CPUs with AVX-512: norms, rotations, SwiGLU, attention. Every function has a twin in torch, which the tests compare.
 //
 // A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how they are cut into blocks, nor on the
-// number of threads. So every sum has one order, written below where it is made, and every multiply-add is an explicit FMA.
+// number of threads. So every sum has one order, written below where it is made, and every multiply-add is an explicit instruction.
 //
 // bf16 is uint16_t here, widened exactly, rounded to nearest even. All rows are contiguous unless a stride is given.
 
@@ -402,13 +402,116 @@ inline const float* const* widened(const uint16_t* const* rows, int64_t n, int64
     return wide;
 }
 
+// Sixteen vectors of 32-bit entries as a matrix, turned.
+inline void turn16(__m512i* x) {
+    __m512i y[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int h = 0; h < 2; h++) {
+            x[i + 2 * h] = _mm512_unpacklo_epi64(y[i + h], y[i + 2 + h]);
+            x[i + 2 * h + 1] = _mm512_unpackhi_epi64(y[i + h], y[i + 2 + h]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int h = 0; h < 2; h++) {
+            y[i + 8 * h] = _mm512_shuffle_i32x4(x[i + 8 * h], x[i + 4 + 8 * h], 0x88);
+            y[i + 4 + 8 * h] = _mm512_shuffle_i32x4(x[i + 8 * h], x[i + 4 + 8 * h], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
+// Dot products of bf16 where the CPU multiplies pairs (VDPBF16PS): one pair of elements after another, in one sum, whatever the number of
+// rows. Twice the multiplications of float32 an instruction, and no sums over lanes.
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16")))
+inline bool has_pairs() {
+    static const bool has = __builtin_cpu_supports("avx512bf16");
+    return has;
+}
+
+// A tile of at most KEYS rows [E], in sixteens, so that a pair of columns lies side by side for all: [E/2][KEYS] pairs.
+inline void turned(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+    for (int64_t j = 0; j < n; j += LANES)
+        for (int64_t c = 0; c < e; c += 2 * LANES) {
+            const __mmask16 there = tail((e - c) / 2);
+            __m512i x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = _mm512_maskz_loadu_epi32(there, rows[j + i] + c);
+            turn16(x);
+            for (int i = 0; i < std::min<int64_t>(LANES, (e - c) / 2); i++) _mm512_storeu_si512(to + (c / 2 + i) * KEYS + j, x[i]);
+        }
+}
+
+template <int R, int C>
+BF16 void pair_dots_tile(const uint16_t* q, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
+    V acc[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) acc[r][c] = zero();
+    for (int64_t i = 0; i < e / 2; i++) {
+        __m512bh k[C];
+        for (int c = 0; c < C; c++) k[c] = (__m512bh)_mm512_loadu_si512(keys + i * KEYS + c * LANES);
+        for (int r = 0; r < R; r++) {
+            int32_t pair;
+            std::memcpy(&pair, q + r * e + 2 * i, 4);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            for (int c = 0; c < C; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], both, k[c]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(out + r * stride + c * LANES, _mm512_mul_ps(acc[r][c], all(scale)));
+}
+
+template <int C>
+void pair_dots(const uint16_t* q, int64_t rows, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
+    using Tile = void (*)(const uint16_t*, int64_t, const uint32_t*, float, float*, int64_t);
+    const Tile tiles[] = {pair_dots_tile<1, C>, pair_dots_tile<2, C>, pair_dots_tile<3, C>,
+                          pair_dots_tile<4, C>, pair_dots_tile<5, C>, pair_dots_tile<6, C>};
+    for (int64_t r = 0; r < rows;) {
+        const int64_t left = (rows - r + 5) / 6, take = (rows - r + left - 1) / left;
+        tiles[take - 1](q + r * e, e, keys, scale, out + r * stride, stride);
+        r += take;
+    }
+}
+
 struct Scratch {
     std::vector<float> q, s, o, g, d, stats, k, v;
-    float* of(std::vector<float>& x, int64_t n) {
+    std::vector<uint16_t> narrow_q, narrow_g;
+    template <class X>
+    X* of(std::vector<X>& x, int64_t n) {
         if ((int64_t)x.size() < n) x.resize(n);
         return x.data();
     }
 };
+
+// Rows of one side of dot products: in float32, or also as the bf16 they came as, where pairs are multiplied.
+struct Left {
+    const float* wide;  // times `scale`
+    const uint16_t* narrow;
+    int64_t e;
+    float scale;
+};
+
+// out[i * stride + j] = scale * dot(row first + i, key_j) for `rows` rows and a tile of n keys, whose room takes KEYS * E floats.
+template <class X>
+void tile_dots(const Left& left, int64_t first, int64_t rows, const X* const* keys, int64_t n, float* room, float* out, int64_t stride) {
+    if constexpr (sizeof(X) == 2)
+        if (left.narrow) {
+            turned(keys, n, left.e, (uint32_t*)room);
+            const uint16_t* q = left.narrow + first * left.e;
+            switch ((n + 15) / 16) {
+                case 1: return pair_dots<1>(q, rows, left.e, (uint32_t*)room, left.scale, out, stride);
+                case 2: return pair_dots<2>(q, rows, left.e, (uint32_t*)room, left.scale, out, stride);
+                case 3: return pair_dots<3>(q, rows, left.e, (uint32_t*)room, left.scale, out, stride);
+                default: return pair_dots<4>(q, rows, left.e, (uint32_t*)room, left.scale, out, stride);
+            }
+        }
+    const float* wide[KEYS];
+    const float* const* there = widened(keys, n, left.e, room, wide);
+    for (int64_t j = 0; j < n; j += 16) dots(left.wide + first * left.e, rows, left.e, there + j, out + j, stride);
+}
 
 struct Attention {
     int64_t heads, group, e;
@@ -428,6 +531,20 @@ void gather(const Attention& a, const Block& b, int64_t head, const X* x, float 
             const X* from = x + (a.rows[b.first + r] * a.heads * a.group + head * a.group + g) * a.e;
             for (int64_t i = 0; i < a.e; i += LANES) store(to + (r * a.group + g) * a.e + i, _mm512_mul_ps(load(from + i), all(scale)));
         }
+}
+
+// The same rows as a side of dot products.
+template <class X>
+Left left_side(const Attention& a, const Block& b, int64_t head, const X* x, float scale, const float* wide, Scratch& scratch,
+               std::vector<uint16_t>& room) {
+    if constexpr (sizeof(X) == 2)
+        if (has_pairs()) {
+            uint16_t* to = scratch.of(room, b.count * a.group * a.e);
+            for (int64_t r = 0; r < b.count; r++)
+                std::memcpy(to + r * a.group * a.e, x + (a.rows[b.first + r] * a.heads + head) * a.group * a.e, 2 * a.group * a.e);
+            return {wide, to, a.e, scale};
+        }
+    return {wide, nullptr, a.e, scale};
 }
 
 // weights[0 .. n) become exp(w - peak) and their sum is returned: lane by lane, then over lanes. n is a multiple of 16.
@@ -462,26 +579,22 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
     float* queries = scratch.of(scratch.q, m * e);
     float* s = scratch.of(scratch.s, m * width);
     float* o = scratch.of(scratch.o, m * e);
-    gather(a, b, head, q, a.scale, queries);
+    if (sizeof(X) == 4 || !has_pairs()) gather(a, b, head, q, a.scale, queries);
+    const Left left = left_side(a, b, head, q, a.scale, queries, scratch, scratch.narrow_q);
     std::fill(o, o + m * e, 0.0f);
     const X *k[KEYS], *v[KEYS];
     const float* wide[KEYS];
     float* room = scratch.of(scratch.k, KEYS * e);
     int64_t at = 0;
-    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
-        const float* const* keys = widened(k, n, e, room, wide);
-        for (int64_t j = 0; j < n; j += 16) dots(queries, m, e, keys + j, s + at + j, width);
-    }
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n)
+        tile_dots(left, 0, m, k, n, room, s + at, width);
     for (int64_t r = 0; r < b.count; r++) {
         for (int64_t g = 0; g < a.group; g++) mask_from(s + (r * a.group + g) * width, a.visible[b.first + r], shared_width);
         if (!own) continue;
         int64_t first = shared_width;
         const Range& mine = a.own[b.first + r];
-        for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n) {
-            const float* const* keys = widened(k, n, e, room, wide);
-            for (int64_t j = 0; j < n; j += 16)
-                dots(queries + r * a.group * e, a.group, e, keys + j, s + r * a.group * width + first + j, width);
-        }
+        for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
+            tile_dots(left, r * a.group, a.group, k, n, room, s + r * a.group * width + first, width);
         for (int64_t g = 0; g < a.group; g++) mask_from(s + (r * a.group + g) * width + shared_width, mine.count, width - shared_width);
     }
     float* totals = scratch.of(scratch.stats, 2 * m);
@@ -520,6 +633,19 @@ void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse
     }
 }
 
+// to[j * stride + i] = from[i * KEYS + j] for rows i and n columns j, a multiple of 16.
+inline void turn(const float* from, int64_t rows, int64_t n, float* to, int64_t stride) {
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < n; j += LANES) {
+            const __mmask16 there = tail(rows - i);
+            __m512i x[LANES];
+            for (int r = 0; r < LANES; r++)
+                x[r] = i + r < rows ? _mm512_loadu_si512(from + (i + r) * KEYS + j) : _mm512_setzero_si512();
+            turn16(x);
+            for (int c = 0; c < LANES; c++) _mm512_mask_storeu_epi32(to + (j + c) * stride + i, there, x[c]);
+        }
+}
+
 // Gradients of one block and head: those of its queries are written, those of keys and values added to rows of [T, Hkv, E].
 template <class X>
 void attend_block_backward(const Attention& a, const Block& b, int64_t head, const X* grad, const X* q, const X* out, const float* lse,
@@ -535,6 +661,8 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
     std::vector<const float*> query_rows(m), grad_rows(m);
     gather(a, b, head, q, a.scale, queries);
     gather(a, b, head, grad, 1.0f, g);
+    const Left left_q = left_side(a, b, head, q, a.scale, queries, scratch, scratch.narrow_q);
+    const Left left_g = left_side(a, b, head, grad, 1.0f, g, scratch, scratch.narrow_g);
     std::fill(dq, dq + m * e, 0.0f);
     for (int64_t i = 0; i < m; i++) {
         int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
@@ -546,17 +674,14 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
         grad_rows[i] = g + i * e;
     }
     const X *k[KEYS], *v[KEYS];
-    const float *wide_k[KEYS], *wide_v[KEYS];
-    float *room_k = scratch.of(scratch.k, KEYS * e), *room_v = scratch.of(scratch.v, KEYS * e);
+    const float* wide[KEYS];
+    float *room_k = scratch.of(scratch.k, KEYS * e), *room = scratch.of(scratch.v, KEYS * e);
     int64_t at = 0;
     for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
         const int64_t padded = (n + 15) / 16 * 16;
-        const float* const* keys = widened(k, n, e, room_k, wide_k);
-        const float* const* values = widened(v, n, e, room_v, wide_v);
-        for (int64_t j = 0; j < n; j += 16) {
-            dots(queries, m, e, keys + j, s + j, KEYS);
-            dots(g, m, e, values + j, ds + j, KEYS);
-        }
+        tile_dots(left_q, 0, m, k, n, room, s, KEYS);
+        tile_dots(left_g, 0, m, v, n, room, ds, KEYS);
+        const float* const* keys = widened(k, n, e, room_k, wide);
         int64_t first = m;  // queries before it see nothing of this tile
         for (int64_t i = m; i-- > 0;) {
             int64_t seen = a.visible[b.first + i / a.group] - at;
@@ -574,11 +699,8 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
         if (!live) continue;
         add_weighted(ds + first * KEYS, KEYS, live, keys, n, dq + first * e, e);
         // Sums over queries: the tile's weights turned, so that a key's lie in a row.
-        for (int64_t i = 0; i < live; i++)
-            for (int64_t j = 0; j < n; j++) {
-                column[j * m + i] = s[(first + i) * KEYS + j];
-                column[KEYS * m + j * m + i] = ds[(first + i) * KEYS + j];
-            }
+        turn(s + first * KEYS, live, padded, column, m);
+        turn(ds + first * KEYS, live, padded, column + KEYS * m, m);
         for (int64_t j = 0; j < n;) {
             // Neighbouring keys of one range are neighbours in the gradients too; runs of them share the loads of the queries.
             int64_t run = 1;
