@@ -45,7 +45,7 @@ class BaseModel:
         """Of the weights; `config.fingerprint()` is that of the architecture."""
         self.decoder = Decoder.load(directory, dtype, device)
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
-        self.trainer = Trainer(self.decoder, settings.trainer, tiling)
+        self.trainer = Trainer(self.decoder, settings.trainer(config), tiling)
         self.sampler = Sampler(self.decoder, settings.sampler, self.decode, tiling)
 
     @property

@@ -55,6 +55,14 @@ class SamplerSettings:
     prefill_tokens: int = 2048
     """Most prompt tokens computed in one step."""
 
+    @classmethod
+    def on(cls, device: torch.device) -> SamplerSettings:
+        """The defaults: above on a CPU; on a GPU a share of its memory, and as many rows as it takes to fill it."""
+        if device.type == "cpu":
+            return cls()
+        total = torch.cuda.get_device_properties(device).total_memory
+        return cls(kv_cache_bytes=total // 4, prefix_cache_bytes=total // 16, max_batch=512, prefill_tokens=8192)
+
 
 class Sampler:
     """Draws from one base model and any number of its adapters. All methods but `validate` belong to one thread."""

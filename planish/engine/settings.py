@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -28,7 +28,7 @@ class EngineSettings:
     kv_cache_bytes: int | None = None
     prefix_cache_bytes: int | None = None
     max_batch: int | None = None
-    """None: the trainer's and the sampler's own defaults, see `TrainerSettings` and `SamplerSettings`."""
+    """None: the trainer's and the sampler's own defaults on the device, see `TrainerSettings` and `SamplerSettings`."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
@@ -42,14 +42,16 @@ class EngineSettings:
                 raise UserError(f"{name}={value!r}: give a whole number of at least {least}, or None for the default")
         choose_device(self.device)
 
-    @property
-    def trainer(self) -> TrainerSettings:
-        return TrainerSettings() if self.micro_batch_tokens is None else TrainerSettings(self.micro_batch_tokens)
+    def trainer(self, config: ModelConfig) -> TrainerSettings:
+        if self.micro_batch_tokens is not None:
+            return TrainerSettings(self.micro_batch_tokens)
+        return TrainerSettings.on(choose_device(self.device), config)
 
     @property
     def sampler(self) -> SamplerSettings:
         names = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch")
-        return SamplerSettings(**{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(SamplerSettings.on(choose_device(self.device)), **given)
 
 
 def choose_device(name: str) -> torch.device:

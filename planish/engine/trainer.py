@@ -48,6 +48,15 @@ class TrainerSettings:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
 
+    @classmethod
+    def on(cls, device: torch.device, config: ModelConfig) -> TrainerSettings:
+        """The defaults: above on a CPU; on a GPU the largest micro-batch whose activations are a quarter of its memory."""
+        if device.type == "cpu":
+            return cls()
+        total = torch.cuda.get_device_properties(device).total_memory
+        sizes = (cls(tokens) for tokens in (16384, 8192))
+        return next((size for size in sizes if size.activation_bytes(config) <= total // 4), cls())
+
     def activation_bytes(
         self, config: ModelConfig, tokens: int | None = None, rank: int = 32, itemsize: int = 2
     ) -> int:

@@ -91,7 +91,7 @@ def model_memory(name: str, directory: Path, settings: EngineSettings) -> ModelM
         name,
         weights=sum((directory / file).stat().st_size for file in weight_files(directory)),
         keys_values=settings.sampler.kv_cache_bytes + settings.sampler.prefix_cache_bytes,
-        training=settings.trainer.activation_bytes(config, itemsize=itemsize),
+        training=settings.trainer(config).activation_bytes(config, itemsize=itemsize),
     )
 
 

@@ -1,0 +1,45 @@
+"""Defaults that depend on the device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from planish.engine.sampler import SamplerSettings
+from planish.engine.settings import EngineSettings
+from planish.engine.trainer import TrainerSettings
+from planish.model.config import ModelConfig
+from planish.testing import tiny_model
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def of_memory(monkeypatch):
+    def set_memory(gib: int) -> None:
+        properties = SimpleNamespace(total_memory=gib << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    return set_memory
+
+
+def test_a_gpu_keeps_a_share_of_its_memory_for_keys_and_values(of_memory):
+    of_memory(80)
+    assert SamplerSettings.on(GPU).kv_cache_bytes == 20 << 30
+    assert SamplerSettings.on(GPU).prefix_cache_bytes == 5 << 30
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(1, 16384), (0, 4096)])
+def test_a_gpu_trains_in_the_largest_micro_batches_that_fit(gib, tokens, tmp_path, of_memory):
+    of_memory(gib)
+    config = ModelConfig.from_directory(tiny_model(tmp_path))
+    assert TrainerSettings.on(GPU, config).micro_batch_tokens == tokens
+
+
+def test_what_is_given_goes_before_defaults(tmp_path):
+    config = ModelConfig.from_directory(tiny_model(tmp_path))
+    assert EngineSettings(device="cpu").sampler == SamplerSettings()
+    assert EngineSettings(device="cpu").trainer(config) == TrainerSettings()
+    given = EngineSettings(device="cpu", max_batch=3, micro_batch_tokens=100)
+    assert given.sampler == SamplerSettings(max_batch=3)
+    assert given.trainer(config) == TrainerSettings(100)
