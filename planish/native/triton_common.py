@@ -18,3 +18,14 @@ def dot(a, b):
     if INTERPRETED:  # whose products of bf16 are those of its bits (Triton 3.6)
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """A float32, to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # whose own conversion cuts bits off (Triton 3.6)
+        bits = x.to(tl.uint32, bitcast=True)
+        up = bits + (0x7FFF + ((bits >> 16) & 1))
+        up = tl.where(x == x, up, bits | 0x400000)
+        return (up >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)

@@ -19,23 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from planish.native.kernels import Exact
-from planish.native.triton_common import INTERPRETED
+from planish.native.triton_common import rounded
 
 _TILE = 1024
 """Entries of the tiles of what is computed entry by entry: 8 for each of 128 threads, 16 bytes of bf16."""
 _SPLIT = 4096
 """Most entries of a vocabulary in one program: 16 for each of 256 threads; one row of 150,000 then still makes 38 programs."""
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """A float32, to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # whose own conversion cuts bits off (Triton 3.6)
-        bits = x.to(tl.uint32, bitcast=True)
-        up = bits + (0x7FFF + ((bits >> 16) & 1))
-        up = tl.where(x == x, up, bits | 0x400000)
-        return (up >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -95,7 +84,7 @@ def _rms_norm(x, more, weight, eps, total, out, scale, rows, width, ROWS: tl.con
     tl.store(scale + row, factor, mask=row < rows)
     weights = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     normed = value * factor[:, None] * weights[None, :]
-    tl.store(out + at, _rounded(normed, out.dtype.element_ty), mask=inside)
+    tl.store(out + at, rounded(normed, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -147,8 +136,8 @@ def _rotate(x, stride, cos, sin, sign, out, count, heads, half, GROUP: tl.conste
     first = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + source + half, mask=inside, other=0.0).to(tl.float32)
     to = (which.to(tl.int64) * (2 * half))[:, None] + column[None, :]
-    tl.store(out + to, _rounded(first * c - second * s, out.dtype.element_ty), mask=inside)
-    tl.store(out + to + half, _rounded(second * c + first * s, out.dtype.element_ty), mask=inside)
+    tl.store(out + to, rounded(first * c - second * s, out.dtype.element_ty), mask=inside)
+    tl.store(out + to + half, rounded(second * c + first * s, out.dtype.element_ty), mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------------------------ SwiGLU
@@ -181,7 +170,7 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
     found = gate * _sigmoid(gate) * up
-    tl.store(out + row * width + column, _rounded(found, out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, rounded(found, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -195,8 +184,8 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
     given = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
     share = _sigmoid(gate)
     slope = gate * share * (1.0 - share) + share
-    tl.store(out + at, _rounded(given * up * slope, out.dtype.element_ty), mask=inside)
-    tl.store(out + at + width, _rounded(given * (gate * share), out.dtype.element_ty), mask=inside)
+    tl.store(out + at, rounded(given * up * slope, out.dtype.element_ty), mask=inside)
+    tl.store(out + at + width, rounded(given * (gate * share), out.dtype.element_ty), mask=inside)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the head
@@ -323,7 +312,7 @@ def _normalizers_backward(logits, temperature, log_total, first, targets, grads,
         pair += 1
     entries = _scaled(logits + row * vocab, temperature, column, vocab)
     found = at_targets - tl.exp(entries - tl.load(log_total + row)) * total
-    tl.store(logits + row * vocab + column, _rounded(found, logits.dtype.element_ty), mask=column < vocab)
+    tl.store(logits + row * vocab + column, rounded(found, logits.dtype.element_ty), mask=column < vocab)
 
 
 def _power_of_2(n: int) -> int:

@@ -24,6 +24,8 @@ class Case:
     constants: dict[str, int | bool | float | str | None] = field(default_factory=dict)
     warps: int = 4
     stages: int = 3
+    multiples: tuple[str, ...] = ()
+    """Names of whole numbers that are multiples of 16, for which Triton specializes as it does for addresses."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Resources:
 def resources(module: str, cases: list[Case]) -> list[Resources]:
     """Compiles each case with the kernels of `module`; RuntimeError with the compiler's words if one fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     given = json.dumps([asdict(case) for case in cases])
     done = subprocess.run(
         [sys.executable, __file__, module], input=given, env=environment, capture_output=True, text=True, check=False
@@ -63,7 +66,9 @@ def _compile(module, case: Case) -> Resources:
 
     kernel = getattr(module, case.kernel)
     named = {name: case.types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, named, case.constants)
+    aligned = {name for name, kind in case.types.items() if kind.startswith("*") or name in case.multiples}
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    source = ASTSource(kernel, named, case.constants, hints)
     options = {"num_warps": case.warps, "num_stages": case.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
