@@ -1,0 +1,119 @@
+"""The sampler's attention kernels, told by hand-made tables; with pools and samples they are tested in tests/engine/test_gpu_attention.py."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hopper import Case, resources
+from torch import Tensor
+
+from planish.native import triton_decode
+from planish.native.triton_decode import Block, DecodeWork, Entry, Heads, Piece, Row
+
+
+def table(record: np.dtype, rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, record.itemsize // 4)
+
+
+def pools(device: torch.device, dtype: torch.dtype, *sizes: tuple[int, int, int, int]) -> tuple[list[Tensor], Tensor]:
+    """Keys and values of pools of these sizes, and their addresses."""
+    generator = torch.Generator().manual_seed(0)
+    kept = [torch.randn(2, *size, generator=generator).to(dtype).to(device) for size in sizes]
+    return kept, torch.tensor([[both[0].data_ptr(), both[1].data_ptr()] for both in kept], device=device)
+
+
+def test_keep_puts_rows_where_they_belong(device):
+    kept, bases = pools(device, torch.bfloat16, (2, 3, 64, 16), (3, 3, 128, 16))
+    rows = table(Row, [(1, 2, 128, 77, 0, 0), (0, 0, 0, 0, 0, 0), (0, 1, 64, 63, 0, 0)], device)
+    wide = torch.randn(4, 9, 16, dtype=torch.bfloat16, device=device)
+    k, v = wide[:, 3:6], wide[:, 6:]
+    expected = [both.clone() for both in kept]
+    for row, pool, slot, position in ((0, 1, 2, 77), (2, 0, 1, 63)):
+        expected[pool][0, slot, :, position], expected[pool][1, slot, :, position] = k[row], v[row]
+    triton_decode.keep(Heads(3, 1, 16, torch.bfloat16), rows, bases, k, v)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, expected, strict=True))
+
+
+def decode_work(device: torch.device, pieces: list[tuple[int, ...]], wide: int, rows: list[tuple[int, ...]]) -> DecodeWork:  # fmt: skip
+    """Each row is an entry. Room for parts is not zeroed."""
+    return DecodeWork(
+        counts=torch.tensor([wide, len(pieces)], dtype=torch.int32, device=device),
+        rows=table(Row, rows, device),
+        entries=table(Entry, [(row, record[4]) for row, record in enumerate(rows)], device),
+        pieces=table(Piece, pieces, device),
+        values=torch.full((20, 2, 16), math.nan, device=device),
+        stats=torch.full((20, 2, 2), math.nan, device=device),
+    )
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_parts_of_a_row_add_up_in_any_number_of_programs(device, programs):
+    """Two rows share positions 0 .. 39 of a slot; the first has positions 0 .. 9 of another too; the third has nothing."""
+    kept, bases = pools(device, torch.float32, (2, 2, 64, 16))
+    pieces = [(0, 0, 64, 0, 25, 0, 2, 0), (0, 0, 64, 25, 40, 0, 2, 1), (0, 1, 64, 0, 10, 0, 1, 2)]
+    work = decode_work(device, pieces, 2, [(0, 0, 0, 0, 3, 3), (0, 0, 0, 0, 6, 2), (0, 0, 0, 0, 0, 0)])
+    q = torch.randn(3, 2, 16, device=device) * 8
+    found = triton_decode.decode(Heads(2, 1, 16, torch.float32), work, bases, q, programs)
+    shared, own = kept[0][:, 0, :, :40], kept[0][:, 1, :, :10]
+    for row, (keys, values) in enumerate((torch.cat([shared, own], 2), shared)):
+        weights = (torch.einsum("he,hne->hn", q[row], keys) / 4).softmax(-1)
+        torch.testing.assert_close(found[row], torch.einsum("hn,hne->he", weights, values), rtol=1e-5, atol=1e-5)
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_blocks_see_up_to_their_own_rows(device, head_dim):
+    kept, bases = pools(device, torch.bfloat16, (2, 1, 128, head_dim))
+    blocks = table(Block, [(0, 1, 128, 70, 3, 5), (0, 0, 128, 0, 0, 2)], device)
+    q = torch.randn(9, 3, head_dim, dtype=torch.bfloat16, device=device)
+    found = triton_decode.prefill(Heads(1, 3, head_dim, torch.bfloat16), blocks, bases, q)
+    for row, slot, position in ((0, 0, 0), (1, 0, 1), (3, 1, 70), (7, 1, 74)):
+        keys, values = kept[0][:, slot, 0, : position + 1].float()
+        expected = (q[row].float() @ keys.T * head_dim**-0.5).softmax(-1) @ values
+        torch.testing.assert_close(found[row].float(), expected, rtol=0.02, atol=0.02)
+    assert not found[[2, 8]].any()
+
+
+def cases(heads: Heads) -> list[Case]:
+    """What serves one shape."""
+    pointers = dict.fromkeys(("counts", "pieces", "entries", "rows", "blocks"), "*i32") | {"bases": "*i64"}
+    pointers |= dict.fromkeys(("values", "stats"), "*fp32")
+    pointers |= dict.fromkeys(("q", "out", "k", "v"), "*bf16" if heads.dtype == torch.bfloat16 else "*fp32")
+    pointers |= dict.fromkeys(("k_stride", "v_stride"), "i32")
+    plain = {"H": heads.keys, "E": heads.size, "BLOCK_E": heads.block_e, "num_warps": 4, "num_stages": 3}
+    options = {
+        "_keep_kernel": {**plain, "BLOCK_H": 1 << (heads.keys - 1).bit_length()},
+        "_pieces_kernel": heads.decode_options,
+        "_combine_kernel": {**plain, "PARTS": 8, "num_warps": 2},
+        "_prefill_kernel": heads.prefill_options,
+    }
+    made = []
+    for kernel, given in options.items():
+        names = getattr(triton_decode, kernel).arg_names
+        types = {name: pointers[name] for name in names if name in pointers}
+        constants = {name: given[name] for name in names if name not in types}
+        made.append(
+            Case(kernel, types, constants, int(given["num_warps"]), int(given["num_stages"]), ("k_stride", "v_stride"))
+        )
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(8, 4, 128, torch.bfloat16),
+        Heads(8, 2, 128, torch.bfloat16),
+        Heads(3, 3, 64, torch.bfloat16),
+        Heads(3, 3, 64, torch.float32),
+        Heads(4, 2, 256, torch.bfloat16),
+        Heads(4, 2, 256, torch.float32),
+        Heads(8, 5, 80, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_hopper_runs_them_without_spilling(heads):
+    for found in resources("planish.native.triton_decode", cases(heads)):
+        assert found.spilled == 0, found
+        assert found.shared <= 227 << 10, found
