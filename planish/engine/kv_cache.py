@@ -56,6 +56,8 @@ class KVPool:
         self.shape = shape
         self.capacity = capacity
         self.owners: list[SlotOwner] = []
+        self.replaced = 0
+        """How often the tensors were replaced: who keeps their addresses has to look them up again."""
         self.keys = [self._empty(0) for _ in range(shape.layers)]
         self.values = [self._empty(0) for _ in range(shape.layers)]
 
@@ -132,6 +134,7 @@ class KVPool:
                 tensors[layer] = self._empty(slots)
                 kept = min(slots, old.shape[0])
                 tensors[layer][:kept] = old[:kept]
+        self.replaced += 1
 
     def _empty(self, slots: int) -> Tensor:
         # Zeros: masked positions get weight 0, and 0 times what uninitialised memory may hold is not always 0.

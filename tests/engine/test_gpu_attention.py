@@ -1,0 +1,324 @@
+"""The GPU's attention over slots: equal to its torch twins and to a dense softmax, whatever is in the batch; interpreted on a CPU."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases, attends
+from planish.engine.kv_cache import KVPool, KVPools, KVShape
+from planish.engine.positions import SPAN, capacity_for
+from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+@dataclass(eq=False)
+class Prompt:
+    length: int
+    slot: int = -1
+
+
+@dataclass(eq=False)
+class Sample:
+    prompt: Prompt
+    stored: int
+    slot: int = -1
+
+
+@dataclass
+class Batch:
+    """Prompts and samples in pools of random contents."""
+
+    shape: KVShape
+    q_heads: int
+    running: list[Sample] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompts, self.samples = KVPools(self.shape), KVPools(self.shape)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def begin(self, length: int, drawn: list[int]) -> None:
+        """A prompt, and samples of it that have so many tokens behind it."""
+        prompt = Prompt(length)
+        self.prompts.of(capacity_for(length)).add(prompt)
+        samples = [Sample(prompt, length % SPAN + count) for count in drawn]
+        for sample in samples:
+            self.samples.of(capacity_for(sample.stored + 1)).add(sample)
+        self.running += samples
+
+    def end(self, sample: Sample) -> None:
+        self.samples.of(capacity_for(sample.stored + 1)).remove(sample)
+        self.running.remove(sample)
+
+    def store(self, sample: Sample) -> None:
+        """Room for one more position."""
+        pool, more = self.samples.of(capacity_for(sample.stored + 1)), capacity_for(sample.stored + 2)
+        sample.stored += 1
+        if more > pool.capacity:
+            pool.move(sample, self.samples.of(more))
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator).to(self.shape.dtype).to(DEVICE)
+
+    def redraw(self) -> None:
+        for pool in (*self.prompts.in_use(), *self.samples.in_use()):
+            for tensor in (*pool.keys, *pool.values):
+                tensor.copy_(self.random(*tensor.shape))
+
+    def spoil(self) -> None:
+        """Make a mess of all that nobody may see: a step's own keys, which are still to be stored, among them."""
+        for pool in self.prompts.in_use():
+            ends = [prompt.length // SPAN * SPAN for prompt in cast(list[Prompt], pool.owners)]
+            _spoil(pool, ends)
+        for pool in self.samples.in_use():
+            _spoil(pool, [sample.stored for sample in cast(list[Sample], pool.owners)])
+
+    def tables(self, max_rows: int) -> DecodeTables:
+        return DecodeTables(PoolBases(self.shape), max_rows, self.q_heads)
+
+    def check(self, tables: DecodeTables, padding: int) -> None:
+        """One layer of a step with `padding` rows in front of the samples', against both twins."""
+        self.redraw()
+        order = torch.randperm(len(self.running), generator=self.generator).tolist()
+        rows = {id(sample): padding + place for sample, place in zip(self.running, order, strict=True)}
+        total, layer, size = padding + len(rows), self.shape.layers - 1, self.shape.head_dim
+        q = self.random(total, self.q_heads, size)
+        # As the decoder has them: values are part of a wider tensor.
+        k, v = self.random(total, self.shape.heads, size), self.random(total, 3 * self.shape.heads, size)
+        v = v[:, -self.shape.heads :]
+        twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
+        dense = torch.stack([self.dense(sample, layer, q[rows[id(sample)]]) for sample in self.running])
+        self.spoil()
+        tables.fill(rows, self.prompts, self.samples)
+        found = tables(layer, q, k, v)
+        assert found.dtype == q.dtype
+        assert not found[:padding].any()
+        tolerance = TOLERANCE[self.shape.dtype]
+        torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
+        of_samples = found[[rows[id(sample)] for sample in self.running]]
+        torch.testing.assert_close(of_samples.double(), dense, rtol=tolerance, atol=tolerance)
+
+    def dense(self, sample: Sample, layer: int, q: Tensor) -> Tensor:
+        """Plain attention in float64 over the sample's keys."""
+        prompt, seen = sample.prompt, sample.prompt.length // SPAN * SPAN
+        home, own = self.prompts.of(capacity_for(prompt.length)), self.samples.of(capacity_for(sample.stored + 1))
+        keys, values = (
+            torch.cat([theirs[layer][prompt.slot, :, :seen], ours[layer][sample.slot, :, : sample.stored + 1]], 1)
+            .double()
+            .repeat_interleave(self.q_heads // self.shape.heads, 0)
+            for theirs, ours in ((home.keys, own.keys), (home.values, own.values))
+        )
+        scores = (keys @ q.double().unsqueeze(-1)).squeeze(-1) * self.shape.head_dim**-0.5
+        return (scores.softmax(-1).unsqueeze(1) @ values).squeeze(1)
+
+
+def _spoil(pool: KVPool, ends: list[int]) -> None:
+    for tensor in (*pool.keys, *pool.values):
+        tensor[len(ends) :] = torch.nan
+        for slot, end in enumerate(ends):
+            tensor[slot, :, end:] = torch.nan
+
+
+def batch(heads: int = 1, group: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32) -> Batch:
+    return Batch(KVShape(2, heads, head_dim, dtype, DEVICE), heads * group)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "head_dim", "dtype"),
+    [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 16, torch.bfloat16)],
+)
+def test_new_rows_see_their_prompt_then_their_own_slot(heads, group, head_dim, dtype):
+    running = batch(heads, group, head_dim, dtype)
+    running.begin(5, [0])
+    running.begin(64, [3, 70])
+    running.begin(201, [0, 1, 130])
+    running.check(running.tables(16), padding=2)
+
+
+def test_many_samples_of_a_prompt_are_several_blocks():
+    running = batch(group=4)
+    running.begin(130, [1] * 20)
+    running.check(running.tables(20), padding=0)
+
+
+def test_long_ranges_are_cut():
+    running = batch(group=1)
+    running.begin(1200, [0, 170])
+    tables = running.tables(2)
+    running.check(tables, padding=0)
+    assert tables._tables["rows"]["parts"].min() > 8  # more than are added up at a time
+
+
+def test_tables_serve_step_after_step():
+    running = batch(heads=1, group=2)
+    running.begin(70, [0, 3])
+    running.begin(20, [43, 4])
+    tables = running.tables(8)
+    where = [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
+    running.check(tables, padding=1)
+    first, *others = running.running
+    running.end(first)
+    for sample in others:
+        running.store(sample)  # one moves to a larger slot
+    pools = {id(pool): pool.replaced for pool in running.samples.in_use()}
+    running.begin(150, [1, 2, 3])
+    assert any(pool.replaced > pools.get(id(pool), 0) for pool in running.samples.in_use())
+    running.check(tables, padding=2)
+    assert where == [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, about just that row
+def test_what_is_not_finite_stays_in_its_own_row():
+    running = batch()
+    running.begin(70, [0, 1, 2])
+    running.redraw()
+    tables, rows = running.tables(3), {id(sample): row for row, sample in enumerate(running.running)}
+    q, k, v = running.random(3, 2, 16), running.random(3, 1, 16), running.random(3, 1, 16)
+    tables.fill(rows, running.prompts, running.samples)
+    clean = tables(0, q, k, v)
+    q[1] = torch.nan
+    found = tables(0, q, k, v)
+    assert found[1].isnan().all()
+    assert torch.equal(found[::2], clean[::2])
+
+
+def test_no_samples():
+    running = batch()
+    tables = running.tables(2)
+    tables.fill({}, running.prompts, running.samples)
+    q, kv = running.random(2, 2, 16), running.random(2, 1, 16)
+    assert not tables(0, q, kv, kv).any()
+
+
+lengths = st.one_of(st.integers(1, 300), st.integers(1, 131_072))
+drawn = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 131_000)), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    groups=st.lists(st.tuples(lengths, drawn), max_size=8), heads=st.sampled_from([1, 3, 8]), group=st.integers(1, 5)
+)
+def test_pieces_are_all_positions_once(groups, heads, group):
+    shape = KVShape(1, heads, 16, torch.float32, torch.device("cpu"))
+    prompts, samples, rows = KVPools(shape), KVPools(shape), {}
+    running = []
+    for length, counts in groups:
+        prompt = Prompt(length)
+        prompts.of(capacity_for(length)).owners.append(prompt)  # of which only the sizes are looked at
+        for count in counts:
+            running.append(Sample(prompt, length % SPAN + count))
+            samples.of(capacity_for(length % SPAN + count + 1)).owners.append(running[-1])
+    for pools in (prompts, samples):
+        for pool in pools.in_use():
+            for slot, owner in enumerate(pool.owners):
+                owner.slot = slot
+    rows = {id(sample): row for row, sample in enumerate(reversed(running))}
+    tables = DecodeTables(PoolBases(shape), max(1, len(running)), heads * group)
+    tables.fill(rows, prompts, samples)
+    wide, every = tables._tables["counts"]
+    written: Counter[int] = Counter()
+    seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in rows.values()}
+    entries = tables._tables["entries"]
+    for piece in tables._tables["pieces"][:every]:
+        assert piece["first"] < piece["stop"] <= piece["capacity"]
+        for entry in entries[piece["entry"] : piece["entry"] + piece["entries"]]:
+            written[int(entry["part"] + piece["number"])] += 1
+            seen[int(entry["row"])].append((int(piece["number"]), int(piece["first"]), int(piece["stop"])))
+    assert (tables._tables["pieces"]["entries"][wide:every] == 1).all()
+    assert set(written.values()) <= {1}
+    assert max(written, default=0) < len(tables._work.values)
+    for sample in running:
+        shared, own = sample.prompt.length // SPAN * SPAN, sample.stored + 1
+        found = sorted(seen[rows[id(sample)]])
+        assert [number for number, _, _ in found] == list(range(len(found)))
+        ends = [0]
+        for _, first, stop in found:
+            # From a prompt's end it goes on at the beginning of the sample's own slot.
+            assert first == ends[-1] or (ends[-1] == shared and first == 0)
+            ends.append(stop)
+        assert sum(stop - first for _, first, stop in found) == shared + own
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "head_dim", "dtype"),
+    [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 32, torch.bfloat16)],
+)
+def test_rows_of_prompts(heads, group, head_dim, dtype):
+    shape = KVShape(2, heads, head_dim, dtype, DEVICE)
+    running = Batch(shape, heads * group)
+    for length in (3, 64, 200, 130):
+        running.begin(length, [])
+    small, middle = running.prompts.of(64), running.prompts.of(256)
+    running.redraw()
+    spans = [
+        PrefillSpan(small, 0, row=2, start=0, count=3),
+        PrefillSpan(middle, 1, row=5, start=63, count=66),
+        PrefillSpan(small, 1, row=80, start=63, count=1),
+        PrefillSpan(middle, 0, row=72, start=128, count=7),
+    ]
+    q, k, v = running.random(83, heads * group, head_dim), *(running.random(83, heads, head_dim) for _ in range(2))
+    twin = PrefillAttention(spans)(1, q, k, v)
+    for span in spans:
+        for tensor in (span.pool.keys[1], span.pool.values[1]):
+            tensor[span.slot, :, span.start :] = torch.nan
+    attention = GpuPrefill(spans, PoolBases(shape), heads * group)
+    found = attention(1, q, k, v)
+    torch.testing.assert_close(found, twin, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    covered = [row for span in spans for row in range(span.row, span.row + span.count)]
+    assert not found[[row for row in range(83) if row not in covered]].any()
+
+
+def test_bases_follow_the_pools():
+    shape = KVShape(2, 1, 16, torch.float32, DEVICE)
+    bases, pools = PoolBases(shape), [KVPool(shape, 64), KVPool(shape, 128)]
+    assert bases.numbers(pools) == [0, 1]
+    for pool in pools:
+        pool.add(Sample(Prompt(1), 0))
+    assert bases.numbers(pools[::-1]) == [1, 0]
+    addresses = [[[keys.data_ptr(), values.data_ptr()] for keys, values in zip(p.keys, p.values, strict=True)] for p in pools]  # fmt: skip
+    assert bases.table[:, :2].transpose(0, 1).tolist() == addresses
+    del pool, pools[0]  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert bases.numbers([*pools, KVPool(shape, 64)]) == [1, 0]
+
+
+def test_served_heads():
+    gpu = torch.device("cuda")
+    assert attends(128, torch.bfloat16, gpu)
+    assert attends(80, torch.float32, gpu)
+    assert not attends(100, torch.bfloat16, gpu)
+    assert not attends(512, torch.bfloat16, gpu)
+    assert not attends(128, torch.float16, gpu)
+    assert not attends(128, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_a_captured_step_serves_other_samples():
+    shape = KVShape(2, 8, 128, torch.bfloat16, torch.device("cuda"))
+    running = Batch(shape, 32)
+    running.begin(300, [5] * 20)
+    running.begin(5000, [400])
+    running.redraw()
+    tables = running.tables(32)
+    q, k, v = running.random(32, 32, 128), running.random(32, 8, 128), running.random(32, 8, 128)
+    tables.fill({id(sample): row for row, sample in enumerate(running.running)}, running.prompts, running.samples)
+    tables(1, q, k, v)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tables(1, q, k, v)
+    for sample in running.running[:7]:
+        running.end(sample)
+    running.begin(900, [100, 3])
+    running.redraw()
+    rows = {id(sample): row + 3 for row, sample in enumerate(running.running)}
+    tables.fill(rows, running.prompts, running.samples)
+    graph.replay()
+    twin = DecodeAttention(rows, running.prompts, running.samples, 1, shape.device)(1, q, k, v)
+    torch.testing.assert_close(out, twin, rtol=0.02, atol=0.02)
