@@ -37,12 +37,6 @@ _ALIGNED = 4
 """Sections of a table begin at multiples of so many numbers."""
 
 
-def attends(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels serve heads of this size."""
-    served = head_dim % 16 == 0 and head_dim <= 256 and dtype in (torch.bfloat16, torch.float32)
-    return served and device.type == "cuda"
-
-
 class PoolBases:
     """Where the tensors of pools begin on the device. Pools are known by numbers, which they keep while they live."""
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.native import cpu
+from planish.native import cpu, kernels
 
 
 class SlotOwner(Protocol):
@@ -40,7 +40,7 @@ class KVShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
-        narrow = device.type != "cpu" or cpu.attends(config.head_dim, dtype, device)
+        narrow = device.type != "cpu" or kernels.triton_serves(device) or cpu.attends(config.head_dim, dtype, device)
         kept = dtype if narrow else torch.float32
         return cls(config.num_layers, config.num_kv_heads, config.head_dim, kept, device)
 

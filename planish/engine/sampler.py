@@ -26,6 +26,7 @@ from torch import Tensor
 
 from planish.engine.adapter_stacks import shape_of
 from planish.engine.drawing import draw, top_logprobs
+from planish.engine.graph_passes import GraphPasses
 from planish.engine.kv_cache import KVPools, KVShape
 from planish.engine.passes import Passes, PlainPasses, Rows
 from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
@@ -79,8 +80,12 @@ class Sampler:
         self._decode_text = decode_text
         self._tiling = tiling
         self._head = SamplingHead(decoder, tiling)
-        self._passes: Passes = PlainPasses(decoder, tiling, self._head)
         self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
+        self._passes: Passes
+        if tiling is None and GraphPasses.serve(decoder):
+            self._passes = GraphPasses(decoder, self._shape, settings.max_batch, settings.prefill_tokens)
+        else:
+            self._passes = PlainPasses(decoder, tiling, self._head)
         per_position = self._shape.bytes_per_position
         self._scheduler = Scheduler(
             settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,17 @@ from planish.native import kernels
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E]), q and k rotated -> [T, Hq, E]. Scores are scaled by E ** -0.5 there."""
+
+
+class GroupedLora(Protocol):
+    """Adapters of a batch's rows that bring their own products."""
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
+        """Add the rows' adapters of one site ("attn_in", ...) for input x [T, in] to out [T, sum(sizes)]; no gradient."""
+        ...
+
+
+Adapters = Sequence[AdapterRows | StackRows] | GroupedLora
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         attend: Attend,
-        adapters: Sequence[AdapterRows | StackRows],
+        adapters: Adapters,
         *,
         tile: int | None = None,
         recompute: bool = False,
@@ -102,7 +114,7 @@ class _Forward:
     dtype: torch.dtype
     rotation: Rotation
     attend: Attend
-    adapters: Sequence[AdapterRows | StackRows]
+    adapters: Adapters
     tile: int | None
 
     def layer(self, index: int, layer: Layer, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,6 +135,10 @@ class _Forward:
 
     def linear(self, x: Tensor, linear: FrozenLinear, layer: int, site: str) -> Tensor:
         """Linears of one input [T, in], with the rows' adapters: [T, out]."""
+        if not isinstance(self.adapters, Sequence):
+            out = linear.product(x, self.tile)
+            self.adapters.add_(x, out, linear.sizes, layer, site)
+            return out
         whole = len(self.adapters) == 1 and not isinstance(self.adapters[0].weights, LoraStack)
         if whole and torch.is_grad_enabled():
             lora_site = _site(self.adapters[0], layer, site)
@@ -242,7 +258,8 @@ class _AddNorm(torch.autograd.Function):
         if grad is None:
             found = grad_total
         elif own is not None:
-            found = own.rms_norm_backward(grad.contiguous(), x, weight, scale, grad_total)
+            more = None if grad_total is None else grad_total.contiguous()
+            found = own.rms_norm_backward(grad.contiguous(), x, weight, scale, more)
         else:
             weighted = grad.to(x.dtype) * weight
             inner = torch.linalg.vecdot(weighted, x).unsqueeze(-1).div_(x.shape[-1]).mul_(scale).mul_(scale)

@@ -86,6 +86,12 @@ def triton_serves(device: torch.device) -> bool:
     return wanted == "triton" or (wanted != "torch" and device.type == "cuda" and _has_triton())
 
 
+def triton_attends(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Triton's attention serves heads of this size on this device."""
+    served = head_dim % 16 == 0 and head_dim <= 256 and dtype in (torch.bfloat16, torch.float32)
+    return served and triton_serves(device)
+
+
 @cache
 def _has_triton() -> bool:
     """torch for CUDA brings Triton on Linux."""

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases, attends
+from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.engine.kv_cache import KVPool, KVPools, KVShape
 from planish.engine.positions import SPAN, capacity_for
 from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
+from planish.native import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -288,14 +289,16 @@ def test_bases_follow_the_pools():
     assert bases.numbers([*pools, KVPool(shape, 64)]) == [1, 0]
 
 
-def test_served_heads():
-    gpu = torch.device("cuda")
-    assert attends(128, torch.bfloat16, gpu)
-    assert attends(80, torch.float32, gpu)
-    assert not attends(100, torch.bfloat16, gpu)
-    assert not attends(512, torch.bfloat16, gpu)
-    assert not attends(128, torch.float16, gpu)
-    assert not attends(128, torch.bfloat16, torch.device("cpu"))
+def test_served_heads(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("PLANISH_KERNELS", "auto")
+    assert not kernels.triton_attends(128, torch.bfloat16, cpu)
+    monkeypatch.setenv("PLANISH_KERNELS", "triton")
+    assert kernels.triton_attends(128, torch.bfloat16, cpu)
+    assert kernels.triton_attends(80, torch.float32, cpu)
+    assert not kernels.triton_attends(100, torch.bfloat16, cpu)
+    assert not kernels.triton_attends(512, torch.bfloat16, cpu)
+    assert not kernels.triton_attends(128, torch.float16, cpu)
 
 
 @pytest.mark.gpu

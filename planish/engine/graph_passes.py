@@ -1,0 +1,125 @@
+"""The sampler's passes on a GPU: a decoding step is a CUDA graph, recorded once for each of a few numbers of rows and launched as a whole.
+
+A step is some hundreds of kernels of a few microseconds each; launched one by one from Python they take several times as long as they run.
+A graph names addresses and sizes once and for all, so everything that changes from step to step lies in tables that keep their places: tokens,
+positions, who attends to what (gpu_attention.py) and whose adapter is added where (gpu_adapters.py). Rows that a step has not are computed and
+thrown away; they see no keys.
+
+Sums depend on the number of rows and on how attention is cut, as everywhere on a GPU: the last bits of a logprob depend on the batch. With
+deterministic=True the sampler runs PlainPasses instead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.engine.gpu_adapters import AdapterTables
+from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
+from planish.engine.kv_cache import KVPools, KVShape
+from planish.engine.passes import Rows
+from planish.engine.sampling_attention import PrefillSpan
+from planish.model.decoder import Decoder
+from planish.model.head import base_product
+from planish.model.lora import AdapterRows
+from planish.native import kernels
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows that graphs are recorded for, up to the largest batch; beyond these, its multiples of 256."""
+
+Step = Callable[[], tuple[Tensor, Tensor]]
+"""Hidden states and logits of what the tables say."""
+
+
+class GraphPasses:
+    def __init__(self, decoder: Decoder, shape: KVShape, max_batch: int, prefill_tokens: int) -> None:
+        config, device = decoder.config, decoder.device
+        self._decoder = decoder
+        self._sizes = graph_sizes(max_batch)
+        self._bases = PoolBases(shape)
+        self._attention = DecodeTables(self._bases, self._sizes[-1], config.num_heads)
+        self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
+        self._prefill_adapters = AdapterTables(config, decoder.dtype, device, prefill_tokens, max_batch)
+        self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
+        self._steps: dict[tuple[int, bool, bool], Step] = {}
+        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    @staticmethod
+    def serve(decoder: Decoder) -> bool:
+        """Whether the GPU's kernels take this model."""
+        return kernels.triton_attends(decoder.config.head_dim, decoder.dtype, decoder.device)
+
+    def multiple(self, adapters: int) -> int:
+        return 1
+
+    def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
+        tokens, positions = torch.tensor([rows.tokens, rows.positions], device=self._decoder.device)
+        adapters = _adapted(rows)
+        self._prefill_adapters.fill(adapters)
+        given = self._prefill_adapters if adapters else ()
+        attention = GpuPrefill(spans, self._bases, self._decoder.config.num_heads)
+        return self._decoder.hidden(tokens, positions, attention, given)
+
+    def decode(self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools) -> tuple[Tensor, Tensor]:
+        count = len(rows.tokens)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        adapters = _adapted(rows)
+        self._places[:, :count] = torch.tensor([rows.tokens, rows.positions])
+        self._attention.fill(row_of, prompts, samples)
+        self._adapters.fill(adapters)
+        kind = (size, bool(adapters), any(a.weights is not None and a.weights.head is not None for a in adapters))
+        if kind not in self._steps:
+            self._steps[kind] = self._recorded(*kind)
+        hidden, logits = self._steps[kind]()
+        return hidden[:count], logits[:count]
+
+    def rest(self) -> None:
+        self._adapters.fill(())
+        self._prefill_adapters.fill(())
+
+    def _recorded(self, size: int, adapted: bool, head_adapted: bool) -> Step:
+        tokens, positions = self._places[:, :size]
+
+        def step() -> tuple[Tensor, Tensor]:
+            given = self._adapters if adapted else ()
+            hidden = self._decoder.hidden(tokens, positions, self._attention, given)
+            logits = base_product(hidden, self._decoder.head).float()
+            if head_adapted:
+                self._adapters.add_head_(hidden, logits)
+            return hidden, logits
+
+        return step if self._memory is None else _graph(step, self._memory)
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """The numbers of rows that a step may have, rising; the last holds the largest batch."""
+    sizes = [size for size in _SIZES if size < max_batch]
+    sizes += range(_SIZES[-1] + 256, max_batch, 256)
+    return [*sizes, max_batch]
+
+
+def _adapted(rows: Rows) -> list[AdapterRows]:
+    return [adapter for adapter in rows.layout.adapters if adapter.weights is not None]
+
+
+def _graph(step: Step, memory: Any) -> Step:
+    """`step`, recorded; what it returns is overwritten by the next graph that is launched, for all share one memory."""
+    current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(current)
+    with torch.cuda.stream(aside):
+        step()  # compiles its kernels and has libraries make their workspaces, which must not happen while it is recorded
+    current.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of this process may use the GPU meanwhile: only what this one does is recorded.
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        out = step()
+
+    def launch() -> tuple[Tensor, Tensor]:
+        graph.replay()
+        return out
+
+    return launch
