@@ -123,10 +123,16 @@ class _Forward:
         x, h = self.add_norm(x, more, layer.input_norm)
         qkv = self.linear(h, layer.qkv, index, "attn_in")
         q, k, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split(heads, 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = norm(q, layer.q_norm, self.config.rms_norm_eps, self.dtype)
-            k = norm(k, layer.k_norm, self.config.rms_norm_eps, self.dtype)
-        attended = self.attend(index, rotate(q, self.rotation), rotate(k, self.rotation), v)
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        fused = None if torch.is_grad_enabled() else kernels.fused_heads(qkv)
+        eps = self.config.rms_norm_eps
+        if fused is not None:
+            q, k = fused.turned_heads(qkv, (heads[0], heads[1]), norms, eps, self.rotation.cos, self.rotation.sin)
+        else:
+            if norms is not None:
+                q, k = (norm(x, weight, eps, self.dtype) for x, weight in zip((q, k), norms, strict=True))
+            q, k = rotate(q, self.rotation), rotate(k, self.rotation)
+        attended = self.attend(index, q, k, v)
         x, h = self.add_norm(x, self.linear(attended.flatten(-2), layer.o, index, "attn_out"), layer.mlp_norm)
         return x, self.linear(swiglu(self.linear(h, layer.gate_up, index, "mlp_in")), layer.down, index, "mlp_out")
 

@@ -71,6 +71,26 @@ class Kernels(Protocol):
         ...
 
 
+class FusedHeads(Protocol):
+    def turned_heads(
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """q [T, Hq, E] and k [T, Hkv, E] out of qkv [T, (Hq + 2 * Hkv) * E]: normed by the weights `norms` [E] if given, then turned; (Hq, Hkv) are `heads`."""
+        ...
+
+
+def fused_heads(x: Tensor) -> FusedHeads | None:
+    """Norms and rotations of all heads as one kernel, for passes without gradients: where launches cost more than what they do."""
+    own = serving(x) if triton_serves(x.device) else None
+    return cast(FusedHeads, own) if own is not None else None
+
+
 def serving(x: Tensor) -> Kernels | None:
     """The kernels that take tensors of this dtype on this device."""
     if x.dtype not in (torch.float32, torch.bfloat16):

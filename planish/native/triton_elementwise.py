@@ -140,6 +140,79 @@ def _rotate(x, stride, cos, sin, sign, out, count, heads, half, GROUP: tl.conste
     tl.store(out + to + half, rounded(second * c + first * s, out.dtype.element_ty), mask=inside)
 
 
+def turned_heads(
+    qkv: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    assert _are_contiguous(qkv, cos, sin, *(norms or ()))
+    rows, width = qkv.shape
+    e = width // (heads[0] + 2 * heads[1])
+    q, k = (torch.empty(rows, count, e, dtype=qkv.dtype, device=qkv.device) for count in heads)
+    block = _power_of_2(e // 2)
+    group = max(1, _TILE // block)
+    q_norm, k_norm = norms or (None, None)
+    grid = (rows, _quotient(sum(heads), group))
+    _turned_heads[grid](
+        qkv,
+        width,
+        q_norm,
+        k_norm,
+        eps,
+        cos,
+        sin,
+        q,
+        k,
+        *heads,
+        e // 2,
+        NORMED=norms is not None,
+        GROUP=group,
+        BLOCK=block,
+    )
+    return q, k
+
+
+@triton.jit
+def _turned_heads(
+    qkv, width, q_norm, k_norm, eps, cos, sin, q, k, q_heads, k_heads, half,
+    NORMED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads of one row: those of q, then those of k."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK)
+    of_row = column < half
+    inside = (head < q_heads + k_heads)[:, None] & of_row[None, :]
+    is_q = head < q_heads
+    source = row * width + (head * (2 * half))[:, None] + column[None, :]
+    first = tl.load(qkv + source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv + source + half, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:  # rounded between norm and rotation, as where each is a kernel of its own
+        mean = tl.div_rn(tl.sum(first * first, 1) + tl.sum(second * second, 1), (2 * half).to(tl.float32))
+        factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
+        of_q, of_k = q_norm + column, k_norm + column
+        weight = tl.where(
+            is_q[:, None],
+            tl.load(of_q, mask=of_row, other=0.0)[None, :],
+            tl.load(of_k, mask=of_row, other=0.0)[None, :],
+        )
+        first = rounded(first * factor * weight, q.dtype.element_ty).to(tl.float32)
+        weight = tl.where(
+            is_q[:, None],
+            tl.load(of_q + half, mask=of_row, other=0.0)[None, :],
+            tl.load(of_k + half, mask=of_row, other=0.0)[None, :],
+        )
+        second = rounded(second * factor * weight, q.dtype.element_ty).to(tl.float32)
+    c = tl.load(cos + row * half + column, mask=of_row, other=0.0)[None, :]
+    s = tl.load(sin + row * half + column, mask=of_row, other=0.0)[None, :]
+    one = rounded(first * c - second * s, q.dtype.element_ty)
+    other = rounded(second * c + first * s, q.dtype.element_ty)
+    to_q = ((row * q_heads + head) * (2 * half))[:, None] + column[None, :]
+    to_k = ((row * k_heads + head - q_heads) * (2 * half))[:, None] + column[None, :]
+    tl.store(q + to_q, one, mask=inside & is_q[:, None])
+    tl.store(q + to_q + half, other, mask=inside & is_q[:, None])
+    tl.store(k + to_k, one, mask=inside & ~is_q[:, None])
+    tl.store(k + to_k + half, other, mask=inside & ~is_q[:, None])
+
+
 # ------------------------------------------------------------------------------------------------------------------ SwiGLU
 
 

@@ -105,6 +105,22 @@ def test_rotation(rows, heads, size, back, dtype, normal):
     close(out, torch.cat([turned.real, turned.imag], -1).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("heads", "size"), [((4, 2), 16), ((9, 3), 64), ((16, 8), 96)])
+def test_heads_in_one_kernel_are_those_of_several(heads, size, normed, dtype, normal):
+    qkv = normal(5, (heads[0] + 2 * heads[1]) * size, dtype=dtype)
+    norms = (normal(size), normal(size)) if normed else None
+    angles = normal(5, 1, size // 2)
+    cos, sin = angles.cos(), angles.sin()
+    parts = qkv.unflatten(1, (-1, size)).split([*heads, heads[1]], 1)
+    for found, part, which in zip(own.turned_heads(qkv, heads, norms, 1e-5, cos, sin), parts, (0, 1), strict=False):
+        if norms is not None:
+            part = own.rms_norm(part.float().contiguous(), None, norms[which], 1e-5, dtype)[1]
+        assert found.is_contiguous()
+        close(found, own.rotate(part, cos, sin))
+
+
 # SwiGLU
 
 
@@ -362,6 +378,8 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
     forth = norm | {"more": "*bf16", "eps": "fp32", "total": "*fp32", "out": "*bf16"}
     back = norm | {"grad": "*bf16", "more": "*fp32", "out": "*fp32"}
     turn = {"x": "*bf16", "stride": "i32", "cos": "*fp32", "sin": "*fp32", "sign": "fp32", "out": "*bf16"}
+    heads = dict.fromkeys(("qkv", "q", "k"), "*bf16") | dict.fromkeys(("q_norm", "k_norm", "cos", "sin"), "*fp32")
+    heads |= dict.fromkeys(("width", "q_heads", "k_heads", "half"), "i32") | {"eps": "fp32"}
     gated = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
     row = {"logits": "*fp32", "vocab": "i32"}
     sums = row | {"temperature": "*fp32", "peaks": "*fp32", "sums": "*fp32"}
@@ -380,6 +398,7 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
             turn | {"count": "i32", "heads": "i32", "half": "i32"},
             {"GROUP": own._TILE // half, "BLOCK": half},
         ),
+        Case("_turned_heads", heads, {"NORMED": True, "GROUP": own._TILE // half, "BLOCK": half}),
         Case("_swiglu", gated, {"BLOCK": own._TILE}),
         Case("_swiglu_backward", gated | {"grad": "*bf16"}, {"BLOCK": own._TILE}),
         Case("_split_sums", sums, {"BLOCK": split}, split // 512),
