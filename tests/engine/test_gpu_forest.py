@@ -1,0 +1,225 @@
+"""The GPU's attention of a forest: equal to attention under the T x T mask in values and gradients, interpreted where no GPU is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from planish.engine import gpu_forest, trainer
+from planish.engine.adapters import Adapter
+from planish.engine.attention import dense_mask_attention
+from planish.engine.gpu_forest import GpuForest, key_plan, query_plan, visible_pairs
+from planish.engine.packing import Packed, mask, pack
+from planish.engine.trainer import Trainer, TrainerSettings
+from planish.model.decoder import Decoder
+from planish.model.lora import LoraLayout
+from planish.testing import tiny_model
+from planish.types import Datum, LoraConfig, ModelInput, TensorData
+
+triton_forest = pytest.importorskip("planish.native.triton_forest")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+
+
+def packed(*sequences) -> Packed:
+    (whole,) = pack([np.asarray(sequence) for sequence in sequences], 100_000)
+    return whole
+
+
+def nested(seed: int, longest: int) -> Packed:
+    """Prompts that share a beginning, with completions that share theirs: segments of one row occur, and one sequence shares nothing."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 50, longest)
+    sequences = [rng.integers(50, 60, longest)]
+    for _ in range(2):
+        prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
+        sequences += [np.concatenate([prompt, rng.integers(0, 2, rng.integers(1, longest))]) for _ in range(3)]
+    return packed(*sequences)
+
+
+FORESTS = {
+    "nested": nested(0, 12),
+    "one long": packed(np.arange(70)),
+    "one row": packed([7]),
+    "nothing shared": packed(*(np.full(n, n) for n in (3, 25, 17, 1, 13))),
+    "single rows": packed(*([*range(20), 40 + n] for n in range(25))),
+}
+
+
+def tensors(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = [(rows, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def gradients(attend, inputs: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of q, k, v; the last input is the gradient of the output."""
+    *qkv, upstream = inputs
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = attend(0, *leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1)  # a gradient may be 0
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_equals_attention_under_the_mask(name: str):
+    whole = FORESTS[name]
+    inputs = tensors(len(whole), 3, 1, 16)
+    expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
+    assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype"),
+    [
+        (2, 2, 16, torch.float32),
+        (4, 1, 20, torch.float32),
+        (3, 1, 16, torch.bfloat16),
+        (8, 2, 128, torch.bfloat16),
+        (3, 1, 80, torch.bfloat16),
+        (2, 1, 256, torch.bfloat16),
+    ],
+)
+def test_groups_sizes_of_heads_and_dtypes(heads: int, kv_heads: int, size: int, dtype: torch.dtype):
+    whole = nested(1, 12)
+    inputs = tensors(len(whole), heads, kv_heads, size, dtype)
+    expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
+    assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5 if dtype == torch.float32 else 0.03)
+
+
+def test_a_group_larger_than_a_tile_gets_a_larger_tile():
+    whole = packed(np.arange(5), [0, 1, 7])
+    inputs = tensors(len(whole), 33, 1, 16)
+    expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
+    assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5)
+
+
+def test_divided_sums_are_added_up_and_bits_repeat(monkeypatch):
+    """The queries of the first keys are divided among programs."""
+    monkeypatch.setattr(gpu_forest, "_FEWEST_TILES", 2)
+    whole = FORESTS["one long"]
+    plan = key_plan(whole.until, triton_forest.tiles_for(torch.float32, 16, 3), 3, 1)
+    assert plan.sums[:, 2].max() > 2
+    inputs = tensors(len(whole), 3, 1, 16)
+    first, second = (gradients(GpuForest(whole, DEVICE), inputs) for _ in range(2))
+    assert_near(first, gradients(dense_mask_attention(whole, DEVICE), inputs), 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_rows_may_lie_apart():
+    """As those of v do, which is a part of a joint product; anything else is copied first."""
+    whole = nested(2, 10)
+    inputs = tensors(len(whole), 2, 2, 16)
+    joint = torch.cat(inputs[:3], 1)
+    apart = [*joint.split([2, 2, 2], 1), inputs[3].transpose(1, 2).contiguous().transpose(1, 2)]
+    assert not any(x.is_contiguous() for x in apart)
+    expected = gradients(GpuForest(whole, DEVICE), inputs)
+    found = gradients(GpuForest(whole, DEVICE), apart)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_neighbours_change_nothing_but_rounding():
+    own = np.arange(40)
+    alone, among = packed(own), packed(own, [*range(15), *range(100, 110)], np.arange(200, 217))
+    rows = torch.from_numpy(among.rows[0])
+    inputs = tensors(len(among), 3, 1, 16)
+    inputs[3][[n for n in range(len(among)) if n not in set(rows.tolist())]] = 0
+    expected = gradients(GpuForest(alone, DEVICE), [x[rows] for x in inputs])
+    assert_near([x[rows] for x in gradients(GpuForest(among, DEVICE), inputs)], expected, 1e-6)
+
+
+def test_what_is_not_finite_stays_in_its_own_rows():
+    whole = nested(3, 10)
+    q, k, v, _ = tensors(len(whole), 3, 1, 16)
+    clean = GpuForest(whole, DEVICE)(0, q, k, v)
+    q[-4] = torch.nan
+    found = GpuForest(whole, DEVICE)(0, q, k, v)
+    assert found[-4].isnan().all()
+    others = torch.arange(len(whole)) != len(whole) - 4
+    assert torch.equal(found[others], clean[others])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=12),
+    group=st.sampled_from([1, 3, 4]),
+    fewest=st.sampled_from([1, 2, 16]),
+)
+def test_plans_name_the_tiles_that_meet(sequences: list[list[int]], group: int, fewest: int):
+    """Each pair of tiles with something visible is met once, and goes without a mask if the tiles are whole and all of it is visible."""
+    whole = packed(*sequences)
+    one = triton_forest.Launch(4, 8, 4, 1)
+    tiles = triton_forest.Tiles(one, one, replace(one, keys=4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_forest, "_FEWEST_TILES", fewest)
+        queries, keys = query_plan(whole.until, tiles, group), key_plan(whole.until, tiles, group, 2)
+    by_queries = {}
+    for tile, first, masked, end in queries.items.tolist():
+        assert sorted(set(queries.lists[first:end])) == sorted(queries.lists[first:end])
+        by_queries |= {(tile, int(queries.lists[n])): n < masked for n in range(first, end)}
+    assert by_queries == tiles_of(whole, 4 // group, 8)
+    by_keys = {}
+    for tile, first, full, full_end, end, _ in keys.items.tolist():
+        met = {(n, tile): full <= n < full_end for n in range(first, end)}
+        assert not met.keys() & by_keys.keys()
+        by_keys |= met
+    assert by_keys == tiles_of(whole, 4 // group, 4)
+    places = sorted(item[5] for item in keys.items.tolist() if item[5] >= 0)
+    assert places == list(range(keys.places))
+    for tile, first, count in keys.sums.tolist():
+        assert sorted(item[5] for item in keys.items.tolist() if item[0] == tile) == list(range(first, first + count))
+
+
+def tiles_of(whole: Packed, rows: int, keys: int) -> dict[tuple[int, int], bool]:
+    """By definition: pairs of tiles with something visible, and whether the tiles are whole and all of it is visible."""
+    visible, found = mask(whole), {}
+    for query in range(0, len(whole), rows):
+        for key in range(0, len(whole), keys):
+            part = visible[query : query + rows, key : key + keys]
+            if part.any():
+                found[query // rows, key // keys] = bool(part.all()) and part.shape == (rows, keys)
+    return found
+
+
+def test_visible_pairs_are_those_of_the_mask():
+    for whole in FORESTS.values():
+        assert visible_pairs(whole) == mask(whole).sum()
+
+
+def test_the_trainer_finds_the_ordinary_gradient(tmp_path, monkeypatch):
+    decoder = Decoder.load(tiny_model(tmp_path, layers=1), torch.float32, DEVICE)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 50, 12)
+    data = []
+    for _ in range(3):
+        tokens = np.concatenate([prompt, rng.integers(0, 50, rng.integers(2, 15))])
+        targets = TensorData.from_numpy(np.roll(tokens, -1))
+        weights = TensorData.from_numpy(np.ones(len(tokens), np.float32))
+        data.append(Datum(ModelInput.from_ints(tokens.tolist()), {"target_tokens": targets, "weights": weights}))
+    expected = gradient(decoder, data)
+    used = []
+    monkeypatch.setattr(trainer.cpu, "attends", lambda *_: False)
+    monkeypatch.setattr(trainer, "ForestAttention", lambda *given: used.append(given) or GpuForest(*given))
+    found = gradient(decoder, data)
+    assert used
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def gradient(decoder: Decoder, data: list[Datum]) -> Tensor:
+    layout = LoraLayout(decoder.config, LoraConfig(rank=4))
+    noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
+    adapter = Adapter(layout, decoder.dtype, decoder.device, (layout.init(0) + 0.02 * noise).to(decoder.device))
+    for _ in Trainer(decoder, TrainerSettings()).forward_backward(adapter, data, "cross_entropy"):
+        pass
+    assert adapter.grad is not None
+    return adapter.grad.clone()

@@ -1,0 +1,96 @@
+"""The kernels of the forest's attention: what the caller of the gradients does not see, and that they compile for a Hopper GPU."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hopper import Case, resources
+
+from planish.engine.gpu_forest import GpuForest
+from planish.engine.packing import mask, pack
+
+triton_forest = pytest.importorskip("planish.native.triton_forest")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_sum_exp_is_that_of_the_visible_scores(device: torch.device, dtype: torch.dtype):
+    (whole,) = pack([np.arange(50), np.array([*range(20), *range(70, 90)]), np.arange(100, 107)], 1000)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(len(whole), heads, 16, generator=generator).to(device, dtype) for heads in (6, 2, 2))
+    out, lse = GpuForest(whole, device).attend(q, k, v)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    scores = torch.einsum("the,she->ths", q.float(), k.float().repeat_interleave(3, 1)) / 4
+    hidden = ~torch.from_numpy(mask(whole)).to(device)
+    expected = scores.masked_fill(hidden[:, None], float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one model."""
+
+    group: int
+    kv_heads: int
+    size: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+MODELS = {
+    "Qwen3-8B": Heads(4, 8, 128),
+    "Qwen3-0.6B": Heads(2, 8, 128),
+    "SmolLM2-135M": Heads(3, 3, 64),
+    "SmolLM2-135M in float32": Heads(3, 3, 64, torch.float32),
+}
+# Registers of a multiprocessor, shared memory of a program.
+REGISTERS, SHARED = 65_536, 227 * 1024
+
+
+def test_a_multiprocessor_holds_every_kernel():
+    """Without the float32 kernels of large heads, which take the compiler long."""
+    cases = [case for heads in MODELS.values() for case in cases_of(heads)]
+    for case, found in zip(cases, resources("planish.native.triton_forest", cases), strict=True):
+        assert found.spilled <= 64, (case, found)
+        assert found.shared <= SHARED
+        assert found.registers * 32 * case.warps <= REGISTERS
+
+
+def cases_of(heads: Heads) -> list[Case]:
+    tiles = triton_forest.tiles_for(heads.dtype, heads.size, heads.group)
+    cuts = {
+        "forward": tiles.forward,
+        "backward_queries": tiles.backward_queries,
+        "backward_keys": tiles.backward_keys,
+    }
+    return [_case(kernel, cut, heads) for kernel, cut in cuts.items()] + [_sum_case(tiles.backward_keys, heads)]
+
+
+def _case(kernel: str, cut, heads: Heads) -> Case:
+    constants = {
+        "HEADS": heads.kv_heads,
+        "G": heads.group,
+        "E": heads.size,
+        "EP": heads.size,
+        "M": cut.queries,
+        "N": cut.keys,
+    }
+    arguments = getattr(triton_forest, kernel).arg_names
+    types = {name: _type(name, heads.dtype) for name in arguments if name not in constants}
+    return Case(kernel, types, constants, cut.warps, cut.stages)
+
+
+def _sum_case(cut, heads: Heads) -> Case:
+    case = _case("add_parts", cut, heads)
+    constants = {name: value for name, value in case.constants.items() if name != "M"} | {"ROWS": 16}
+    types = {name: kind for name, kind in case.types.items() if name != "ROWS"}
+    return Case("add_parts", types, constants)
+
+
+def _type(name: str, dtype: torch.dtype) -> str:
+    if name == "rows" or name.endswith("_row"):
+        return "i32"
+    if name in ("factor", "scale"):
+        return "fp32"
+    if name in ("until", "items", "lists", "sums"):
+        return "*i32"
+    return "*fp32" if name in ("lse", "delta", "parts") or dtype == torch.float32 else "*bf16"
