@@ -46,13 +46,13 @@ MODELS = {
 REGISTERS, SHARED = 65_536, 227 * 1024
 
 
+@pytest.mark.slow
 def test_a_multiprocessor_holds_every_kernel():
-    """Without the float32 kernels of large heads, which take the compiler long."""
+    """Compiled for pointers that may lie anywhere, unlike those of a run: so nothing is said of spills here."""
     cases = [case for heads in MODELS.values() for case in cases_of(heads)]
     for case, found in zip(cases, resources("planish.native.triton_forest", cases), strict=True):
-        assert found.spilled <= 64, (case, found)
-        assert found.shared <= SHARED
-        assert found.registers * 32 * case.warps <= REGISTERS
+        assert found.shared <= SHARED, case
+        assert found.registers * 32 * case.warps <= REGISTERS, case
 
 
 def cases_of(heads: Heads) -> list[Case]:
