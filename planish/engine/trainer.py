@@ -22,6 +22,7 @@ from torch import Tensor
 from planish.engine.adapters import Adapter, is_finite
 from planish.engine.attention import ForestAttention
 from planish.engine.datums import Example, read_examples
+from planish.engine.gpu_forest import GpuForest
 from planish.engine.heap import give_back
 from planish.engine.losses import Loss, complete_config, find_loss
 from planish.engine.native_attention import NativeForest
@@ -29,10 +30,10 @@ from planish.engine.packing import Packed, pack
 from planish.engine.row_tiling import RowTiling
 from planish.errors import NonFiniteError
 from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
+from planish.model.decoder import Attend, Decoder
 from planish.model.head import scored_logprobs
 from planish.model.lora import AdapterRows, LoraWeights
-from planish.native import cpu
+from planish.native import cpu, kernels
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"
@@ -107,8 +108,8 @@ class Trainer:
         """`tiling`: that of the sampler whose logprobs are to be found again."""
         self._decoder = decoder
         self._tiling = tiling or RowTiling()
+        self._is_deterministic = tiling is not None
         self.settings = settings
-        self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
         self._kept_bytes = settings.activation_bytes(decoder.config)
 
     def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:
@@ -193,13 +194,22 @@ class Trainer:
         hidden = self._decoder.hidden(
             torch.from_numpy(packed.tokens).to(device),
             torch.from_numpy(packed.positions).to(device),
-            NativeForest(packed) if self._native else ForestAttention(packed, device),
+            self._attention(packed),
             [AdapterRows(0, len(packed), job.weights)],
             recompute=recompute,
         )
         rows, targets = pairs.rows.to(device), pairs.targets.to(device)
         head, temperature = self._decoder.head, job.config["temperature"]
         return scored_logprobs(hidden, head, job.weights.head, rows, targets, temperature, recompute=recompute)
+
+    def _attention(self, packed: Packed) -> Attend:
+        head_dim, dtype, device = self._decoder.config.head_dim, self._decoder.dtype, self._decoder.device
+        # The GPU's kernels cut sums as it suits the batch; the sampler's are others, too.
+        if not self._is_deterministic and kernels.triton_attends(head_dim, dtype, device):
+            return GpuForest(packed, device)
+        if cpu.attends(head_dim, dtype, device):
+            return NativeForest(packed)
+        return ForestAttention(packed, device)
 
     def _backward(
         self, job: _Job, packed: Packed, pairs: _Pairs, unique: Tensor, logprobs: Tensor, losses: Tensor

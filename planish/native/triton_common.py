@@ -29,3 +29,11 @@ def rounded(x, dtype: tl.constexpr):
         up = tl.where(x == x, up, bits | 0x400000)
         return (up >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def bound(number):
+    """A number of the device, for `range`."""
+    if INTERPRETED:  # where it is an array of one entry, which numpy 2.4 takes for no number (Triton 3.6)
+        return number.handle.data.item()
+    return number

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.native.triton_common import INTERPRETED, dot, rounded
+from planish.native.triton_common import bound, dot, rounded
 
 
 def _record(*names: str) -> np.dtype:
@@ -51,14 +51,6 @@ _WIDE_ROWS = 32
 """Rows of a product for a prompt's piece: its keys are read from memory once for as many, and the tensor cores keep up."""
 _PARTS = 8
 """Parts added up at a time."""
-
-
-@triton.jit
-def _times(count):
-    """`count`, a scalar of the device, as the bound of a loop."""
-    if INTERPRETED:  # where a scalar is an array of one number, which is no index any more (Triton 3.6 with numpy 2.4)
-        return count.handle.data.item()
-    return count
 
 
 @triton.jit
@@ -97,7 +89,7 @@ def _attend(
     MASKED: a row sees the keys before its `visible` [M] and at least one of the first block; else all of them, and they are whole blocks.
     """
     e = tl.arange(0, BLOCK_E)
-    for block in range(_times(tl.cdiv(stop - first, BLOCK_N))):
+    for block in range(bound(tl.cdiv(stop - first, BLOCK_N))):
         n = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
         places = n[:, None] * E + e[None, :]
         if MASKED or E < BLOCK_E:
@@ -159,12 +151,12 @@ def _pieces_kernel(
     program, step = tl.program_id(0), tl.num_programs(0)
     wide, every = tl.load(counts) * H, tl.load(counts + 1) * H
     turns = tl.cdiv(tl.maximum(wide - program, 0), step)
-    for turn in range(_times(turns)):
+    for turn in range(bound(turns)):
         work = program + turn * step
         _piece(work // H, work % H, q, pieces, entries, bases, values, stats, SCALE, H, G, E, WIDE_M, BLOCK_N, BLOCK_E)
     # Programs that had one less of those are the first to take one of these.
     program += turns * step
-    for turn in range(_times(tl.cdiv(tl.maximum(every - program, 0), step))):
+    for turn in range(bound(tl.cdiv(tl.maximum(every - program, 0), step))):
         work = program + turn * step
         _piece(
             work // H, work % H, q, pieces, entries, bases, values, stats, SCALE, H, G, E, NARROW_M, BLOCK_N, BLOCK_E
@@ -178,7 +170,7 @@ def _combine_kernel(out, rows, values, stats, E: tl.constexpr, BLOCK_E: tl.const
     e = tl.arange(0, BLOCK_E)
     peak, weights = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     sums = tl.zeros((BLOCK_E,), tl.float32)
-    for block in range(_times(tl.cdiv(parts, PARTS))):
+    for block in range(bound(tl.cdiv(parts, PARTS))):
         number = block * PARTS + tl.arange(0, PARTS)
         real = number < parts
         part = (first + number).to(tl.int64) * heads + head

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.native.triton_common import INTERPRETED, dot
+from planish.native.triton_common import bound, dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SUM_ROWS = 16
@@ -176,14 +176,6 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _bound(x):
-    """For `range`: the interpreter's numbers are arrays of one entry, which numpy 2.4 takes for no bound."""
-    if INTERPRETED:
-        x.handle.data = x.handle.data.reshape(())
-    return x
-
-
-@triton.jit
 def _load(base, at, E: tl.constexpr, EP: tl.constexpr):
     """Rows of E entries from their places `at` [n], padded with zeros: [n, EP]."""
     entry = tl.arange(0, EP)
@@ -261,7 +253,7 @@ def forward(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, EP], tl.float32)
     for part in tl.static_range(2):
-        for n in range(_bound(tl.load(item + 1 + part)), _bound(tl.load(item + 2 + part))):
+        for n in range(bound(tl.load(item + 1 + part)), bound(tl.load(item + 2 + part))):
             best, total, acc = _forward_step(
                 tl.load(lists + n), best, total, acc, query, k, v, i, until, k_row, v_row, head, rows, factor,
                 part == 1, E, EP, N,
@@ -300,7 +292,7 @@ def backward_queries(
     log_total = tl.load(lse + at) * LOG2_E
     acc = tl.zeros([M, EP], tl.float32)
     for part in tl.static_range(2):
-        for n in range(_bound(tl.load(item + 1 + part)), _bound(tl.load(item + 2 + part))):
+        for n in range(bound(tl.load(item + 1 + part)), bound(tl.load(item + 2 + part))):
             acc = _queries_step(
                 tl.load(lists + n), acc, query, grads, k, v, i, log_total, inner_product, until, k_row, v_row, head, rows,
                 factor, part == 1, E, EP, N,
@@ -347,12 +339,12 @@ def backward_keys(
     sum_k = tl.zeros([N, EP], tl.float32)
     sum_v = tl.zeros([N, EP], tl.float32)
     # A tile that the group does not fill has places to leave out.
-    for n in range(_bound(full), _bound(full_end)):
+    for n in range(bound(full), bound(full_end)):
         sum_k, sum_v = _keys_step(
             n, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, grad_row, q_row, head, rows, factor,
             M % G != 0, HEADS, G, E, EP, M,
         )  # fmt: skip
-    for n in range(_bound(first), _bound(end - (full_end - full))):
+    for n in range(bound(first), bound(end - (full_end - full))):
         query_tile = tl.where(n < full, n, n + (full_end - full))
         sum_k, sum_v = _keys_step(
             query_tile, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, grad_row, q_row, head, rows, factor,
@@ -381,7 +373,7 @@ def add_parts(
     own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     sum_k = tl.zeros([ROWS, EP], tl.float32)
     sum_v = tl.zeros([ROWS, EP], tl.float32)
-    for n in range(_bound(count)):
+    for n in range(bound(count)):
         at = (((place + n).to(tl.int64) * HEADS + head) * 2 * N + own) * EP
         sum_k += _load(parts, at, EP, EP)
         sum_v += _load(parts, at + N * EP, EP, EP)

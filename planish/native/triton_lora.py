@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.native.triton_common import INTERPRETED, dot
+from planish.native.triton_common import bound, dot
 
 TILE = 16
 """Most rows of a tile: the fewest that matrix units take."""
@@ -45,18 +45,10 @@ _SHRINKS, _EXPANDS = 4, 8
 
 
 @triton.jit
-def _bound(number):
-    """A number of the device, for `range`."""
-    if INTERPRETED:  # where it is an array of one entry, which numpy takes for no number (Triton 3.6, numpy 2.4)
-        return number.handle.data.item()
-    return number
-
-
-@triton.jit
 def _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN: tl.constexpr):
     """x times A transposed over `in` = first .. first + segment - 1, as far as there are so many: [TILE, BLOCK_LOW]."""
     total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
-    for begin in range(_bound(first), _bound(tl.minimum(first + segment, inner)), BLOCK_IN):
+    for begin in range(bound(first), bound(tl.minimum(first + segment, inner)), BLOCK_IN):
         k = begin + tl.arange(0, BLOCK_IN)
         mine = tl.load(x_rows[:, None] + k[None, :], has_row[:, None] & (k < inner)[None, :], other=0.0)
         theirs = tl.load(a_rows[:, None] + k[None, :], has_column[:, None] & (k < inner)[None, :], other=0.0)
@@ -97,7 +89,7 @@ def shrink_kernel(
     """parts[p, row, column] = segment p of x[row] . A[column] if SPREAD, else parts[0] = the sum over all segments."""
     blocks = tl.cdiv(LINEARS * tl.load(tiles + 1), BLOCK_LOW)
     each = SEGMENTS if SPREAD else 1
-    for item in range(_bound(tl.program_id(0)), _bound(tl.load(tiles) * blocks * each), _bound(tl.num_programs(0))):
+    for item in range(bound(tl.program_id(0)), bound(tl.load(tiles) * blocks * each), bound(tl.num_programs(0))):
         tile = tiles + 4 + item // (blocks * each) * 4
         column = item // each % blocks * BLOCK_LOW
         width = LINEARS * tl.load(tile + 3)
@@ -128,7 +120,7 @@ def _low_times_b(
 ):
     """The sum of the parts, rounded to B's dtype, times B transposed: [TILE, BLOCK_OUT]."""
     total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
-    for begin in range(0, _bound(rank), BLOCK_RANK):
+    for begin in range(0, bound(rank), BLOCK_RANK):
         r = begin + tl.arange(0, BLOCK_RANK)
         there = has_row[:, None] & (r < rank)[None, :]
         wide = tl.zeros((has_row.shape[0], BLOCK_RANK), tl.float32)
@@ -166,7 +158,7 @@ def expand_kernel(
     blocks_0 = tl.cdiv(size_0, BLOCK_OUT)
     blocks_1 = tl.cdiv(size_1, BLOCK_OUT)
     blocks = blocks_0 + blocks_1 + tl.cdiv(size_2, BLOCK_OUT)
-    for item in range(_bound(tl.program_id(0)), _bound(tl.load(tiles) * blocks), _bound(tl.num_programs(0))):
+    for item in range(bound(tl.program_id(0)), bound(tl.load(tiles) * blocks), bound(tl.num_programs(0))):
         tile = tiles + 4 + item // blocks * 4
         block = item % blocks
         site_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + site * 4

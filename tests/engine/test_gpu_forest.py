@@ -208,8 +208,8 @@ def test_the_trainer_finds_the_ordinary_gradient(tmp_path, monkeypatch):
         data.append(Datum(ModelInput.from_ints(tokens.tolist()), {"target_tokens": targets, "weights": weights}))
     expected = gradient(decoder, data)
     used = []
-    monkeypatch.setattr(trainer.cpu, "attends", lambda *_: False)
-    monkeypatch.setattr(trainer, "ForestAttention", lambda *given: used.append(given) or GpuForest(*given))
+    monkeypatch.setenv("PLANISH_KERNELS", "triton")
+    monkeypatch.setattr(trainer, "GpuForest", lambda *given: used.append(given) or GpuForest(*given))
     found = gradient(decoder, data)
     assert used
     assert (found - expected).norm() <= 1e-5 * expected.norm()

@@ -48,9 +48,9 @@ REGISTERS, SHARED = 65_536, 227 * 1024
 
 @pytest.mark.slow
 def test_a_multiprocessor_holds_every_kernel():
-    """Compiled for pointers that may lie anywhere, unlike those of a run: so nothing is said of spills here."""
     cases = [case for heads in MODELS.values() for case in cases_of(heads)]
     for case, found in zip(cases, resources("planish.native.triton_forest", cases), strict=True):
+        assert found.spilled == 0, case
         assert found.shared <= SHARED, case
         assert found.registers * 32 * case.warps <= REGISTERS, case
 
@@ -76,7 +76,8 @@ def _case(kernel: str, cut, heads: Heads) -> Case:
     }
     arguments = getattr(triton_forest, kernel).arg_names
     types = {name: _type(name, heads.dtype) for name in arguments if name not in constants}
-    return Case(kernel, types, constants, cut.warps, cut.stages)
+    multiples = tuple(name for name in types if name.endswith("_row"))
+    return Case(kernel, types, constants, cut.warps, cut.stages, multiples)
 
 
 def _sum_case(cut, heads: Heads) -> Case:
