@@ -44,7 +44,7 @@ class NativeForest:
         self._spans = np.array(ranges, np.int64)
         self._plan = AttentionPlan(
             blocks=np.array(blocks, cpu.Block),
-            ranges=np.zeros(len(ranges), cpu.Range),
+            ranges=np.zeros((1, len(ranges)), cpu.Range),
             rows=np.arange(len(packed)),
             visible=packed.positions + 1,
         )
@@ -75,7 +75,7 @@ class _Forest(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: NativeForest) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         lse = torch.empty(q.shape[:2])
-        out = cpu.attend(forest.plan(k, v), q, k.shape[1], lse)
+        out = cpu.attend(forest.plan(k, v), 0, q, k.shape[1], lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.forest = forest
         return out
@@ -100,10 +100,9 @@ class NativePrefill:
                 owners.append((span.pool, span.slot, span.start + first + count))
                 rows += range(span.row + first, span.row + first + count)
                 visible += range(span.start + first + 1, span.start + first + count + 1)
-        self._ranges = _Ranges(owners)
         self._plan = AttentionPlan(
             blocks=np.array(blocks, cpu.Block),
-            ranges=np.zeros(0, cpu.Range),
+            ranges=_ranges(owners),
             rows=np.array(rows, np.int64),
             visible=np.array(visible, np.int64),
         )
@@ -113,8 +112,7 @@ class NativePrefill:
             rows, positions = slice(span.row, span.row + span.count), slice(span.start, span.start + span.count)
             span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
             span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
-        plan = replace(self._plan, ranges=self._ranges.of_layer(layer))
-        return cpu.attend(plan, q.contiguous(), k.shape[1], None)
+        return cpu.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
 
 
 class NativeDecode:
@@ -136,43 +134,33 @@ class NativeDecode:
                 blocks.append([entry, 1, len(shared), int(seen > 0)])
                 shared += [(homes[id(prompt)], prompt.slot, seen)] if seen else []
             visible.append(seen)
-        self._shared = _Ranges(shared)
-        self._own = _Ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found])
         self._plan = AttentionPlan(
             blocks=np.array([tuple(block) for block in blocks], cpu.Block),
-            ranges=np.zeros(0, cpu.Range),
+            ranges=_ranges(shared),
             rows=np.array([rows[id(sample)] for sample, _ in found], np.int64),
             visible=np.array(visible, np.int64),
+            own=_ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found]),
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plan = replace(self._plan, ranges=self._shared.of_layer(layer), own=self._own.of_layer(layer))
-        cpu.keep(plan, k, v)
-        return cpu.attend(plan, q.contiguous(), k.shape[1], None)
+        cpu.keep(self._plan, layer, k, v)
+        return cpu.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
 
 
-class _Ranges:
-    """The first `count` positions of slots, in the layers of their pools."""
-
-    def __init__(self, owners: Sequence[tuple[KVPool, int, int]]) -> None:
-        self._pools = list({id(pool): pool for pool, _, _ in owners}.values())
-        numbers = {id(pool): number for number, pool in enumerate(self._pools)}
-        self._pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
-        self._ranges = np.zeros(len(owners), cpu.Range)
-        sizes = [pool.shape.heads * pool.capacity * pool.shape.head_dim for pool, _, _ in owners]
-        self._offsets = np.array(
-            [slot * size * pool.shape.dtype.itemsize for (pool, slot, _), size in zip(owners, sizes, strict=True)],
-            np.int64,
-        )
-        self._ranges["count"] = [count for _, _, count in owners]
-        self._ranges["row"] = [pool.shape.head_dim for pool, _, _ in owners]
-        self._ranges["head"] = [pool.capacity * pool.shape.head_dim for pool, _, _ in owners]
-
-    def of_layer(self, layer: int) -> np.ndarray:
-        """Good until the next layer is asked for."""
-        for name, bases in (
-            ("k", [pool.keys[layer].data_ptr() for pool in self._pools]),
-            ("v", [pool.values[layer].data_ptr() for pool in self._pools]),
-        ):
-            self._ranges[name] = np.array(bases, np.int64)[self._pool_of] + self._offsets
-        return self._ranges
+def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
+    """The first `count` positions of slots (pool, slot, count), in all layers of their pools: [L, *] of Range. Good while no pool grows."""
+    if not owners:
+        return np.zeros((1, 0), cpu.Range)
+    pools = list({id(pool): pool for pool, _, _ in owners}.values())
+    numbers = {id(pool): number for number, pool in enumerate(pools)}
+    pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
+    shape = pools[0].shape
+    head_sizes = np.array([pool.capacity * shape.head_dim for pool in pools], np.int64)[pool_of]
+    offsets = np.array([slot for _, slot, _ in owners], np.int64) * head_sizes * shape.heads * shape.dtype.itemsize
+    found = np.zeros((shape.layers, len(owners)), cpu.Range)
+    for name, tensors in (("k", [pool.keys for pool in pools]), ("v", [pool.values for pool in pools])):
+        bases = np.array([[tensor.data_ptr() for tensor in layers] for layers in tensors], np.int64)
+        found[name] = (bases[pool_of] + offsets[:, None]).T
+    found["count"] = [count for _, _, count in owners]
+    found["row"], found["head"] = shape.head_dim, head_sizes
+    return found

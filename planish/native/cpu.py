@@ -11,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,20 @@ from planish.native.build import BuildError, library
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
 _LANES = 16
+_KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+_SIGNATURES = {
+    "rms_norm": "pppfpppnni",
+    "rms_norm_backward": "ppppppnni",
+    "rotate": "pnppfpnnni",
+    "swiglu": "ppnni",
+    "swiglu_backward": "pppnni",
+    "normalizers": "pppnpppnni",
+    "normalizers_backward": "pppnfppppnni",
+    "keep": "ppnpnpnnni",
+    "attend": "pnpppi",
+    "attend_backward": "ppnpppppppppni",
+}
+"""Of each function: p for an address, n for a number of things, f for a float; the number of threads, i, comes last."""
 
 Range = np.dtype([("k", np.int64), ("v", np.int64), ("count", np.int64), ("row", np.int64), ("head", np.int64)])
 """Keys and values of consecutive positions, of the queries' dtype: addresses, and how many elements lie between positions and between heads."""
@@ -43,24 +57,44 @@ class _Attention(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Which rows attend to which keys: for each entry a row, how many of its block's shared positions it sees, and a range of its own behind them."""
+    """Which rows attend to which keys: for each entry a row, how many of its block's shared positions it sees, and a range of its own behind them.
+
+    One plan serves L layers, whose keys and values lie elsewhere but alike.
+    """
 
     blocks: np.ndarray
     """[B] of Block."""
     ranges: np.ndarray
-    """Of Range."""
+    """[L, *] of Range."""
     rows: np.ndarray
-    """int64 [N]"""
+    """int64 [N], each another row"""
     visible: np.ndarray
     """int64 [N]"""
     own: np.ndarray | None = None
-    """[N] of Range."""
+    """[L, N] of Range."""
 
-    def arguments(self, q: Tensor, heads: int) -> _Attention:
+    def arguments(self, q: Tensor, heads: int, layer: int) -> _Attention:
         group, e = q.shape[1] // heads, q.shape[2]
-        own = None if self.own is None else self.own.ctypes.data
-        arrays = (self.blocks, self.ranges, self.rows, self.visible)
-        return _Attention(heads, group, e, e**-0.5, *(array.ctypes.data for array in arrays), own)
+        blocks, ranges, visible = self._addresses
+        ranges += layer * self.ranges.strides[0]
+        return _Attention(heads, group, e, e**-0.5, blocks, ranges, self.rows_address, visible, self.own_ranges(layer))
+
+    def own_ranges(self, layer: int) -> int | None:
+        """Where those of a layer lie."""
+        return None if self.own is None else self._own_address + layer * self.own.strides[0]
+
+    @cached_property
+    def rows_address(self) -> int:
+        return self.rows.ctypes.data
+
+    @cached_property
+    def _own_address(self) -> int:
+        assert self.own is not None
+        return self.own.ctypes.data
+
+    @cached_property
+    def _addresses(self) -> tuple[int, int, int]:
+        return self.blocks.ctypes.data, self.ranges.ctypes.data, self.visible.ctypes.data
 
 
 @cache
@@ -99,8 +133,8 @@ def _serve(dtype: torch.dtype, device: torch.device) -> bool:
 def rms_norm(
     x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, *, in_place: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=dtype)
-    scale = torch.empty(x.shape[:-1])
+    out = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty(x.shape[:-1])
     total = x if more is None or in_place else torch.empty_like(x)
     _call(
         "rms_norm",
@@ -108,12 +142,12 @@ def rms_norm(
         x,
         more,
         weight,
-        ctypes.c_float(eps),
+        eps,
         total,
         out,
         scale,
-        ctypes.c_int64(scale.numel()),
-        ctypes.c_int64(x.shape[-1]),
+        scale.numel(),
+        x.shape[-1],
     )
     return total, out, scale
 
@@ -129,8 +163,8 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, mo
         scale,
         more,
         out,
-        ctypes.c_int64(scale.numel()),
-        ctypes.c_int64(x.shape[-1]),
+        scale.numel(),
+        x.shape[-1],
     )
     return out
 
@@ -138,22 +172,20 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, mo
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     rows, heads, e = x.shape
     assert x.stride()[1:] == (e, 1)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    sign = ctypes.c_float(-1.0 if back else 1.0)
-    sizes = (ctypes.c_int64(n) for n in (rows, heads, e))
-    _call("rotate", x.dtype, x, ctypes.c_int64(x.stride(0)), cos, sin, sign, out, *sizes)
+    out = x.new_empty(x.shape)
+    _call("rotate", x.dtype, x, x.stride(0), cos, sin, -1.0 if back else 1.0, out, rows, heads, e)
     return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _call("swiglu", gate_up.dtype, gate_up, out, *(ctypes.c_int64(n) for n in out.shape))
+    _call("swiglu", gate_up.dtype, gate_up, out, *out.shape)
     return out
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     out = torch.empty_like(gate_up)
-    _call("swiglu_backward", grad.dtype, grad, gate_up, out, *(ctypes.c_int64(n) for n in grad.shape))
+    _call("swiglu_backward", grad.dtype, grad, gate_up, out, *grad.shape)
     return out
 
 
@@ -165,8 +197,7 @@ def normalizers(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
     out = torch.empty(logits.shape[0])
-    corrections, sizes = _corrections(exact), (ctypes.c_int64(n) for n in logits.shape)
-    _call("normalizers", logits.dtype, logits, *corrections, temperature, weights, out, *sizes)
+    _call("normalizers", logits.dtype, logits, *_corrections(exact), temperature, weights, out, *logits.shape)
     return out
 
 
@@ -179,34 +210,30 @@ def normalizers_backward(
     grads: Tensor,
     exact: Exact | None = None,
 ) -> None:
-    corrections, sizes = _corrections(exact), (ctypes.c_int64(n) for n in logits.shape)
-    scale = ctypes.c_float(temperature)
-    _call("normalizers_backward", logits.dtype, logits, *corrections, scale, log_total, first, targets, grads, *sizes)
+    given = (*_corrections(exact), temperature, log_total, first, targets, grads)
+    _call("normalizers_backward", logits.dtype, logits, *given, *logits.shape)
 
 
-def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, ctypes.c_int64]:
-    return (None, None, ctypes.c_int64(0)) if exact is None else (*exact, ctypes.c_int64(exact[0].shape[1]))
+def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, int]:
+    return (None, None, 0) if exact is None else (*exact, exact[0].shape[1])
 
 
-def keep(plan: AttentionPlan, k: Tensor, v: Tensor) -> None:
+def keep(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
     """New keys and values [T, H, E], whose rows may lie apart, at the last position of each entry's own range."""
-    assert plan.own is not None
     _, heads, e = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (e, 1)
-    addresses = (ctypes.c_void_p(array.ctypes.data) for array in (plan.own, plan.rows))
-    strides = (ctypes.c_int64(k.stride(0)), ctypes.c_int64(v.stride(0)))
-    sizes = (ctypes.c_int64(n) for n in (heads, e))
-    _call("keep", k.dtype, *addresses, ctypes.c_int64(len(plan.rows)), k, strides[0], v, strides[1], *sizes)
+    own = plan.own_ranges(layer)
+    _call("keep", k.dtype, own, plan.rows_address, len(plan.rows), k, k.stride(0), v, v.stride(0), heads, e)
 
 
-def attend(plan: AttentionPlan, q: Tensor, heads: int, lse: Tensor | None) -> Tensor:
+def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor | None) -> Tensor:
     """Attention of q [T, Hq, E] as planned: [T, Hq, E], 0 for rows that have no entry. `lse` [T, Hq] takes the log-sum-exp.
 
     What the ranges name must have the dtype of q and stay where it is during the call.
     """
-    out = torch.zeros(q.shape, dtype=q.dtype)
-    arguments = ctypes.byref(plan.arguments(q, heads))
-    _call("attend", q.dtype, arguments, ctypes.c_int64(len(plan.blocks)), q, out, lse)
+    out = q.new_empty(q.shape) if len(plan.rows) == q.shape[0] else q.new_zeros(q.shape)
+    arguments = ctypes.byref(plan.arguments(q, heads, layer))
+    _call("attend", q.dtype, arguments, len(plan.blocks), q, out, lse)
     return out
 
 
@@ -228,9 +255,9 @@ def attend_backward(
     _call(
         "attend_backward",
         q.dtype,
-        ctypes.byref(plan.arguments(q, keys.shape[1])),
-        ctypes.c_void_p(part_ends.ctypes.data),
-        ctypes.c_int64(len(part_ends)),
+        ctypes.byref(plan.arguments(q, keys.shape[1], 0)),
+        part_ends.ctypes.data,
+        len(part_ends),
         grad,
         q,
         out,
@@ -240,18 +267,21 @@ def attend_backward(
         grad_k,
         grad_v,
         sums,
-        ctypes.c_int64(keys.numel()),
+        keys.numel(),
     )
     return grad_q, grad_k, grad_v
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """The function of this type; tensors are given by address, and the number of threads comes last."""
+    """The function of this type; tensors are given by address."""
+    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    _function(name, dtype)(*given, torch.get_num_threads())
+
+
+@cache
+def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     found = loaded()
     assert found is not None
-    given: Sequence[Any] = [_address(x) if isinstance(x, Tensor) else x for x in arguments]
-    getattr(found, f"{name}_{_SUFFIX[dtype]}")(*given, ctypes.c_int(torch.get_num_threads()))
-
-
-def _address(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
+    function = found[f"{name}_{_SUFFIX[dtype]}"]
+    function.argtypes, function.restype = [_KINDS[kind] for kind in _SIGNATURES[name]], None
+    return function
