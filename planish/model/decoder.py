@@ -28,6 +28,7 @@ from planish.model.lora import AdapterRows, LayerLora, LoraStack, Site, StackRow
 from planish.model.rope import RotaryEmbedding, Rotation, rotate
 from planish.model.weights import load_weights
 from planish.native import kernels
+from planish.native.cpu import WeightRoom
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E]), q and k rotated -> [T, Hq, E]. Scores are scaled by E ** -0.5 there."""
@@ -70,9 +71,10 @@ class Decoder:
         # Weights that are in the right dtype and place already stay memory-mapped: `to` returns them as they are.
         moved = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items()}
         self._embedding = moved["model.embed_tokens.weight"]
-        self.head = FrozenLinear([self._embedding if config.tied_head else moved["lm_head.weight"]])
+        room = WeightRoom()
+        self.head = FrozenLinear([self._embedding if config.tied_head else moved["lm_head.weight"]], room=room)
         self._final_norm = moved["model.norm.weight"].float()
-        self._layers = [_layer(config, moved, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self._layers = [_layer(config, moved, f"model.layers.{i}.", room) for i in range(config.num_layers)]
         self._rope = RotaryEmbedding(config.rope, config.head_dim, config.max_context, device)
 
     @classmethod
@@ -308,10 +310,10 @@ class _SwiGLU(torch.autograd.Function):
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
 
 
-def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str) -> Layer:
+def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, room: WeightRoom) -> Layer:
     def linear(*names: str) -> FrozenLinear:
         biases = [weights.get(f"{prefix}{name}.bias") for name in names]
-        return FrozenLinear([weights[f"{prefix}{name}.weight"] for name in names], biases)
+        return FrozenLinear([weights[f"{prefix}{name}.weight"] for name in names], biases, room)
 
     def norm(name: str) -> Tensor:
         return weights[f"{prefix}{name}.weight"].float()

@@ -1,8 +1,8 @@
-"""Frozen linears that read one input, as one product; on a CPU in bf16 with the weights as its matrix library wants them.
+"""Frozen linears that read one input, as one product; on a CPU in bf16 with the weights as its kernels want them.
 
-oneDNN brings a weight into blocks of its own before it multiplies, at every call. With few rows that takes longer than the product:
-it is done once here (measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a copy; the
-original stays as it is, mapped from its file, for what reads single rows of it, and costs memory only as far as it is read.
+Weights are brought into blocks once: for our own product where the CPU has its instructions (native/kernels.cpp), elsewhere for oneDNN's,
+which does so at every call otherwise (measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a
+copy; the original stays as it is, mapped from its file, for what reads single rows of it, and costs memory only as far as it is read.
 
 Shapes: T rows, `in` columns of the input, `out` those of all linears together.
 """
@@ -16,16 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.native import cpu
+from planish.native.cpu import PanelWeight, WeightRoom
+
 
 class FrozenLinear:
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (None,)) -> None:
-        """`weights` [out_i, in] each; all of them have a bias, or none."""
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] = (None,),
+        room: WeightRoom | None = None,
+    ) -> None:
+        """`weights` [out_i, in] each; all of them have a bias, or none. `room`: where their blocks may lie beside those of others."""
         self.sizes = [len(weight) for weight in weights]
         given = [bias for bias in biases if bias is not None]
         assert len(given) in (0, len(weights))
         self._bias = torch.cat(given) if given else None
-        self._packed = _packed(weights)
-        self._packed_back: Tensor | None = None
+        self._room = room or WeightRoom()
+        self._packed = _packed(weights, self._room)
+        self._packed_back: _Packed | None = None
         if weights[0].device.type != "cpu":  # what is not mapped from a file can as well lie side by side
             weights = torch.cat(tuple(weights)).split(self.sizes)
         self._weights = tuple(weights)
@@ -44,10 +53,10 @@ class FrozenLinear:
 
     def product_back(self, grad: Tensor) -> Tensor:
         """grad [T, out] times the weights: [T, in], the gradient of the input."""
-        if self._packed is not None:
-            if self._packed_back is None:
-                self._packed_back = _pack(torch.cat([weight.t() for weight in self._weights], 1).contiguous())
-            return _multiply(grad, self._packed_back, None)
+        if self._packed is not None and self._packed_back is None:
+            self._packed_back = _packed([torch.cat([weight.t() for weight in self._weights], 1)], self._room)
+        if self._packed_back is not None:
+            return self._packed_back.product(grad, None)
         if len(self._weights) == 1 or grad.device.type != "cpu":
             return grad @ (self.weight if len(self._weights) == 1 else self._whole)
         parts = [part @ weight for part, weight in zip(grad.split(self.sizes, 1), self._weights, strict=True)]
@@ -61,17 +70,33 @@ class FrozenLinear:
 
     def _product(self, x: Tensor) -> Tensor:
         if self._packed is not None:
-            return _multiply(x, self._packed, self._bias)
+            return self._packed.product(x, self._bias)
         if len(self._weights) == 1 or x.device.type != "cpu":
             return F.linear(x, self.weight if len(self._weights) == 1 else self._whole, self._bias)
         found = torch.cat([F.linear(x, weight) for weight in self._weights], 1)
         return found if self._bias is None else found.add_(self._bias)
 
 
-def _packed(weights: Sequence[Tensor]) -> Tensor | None:
-    if not _packs(weights[0].device, weights[0].dtype):
+class _BlockedWeight:
+    """A weight [out, in] in oneDNN's blocks."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+_Packed = PanelWeight | _BlockedWeight
+
+
+def _packed(weights: Sequence[Tensor], room: WeightRoom) -> _Packed | None:
+    first = weights[0]
+    own = cpu.multiplies(sum(map(len, weights)), first.shape[1], first.dtype, first.device)
+    if not own and not _packs(first.device, first.dtype):
         return None
-    return _pack(weights[0] if len(weights) == 1 else torch.cat(tuple(weights)))
+    whole = first if len(weights) == 1 else torch.cat(tuple(weights))
+    return PanelWeight(whole, room) if own else _BlockedWeight(whole)
 
 
 @cache
@@ -83,11 +108,3 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
     if not all(hasattr(ops, name) for name in ("_linear_pointwise", "_reorder_linear_weight")):
         return False
     return bool(ops._is_mkldnn_bf16_supported())
-
-
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)  # type: ignore[no-any-return]
-
-
-def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]

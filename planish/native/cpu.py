@@ -26,6 +26,10 @@ from planish.native.build import BuildError, library
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
 _LANES = 16
+_PANEL = 64
+_HALF_PANEL = 32
+_ROOM = 1 << 25
+"""Numbers that a room has at least: what is not used of it costs no memory."""
 _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _SIGNATURES = {
     "rms_norm": "pppfpppnni",
@@ -38,6 +42,8 @@ _SIGNATURES = {
     "keep": "ppnpnpnnni",
     "attend": "pnpppi",
     "attend_backward": "ppnpppppppppni",
+    "pack_panels": "ppnni",
+    "product": "ppppnnni",
 }
 """Of each function: p for an address, n for a number of things, f for a float; the number of threads, i, comes last."""
 
@@ -270,6 +276,47 @@ def attend_backward(
         keys.numel(),
     )
     return grad_q, grad_k, grad_v
+
+
+def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a product with weights of this shape that is at least as fast as oneDNN's for any number of rows (docs/log.md)."""
+    if dtype != torch.bfloat16 or device.type != "cpu" or fan_out % _HALF_PANEL or fan_in % 2:
+        return False
+    found = loaded()
+    return found is not None and bool(found.multiplies_bf16())
+
+
+class WeightRoom:
+    """Memory for weights on pages of 2 MB, from which they are read a third faster; most fill no such page alone, so they lie side by side."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.bfloat16)
+
+    def take(self, size: int) -> Tensor:
+        """Memory for `size` numbers, from which nothing else is taken."""
+        if size > len(self._left):
+            self._left = torch.empty(max(size, _ROOM), dtype=torch.bfloat16)
+            found = loaded()
+            assert found is not None
+            found.on_huge_pages(ctypes.c_void_p(self._left.data_ptr()), ctypes.c_int64(self._left.nbytes))
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken
+
+
+class PanelWeight:
+    """A weight [out, in], bf16, for products in a kernel of our own. A row's bits depend on that row alone."""
+
+    def __init__(self, weight: Tensor, room: WeightRoom) -> None:
+        self._fan_out, self._fan_in = weight.shape
+        self._panels = room.take((self._fan_out + -self._fan_out % _PANEL) * self._fan_in)
+        _call("pack_panels", weight.dtype, weight.contiguous(), self._panels, *weight.shape)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self._fan_out)
+        _call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
+        return out
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: Any) -> None:

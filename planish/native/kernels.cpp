@@ -1,11 +1,14 @@
-// Kernels for CPUs with AVX-512: norms, rotations, SwiGLU, attention. Every function has a twin in torch, which the tests compare.
+// Kernels for CPUs with AVX-512: norms, rotations, SwiGLU, attention, products with bf16 weights. Every function has a twin in torch,
+// which the tests compare.
 //
 // A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how they are cut into blocks, nor on the
 // number of threads. So every sum has one order, written below where it is made, and every multiply-add is an explicit instruction.
 //
 // bf16 is uint16_t here, widened exactly, rounded to nearest even. All rows are contiguous unless a stride is given.
 
+#include <cpuid.h>
 #include <immintrin.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
@@ -776,6 +779,85 @@ void keep(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t 
         }
 }
 
+// ------------------------------------------------------------------------------------------------------- products with bf16 weights
+
+// Weights are [N, K] in panels of 64 outputs, [N/64][K/2][64][2], so that a pair of columns meets 16 outputs in one instruction; what the
+// last panel has too many is 0. Of an output, pairs of columns are added one after another, in the instruction's own order within a pair,
+// a fresh sum for each `SUMMED` columns; then these sums in their order, then the bias.
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16")))
+constexpr int64_t PANEL = 64, HALF = PANEL / 2, SUMMED = 512;
+constexpr int TILE_ROWS = 6;                  // by 4 vectors of outputs: 24 sums, and 4 vectors of weights, fill 28 of 32 registers
+constexpr int64_t CACHED_INPUTS = 1 << 18;  // numbers of x that stay in the second cache, beside a panel
+
+void pack_panels(const uint16_t* weight, uint16_t* panels, int64_t n, int64_t k, int threads) {
+    parallel((n + PANEL - 1) / PANEL, n * k, threads, [=](int64_t a, int64_t b) {
+        for (int64_t p = a; p < b; p++)
+            for (int64_t i = 0; i < k; i += 2)
+                for (int64_t j = 0; j < PANEL; j++) {
+                    int32_t pair = 0;
+                    if (p * PANEL + j < n) std::memcpy(&pair, weight + (p * PANEL + j) * k + i, 4);
+                    std::memcpy(panels + (p * k + i) * PANEL + j * 2, &pair, 4);
+                }
+    });
+}
+
+// R rows by W vectors of outputs.
+template <int R, int W>
+BF16 void product_tile(const uint16_t* weight, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t n, int64_t k) {
+    V total[R][W];
+    for (int64_t first = 0; first < k; first += SUMMED) {
+        V acc[R][W];
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < W; c++) acc[r][c] = zero();
+        const int64_t last = std::min(k, first + SUMMED);
+        for (int64_t i = first; i < last; i += 2) {
+            __m512bh w[W];
+            for (int c = 0; c < W; c++) w[c] = (__m512bh)_mm512_loadu_si512(weight + i * PANEL + c * 2 * LANES);
+            for (int r = 0; r < R; r++) {
+                int32_t pair;
+                std::memcpy(&pair, x + r * k + i, 4);
+                for (int c = 0; c < W; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)_mm512_set1_epi32(pair), w[c]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < W; c++) total[r][c] = first ? _mm512_add_ps(total[r][c], acc[r][c]) : acc[r][c];
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < W; c++)
+            store(out + r * n + c * LANES, bias ? _mm512_add_ps(total[r][c], load(bias + c * LANES)) : total[r][c]);
+}
+
+template <int W>
+void product_rows(const uint16_t* weight, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n, int64_t k) {
+    using Tile = void (*)(const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t);
+    constexpr Tile tiles[TILE_ROWS] = {product_tile<1, W>, product_tile<2, W>, product_tile<3, W>,
+                                       product_tile<4, W>, product_tile<5, W>, product_tile<6, W>};
+    const int64_t groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
+        tiles[last - first - 1](weight, x + first * k, bias, out + first * n, n, k);
+    }
+}
+
+// x [T, K] by panels to [T, N]. Parts of the rows by half panels: a part's inputs are cached while the weights stream by, and halves are
+// shared out more evenly than panels, which may be fewer than threads.
+void product(const uint16_t* panels, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n, int64_t k, int threads) {
+    const int64_t halves = n / HALF;
+    const int64_t for_threads = std::min((rows + 31) / 32, (4 * threads + halves - 1) / halves);
+    const int64_t parts = std::max((rows * k + CACHED_INPUTS - 1) / CACHED_INPUTS, for_threads);
+    parallel(parts * halves, rows * n * k, threads, [=](int64_t a, int64_t b) {
+        for (int64_t item = a; item < b;) {
+            const int64_t part = item / halves, at = item % halves * HALF;
+            const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
+            const uint16_t* weight = panels + at / PANEL * PANEL * k + at % PANEL * 2;
+            const bool whole = at % PANEL == 0 && at + PANEL <= n && item + 2 <= b;
+            (whole ? product_rows<4> : product_rows<2>)(weight, x + first * k, bias ? bias + at : nullptr, out + first * n + at,
+                                                        last - first, n, k);
+            item += whole ? 2 : 1;
+        }
+    });
+}
+
 }  // namespace
 
 // One name for each type: `_f` float32, `_h` bf16.
@@ -821,3 +903,23 @@ void keep(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t 
 
 FOR_TYPES(f, float)
 FOR_TYPES(h, uint16_t)
+
+// Whether the CPU has the instruction for pairs of bf16 and not AMX, which is faster for many rows.
+EXPORT int multiplies_bf16() {
+    unsigned a, b, c, d;
+    const bool amx = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
+    return __builtin_cpu_supports("avx512bf16") && !amx;
+}
+// Asks for pages of 2 MB for memory that nobody has written to yet.
+EXPORT void on_huge_pages(uintptr_t address, int64_t bytes) {
+    constexpr uintptr_t PAGE = 1 << 21;
+    const uintptr_t first = (address + PAGE - 1) / PAGE * PAGE, last = (address + bytes) / PAGE * PAGE;
+    if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
+}
+EXPORT void pack_panels_h(const uint16_t* weight, uint16_t* panels, int64_t n, int64_t k, int threads) {
+    pack_panels(weight, panels, n, k, threads);
+}
+EXPORT void product_h(const uint16_t* panels, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n, int64_t k,
+                      int threads) {
+    product(panels, x, bias, out, rows, n, k, threads);
+}

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from planish.engine.row_tiling import cancelling
 from planish.model import linear as module
 from planish.model.linear import FrozenLinear
+from planish.native import cpu
 
-SIZES = (48, 16, 16)
+SIZES = (64, 16, 16)
 
 
 def linears(dtype: torch.dtype, biased: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -16,10 +17,24 @@ def linears(dtype: torch.dtype, biased: bool) -> tuple[list[torch.Tensor], list[
     return weights, [torch.randn(size).to(dtype) if biased else None for size in SIZES]
 
 
+@pytest.fixture(params=["own", "onednn", "plain"])
+def route(request, monkeypatch):
+    """By each way to multiply by weights in bf16 that this machine has."""
+    if request.param == "own":
+        if not cpu.multiplies(64, 64, torch.bfloat16, torch.device("cpu")):
+            pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
+        return "PanelWeight"
+    monkeypatch.setattr(cpu, "multiplies", lambda *_: False)
+    if request.param == "onednn":
+        return "_BlockedWeight"
+    monkeypatch.setattr(module, "_packs", lambda device, dtype: False)
+    return "NoneType"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 70])
-def test_as_one_product(dtype, biased, rows):
+def test_as_one_product(dtype, biased, rows, route):
     weights, biases = linears(dtype, biased)
     frozen = FrozenLinear(weights, biases)
     x, grad = torch.randn(rows, 64).to(dtype).requires_grad_(), torch.randn(rows, sum(SIZES)).to(dtype)
@@ -32,9 +47,14 @@ def test_as_one_product(dtype, biased, rows):
     assert torch.equal(tiled[:rows], frozen.product(x.detach()))
 
 
-def test_packed_weights_give_what_plain_ones_give(monkeypatch):
+@pytest.mark.parametrize("fan_out", [96, 100])
+def test_packed_weights_give_what_plain_ones_give(fan_out, route, monkeypatch):
     """On cancelling numbers, where another order of additions shows: at worst the rounding of sums of the terms' size."""
-    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(40, 96, 512))
-    packed = FrozenLinear([weight]).product(x)
-    monkeypatch.setattr(module, "_packs", lambda device, dtype: False)
+    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(40, fan_out, 1152))
+    linear = FrozenLinear([weight])
+    # A shape that our own kernel does not take is left to oneDNN.
+    kind = "_BlockedWeight" if route == "PanelWeight" and fan_out == 100 else route
+    assert type(linear._packed).__name__ == kind
+    packed = linear.product(x)
+    monkeypatch.setattr(module, "_packed", lambda weights, room: None)
     torch.testing.assert_close(packed, FrozenLinear([weight]).product(x), rtol=0, atol=1e-4)

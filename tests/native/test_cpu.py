@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.engine.row_tiling import cancelling
 from planish.model.decoder import add_norm, swiglu
 from planish.model.head import scored_logprobs
 from planish.model.linear import FrozenLinear
 from planish.model.rope import Rotation, rotate
 from planish.native import cpu
+from planish.native.cpu import PanelWeight, WeightRoom
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -152,5 +154,51 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
             for part in (slice(None), slice(3, 4), slice(100, 433)):
                 for found, expected in zip(rows(part), whole, strict=True):
                     assert torch.equal(found, expected[part])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def panels(weight: Tensor) -> PanelWeight:
+    if not cpu.multiplies(*weight.shape, weight.dtype, weight.device):
+        pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
+    return PanelWeight(weight, WeightRoom())
+
+
+@pytest.mark.parametrize(
+    ("rows", "fan_out", "fan_in"),
+    [(1, 32, 2), (3, 64, 30), (7, 96, 512), (13, 160, 514), (70, 32, 1538), (700, 96, 1100)],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products(rows, fan_out, fan_in, biased):
+    """Of numbers whose terms cancel: what is missing or twice there shows."""
+    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(rows, fan_out, fan_in))
+    bias = normal(fan_out, dtype=torch.bfloat16) if biased else None
+    found = panels(weight).product(x, bias)
+    expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=1e-4)
+
+
+def test_weights_of_one_room_keep_apart():
+    weights = [normal(fan_out, 64, dtype=torch.bfloat16) for fan_out in (32, 64, 96)]
+    if not cpu.multiplies(32, 64, torch.bfloat16, torch.device("cpu")):
+        pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
+    room, x = WeightRoom(), normal(5, 64, dtype=torch.bfloat16)
+    together = [PanelWeight(weight, room) for weight in weights]
+    for weight, packed in zip(weights, together, strict=True):
+        assert torch.equal(packed.product(x, None), panels(weight).product(x, None))
+
+
+def test_a_row_of_a_product_has_the_same_bits_in_any_company_and_with_any_threads():
+    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(1500, 224, 576))
+    packed = panels(weight)
+    whole = packed.product(x, None)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 17):
+            torch.set_num_threads(count)
+            for rows in (*range(1, 40), 456, 1500):
+                for part in (slice(rows), slice(1500 - rows, 1500)):
+                    assert torch.equal(packed.product(x[part], None), whole[part])
     finally:
         torch.set_num_threads(threads)
