@@ -6,7 +6,8 @@ the library was seen to give the same bits. `probe` looks, on the model's own sh
 of it agree from some number of rows on; where there is none, products run in tiles of a fixed number of rows, which is the same by
 construction, and slower.
 
-Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
+Our own product with base weights (model/linear.py) needs none of this: it has one order for any number of rows. Adapters' products, and all on
+other CPUs, do. Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
 matrices (up to 16 ** 3 multiplications, so few rows of a LoRA of low rank) by itself.
 """
 

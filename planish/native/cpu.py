@@ -28,6 +28,8 @@ _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
 _LANES = 16
 _PANEL = 64
 _HALF_PANEL = 32
+_MOST_COLUMNS = 1 << 14
+"""Of weights in a product: rows are taken whole, so with more of them neither a panel nor a few inputs would stay in a cache."""
 _ROOM = 1 << 25
 """Numbers that a room has at least: what is not used of it costs no memory."""
 _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
@@ -280,7 +282,8 @@ def attend_backward(
 
 def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is a product with weights of this shape that is at least as fast as oneDNN's for any number of rows (docs/log.md)."""
-    if dtype != torch.bfloat16 or device.type != "cpu" or fan_out % _HALF_PANEL or fan_in % 2:
+    fits = fan_out % _HALF_PANEL == 0 and fan_in % 2 == 0 and fan_in <= _MOST_COLUMNS
+    if not fits or dtype != torch.bfloat16 or device.type != "cpu":
         return False
     found = loaded()
     return found is not None and bool(found.multiplies_bf16())

@@ -159,7 +159,8 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
 
 
 def panels(weight: Tensor) -> PanelWeight:
-    if not cpu.multiplies(*weight.shape, weight.dtype, weight.device):
+    fan_out, fan_in = weight.shape
+    if not cpu.multiplies(fan_out, fan_in, weight.dtype, weight.device):
         pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
     return PanelWeight(weight, WeightRoom())
 
