@@ -10,7 +10,6 @@ All is in the order of the current stream: `fill`, then the products, of one thr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib import import_module
 
 import numpy as np
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.lora import AdapterRows, LayerLora, LoraWeights, Site
+from planish.model.lora import SITES, AdapterRows, LoraWeights, Site
 
-_SITES = tuple(site.name for site in fields(LayerLora))
 _MATRICES = 4
 """Of a site: A and up to three Bs."""
 _ALIGNMENT = 16
@@ -45,7 +43,7 @@ class AdapterTables:
         self._max_rows = max_rows
         self._max_rank = max_rank
         self._aligned = _keeps_aligned(config, dtype)
-        sites = len(_SITES) * config.num_layers + 1
+        sites = len(SITES) * config.num_layers + 1
         most_tiles = max_rows // self._kernels.TILE + max_adapters
         self._tiles = _Mirrored((1 + most_tiles, 4), torch.int32, device)
         self._pointers = _Mirrored((max_adapters, sites, _MATRICES), torch.int64, device)
@@ -66,11 +64,11 @@ class AdapterTables:
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
         """Adds to `out` [T, sum(sizes)], the base model's linears of x [T, in] side by side, what the rows' adapters have at this site."""
-        self._add(x, out, sizes, layer * len(_SITES) + _SITES.index(site))
+        self._add(x, out, sizes, layer * len(SITES) + SITES.index(site))
 
     def add_head_(self, hidden: Tensor, logits: Tensor) -> None:
         """Adds to logits [R, V], float32, what the rows' adapters make of hidden [R, D]."""
-        self._add(hidden, logits, [logits.shape[1]], len(_SITES) * self._config.num_layers)
+        self._add(hidden, logits, [logits.shape[1]], len(SITES) * self._config.num_layers)
 
     def _add(self, x: Tensor, out: Tensor, sizes: Sequence[int], site: int) -> None:
         assert x.dtype == self._dtype
@@ -95,7 +93,7 @@ class AdapterTables:
         assert layout.lora.rank <= self._max_rank
         assert all(matrix.dtype == self._dtype for matrix in weights.leaves)
         addresses = self._pointers.host[slot]
-        sites = [getattr(layer, name) for layer in weights.layers for name in _SITES]
+        sites = [getattr(layer, name) for layer in weights.layers for name in SITES]
         head = Site(weights.head[0], (weights.head[1],)) if weights.head is not None else None
         addresses[:] = [_addresses(site) for site in (*sites, head)]
         assert not (self._aligned and np.any(addresses % _ALIGNMENT))

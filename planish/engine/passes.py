@@ -19,7 +19,7 @@ from planish.engine.row_tiling import RowTiling
 from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
 from planish.engine.sampling_head import RowLayout, SamplingHead
 from planish.model.decoder import Attend, Decoder
-from planish.model.lora import AdapterRows, StackRows
+from planish.model.lora import AdapterRows, StackRows, adapts_in_panels
 from planish.native import cpu
 
 
@@ -58,7 +58,8 @@ class PlainPasses:
         self._tiling = tiling
         self._head = head
         self._stacks = AdapterStacks()
-        self._can_stack = tiling is None or tiling.stacks
+        grouped = adapts_in_panels(decoder.config, decoder.dtype, decoder.device)
+        self._can_stack = not grouped and (tiling is None or tiling.stacks)
         self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
 
     def multiple(self, adapters: int) -> int:

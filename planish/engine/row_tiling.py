@@ -24,7 +24,7 @@ from planish.engine.ordered_attention import QUERY_ROWS
 from planish.engine.positions import SPAN
 from planish.model.config import ModelConfig
 from planish.model.linear import FrozenLinear
-from planish.model.lora import LAYER_SITES, LoraWeights, linear_shape
+from planish.model.lora import LAYER_SITES, LoraWeights, adapts_in_panels, linear_shape
 
 _MULTIPLES = (1, 4, 16)
 _LEAST = (1, 2, 4, 8, 16, 32)
@@ -80,7 +80,8 @@ def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowT
     shapes = _shapes(config)
     base = look.agreeing(_base_shapes(config), 1, frozen=True)
     ranks = (*_LOW_RANKS, *_LORA_RANKS)
-    by_rank = {rank: base & look.agreeing(_lora_shapes(shapes, rank), _LORA_ROWS) for rank in ranks}
+    adapted = {_head_shape(config)} if adapts_in_panels(config, dtype, device) else shapes
+    by_rank = {rank: base & look.agreeing(_lora_shapes(adapted, rank), _LORA_ROWS) for rank in ranks}
     for multiple in _MULTIPLES:
         least = _least(base, multiple)
         lora_least = {rank: need for rank, rows in by_rank.items() if (need := _least(rows, multiple))}

@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
 from planish.model.linear import FrozenLinear
-from planish.model.lora import AdapterRows, LayerLora, LoraStack, Site, StackRows
+from planish.model.lora import SITES, AdapterRows, LayerLora, LoraStack, Site, StackRows
 from planish.model.rope import RotaryEmbedding, Rotation, rotate
 from planish.model.weights import load_weights
 from planish.native import kernels
-from planish.native.cpu import WeightRoom
+from planish.native.cpu_products import PanelRows, PanelSite, WeightRoom
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E]), q and k rotated -> [T, Hq, E]. Scores are scaled by E ** -0.5 there."""
@@ -97,6 +97,8 @@ class Decoder:
         `tokens`, `positions`: int64 [T]. `tile`: run every product in tiles of exactly this many rows (T must be a
         multiple), so that a row's bits do not depend on T. `recompute`: keep only each layer's input for the backward pass.
         """
+        if tile is None and not torch.is_grad_enabled():
+            adapters = _grouped(adapters)
         x = self._embedding[tokens].float()
         run = _Forward(self.config, self.dtype, self._rope(positions), attend, adapters, tile)
         more: Tensor | None = None
@@ -150,8 +152,10 @@ class _Forward:
         whole = len(self.adapters) == 1 and not isinstance(self.adapters[0].weights, LoraStack)
         if whole and torch.is_grad_enabled():
             lora_site = _site(self.adapters[0], layer, site)
-            matrices = (lora_site.a, *lora_site.bs) if lora_site is not None else (None,)
-            return _Adapted.apply(x, linear, self.tile, *matrices)  # type: ignore[no-any-return]
+            if lora_site is None:
+                return _Adapted.apply(x, linear, self.tile, None, None)  # type: ignore[no-any-return]
+            panels = lora_site.panels if self.tile is None else None
+            return _Adapted.apply(x, linear, self.tile, panels, lora_site.a, *lora_site.bs)  # type: ignore[no-any-return]
         out = linear.product(x, self.tile)
         for rows in self.adapters:
             lora_site = _site(rows, layer, site)
@@ -166,6 +170,23 @@ class _Forward:
         return out
 
 
+def _grouped(adapters: Adapters) -> Adapters:
+    """With the products of all of them in one kernel, where there is one."""
+    if not isinstance(adapters, Sequence):
+        return adapters
+    used = [(rows.start, rows.stop, rows.weights) for rows in adapters if rows.weights is not None]
+    members = []
+    for start, stop, weights in used:
+        if isinstance(weights, LoraStack):
+            return adapters
+        every = [getattr(layer, name) for layer in weights.layers for name in SITES]
+        panels = [site.panels if site is not None else None for site in every]
+        if any(site is not None and found is None for site, found in zip(every, panels, strict=True)):
+            return adapters
+        members.append((start, stop, panels))
+    return PanelRows(members, SITES) if members else adapters
+
+
 def _site(rows: AdapterRows | StackRows, layer: int, site: str) -> Site | None:
     lora: LayerLora | None = rows.weights.layers[layer] if rows.weights is not None else None
     return getattr(lora, site) if lora is not None else None
@@ -175,12 +196,18 @@ class _Adapted(torch.autograd.Function):
     """Frozen linears with one adapter for all rows. The gradients go to the input and to A and the Bs."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, linear: FrozenLinear, tile: int | None, a: Tensor | None, *bs: Tensor) -> Tensor:
+    def forward(
+        ctx, x: Tensor, linear: FrozenLinear, tile: int | None, panels: PanelSite | None, a: Tensor | None, *bs: Tensor
+    ) -> Tensor:
+        """`panels`: a and bs, if the CPU's own kernel is to multiply by them."""
         out = linear.product(x, tile)
-        ctx.linear, ctx.input = linear, x.shape
+        ctx.linear, ctx.panels = linear, panels
         if a is not None:
-            low = _low(x, a, tile)
-            _add_lora_(low, out.split(linear.sizes, 1), bs, tile)
+            if panels is not None:
+                low = panels.add_(x, out, linear.sizes)
+            else:
+                low = _low(x, a, tile)
+                _add_lora_(low, out.split(linear.sizes, 1), bs, tile)
             ctx.save_for_backward(x, low, a, *bs)
         return out
 
@@ -189,12 +216,16 @@ class _Adapted(torch.autograd.Function):
         grad_x = ctx.linear.product_back(grad)
         saved = ctx.saved_tensors
         if not saved:
-            return grad_x, None, None, None
+            return grad_x, None, None, None, None
         x, low, a, *bs = saved
         parts = grad.split(ctx.linear.sizes, 1)
-        grad_low = torch.cat([part @ b for part, b in zip(parts, bs, strict=True)], 1)
+        if ctx.panels is not None:
+            grad_low = ctx.panels.backward_(grad, grad_x, ctx.linear.sizes)
+        else:
+            grad_low = torch.cat([part @ b for part, b in zip(parts, bs, strict=True)], 1)
+            grad_x.addmm_(grad_low, a)
         grad_bs = [part.t() @ own for part, own in zip(parts, low.chunk(len(bs), 1), strict=True)]
-        return grad_x.addmm_(grad_low, a), None, None, grad_low.t() @ x, *grad_bs
+        return grad_x, None, None, None, grad_low.t() @ x, *grad_bs
 
 
 def _low(x: Tensor, a: Tensor, tile: int | None) -> Tensor:

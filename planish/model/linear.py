@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.native import cpu
-from planish.native.cpu import PanelWeight, WeightRoom
+from planish.native.cpu_products import PanelWeight, WeightRoom, multiplies
 
 
 class FrozenLinear:
@@ -92,7 +91,7 @@ _Packed = PanelWeight | _BlockedWeight
 
 def _packed(weights: Sequence[Tensor], room: WeightRoom) -> _Packed | None:
     first = weights[0]
-    own = cpu.multiplies(sum(map(len, weights)), first.shape[1], first.dtype, first.device)
+    own = multiplies(sum(map(len, weights)), first.shape[1], first.dtype, first.device)
     if not own and not _packs(first.device, first.dtype):
         return None
     whole = first if len(weights) == 1 else torch.cat(tuple(weights))

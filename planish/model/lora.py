@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
+from planish.native.cpu_products import PanelSite, adapts
 from planish.types import LoraConfig
 
 ALPHA = 32
@@ -58,6 +60,12 @@ class Site:
     a: Tensor
     bs: tuple[Tensor, ...]
 
+    @cached_property
+    def panels(self) -> PanelSite | None:
+        """The same for the CPU's own kernel, if it serves them; made once, since weights do not change."""
+        shapes = [(len(b), self.a.shape[1]) for b in self.bs]
+        return PanelSite(self.a, self.bs) if adapts(shapes, self.a.dtype, self.a.device) else None
+
 
 @dataclass(frozen=True)
 class LayerLora:
@@ -67,6 +75,9 @@ class LayerLora:
     attn_out: Site | None
     mlp_in: Site | None
     mlp_out: Site | None
+
+
+SITES = tuple(site.name for site in fields(LayerLora))
 
 
 class LoraLayout:
@@ -204,6 +215,11 @@ class StackRows:
     start: int
     stop: int
     weights: LoraStack
+
+
+def adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether adapters of the layers' linears have `panels` here."""
+    return adapts([linear_shape(model, name) for site in LAYER_SITES for name in site], dtype, device)
 
 
 def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:

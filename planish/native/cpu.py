@@ -26,12 +26,6 @@ from planish.native.build import BuildError, library
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
 _LANES = 16
-_PANEL = 64
-_HALF_PANEL = 32
-_MOST_COLUMNS = 1 << 14
-"""Of weights in a product: rows are taken whole, so with more of them neither a panel nor a few inputs would stay in a cache."""
-_ROOM = 1 << 25
-"""Numbers that a room has at least: what is not used of it costs no memory."""
 _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _SIGNATURES = {
     "rms_norm": "pppfpppnni",
@@ -46,6 +40,8 @@ _SIGNATURES = {
     "attend_backward": "ppnpppppppppni",
     "pack_panels": "ppnni",
     "product": "ppppnnni",
+    "add_lora": "pnpnppnpi",
+    "lora_backward": "pnppnppni",
 }
 """Of each function: p for an address, n for a number of things, f for a float; the number of threads, i, comes last."""
 
@@ -144,7 +140,7 @@ def rms_norm(
     out = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(x.shape[:-1])
     total = x if more is None or in_place else torch.empty_like(x)
-    _call(
+    call(
         "rms_norm",
         dtype,
         x,
@@ -162,7 +158,7 @@ def rms_norm(
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None) -> Tensor:
     out = torch.empty_like(x)
-    _call(
+    call(
         "rms_norm_backward",
         grad.dtype,
         grad,
@@ -181,19 +177,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
     rows, heads, e = x.shape
     assert x.stride()[1:] == (e, 1)
     out = x.new_empty(x.shape)
-    _call("rotate", x.dtype, x, x.stride(0), cos, sin, -1.0 if back else 1.0, out, rows, heads, e)
+    call("rotate", x.dtype, x, x.stride(0), cos, sin, -1.0 if back else 1.0, out, rows, heads, e)
     return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _call("swiglu", gate_up.dtype, gate_up, out, *out.shape)
+    call("swiglu", gate_up.dtype, gate_up, out, *out.shape)
     return out
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     out = torch.empty_like(gate_up)
-    _call("swiglu_backward", grad.dtype, grad, gate_up, out, *grad.shape)
+    call("swiglu_backward", grad.dtype, grad, gate_up, out, *grad.shape)
     return out
 
 
@@ -205,7 +201,7 @@ def normalizers(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
     out = torch.empty(logits.shape[0])
-    _call("normalizers", logits.dtype, logits, *_corrections(exact), temperature, weights, out, *logits.shape)
+    call("normalizers", logits.dtype, logits, *_corrections(exact), temperature, weights, out, *logits.shape)
     return out
 
 
@@ -219,7 +215,7 @@ def normalizers_backward(
     exact: Exact | None = None,
 ) -> None:
     given = (*_corrections(exact), temperature, log_total, first, targets, grads)
-    _call("normalizers_backward", logits.dtype, logits, *given, *logits.shape)
+    call("normalizers_backward", logits.dtype, logits, *given, *logits.shape)
 
 
 def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, int]:
@@ -231,7 +227,7 @@ def keep(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
     _, heads, e = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (e, 1)
     own = plan.own_ranges(layer)
-    _call("keep", k.dtype, own, plan.rows_address, len(plan.rows), k, k.stride(0), v, v.stride(0), heads, e)
+    call("keep", k.dtype, own, plan.rows_address, len(plan.rows), k, k.stride(0), v, v.stride(0), heads, e)
 
 
 def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor | None) -> Tensor:
@@ -241,7 +237,7 @@ def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor |
     """
     out = q.new_empty(q.shape) if len(plan.rows) == q.shape[0] else q.new_zeros(q.shape)
     arguments = ctypes.byref(plan.arguments(q, heads, layer))
-    _call("attend", q.dtype, arguments, len(plan.blocks), q, out, lse)
+    call("attend", q.dtype, arguments, len(plan.blocks), q, out, lse)
     return out
 
 
@@ -260,7 +256,7 @@ def attend_backward(
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.empty_like(keys), torch.empty_like(keys)
     sums = torch.zeros(len(part_ends), 2, *keys.shape)
-    _call(
+    call(
         "attend_backward",
         q.dtype,
         ctypes.byref(plan.arguments(q, keys.shape[1], 0)),
@@ -280,49 +276,7 @@ def attend_backward(
     return grad_q, grad_k, grad_v
 
 
-def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a product with weights of this shape that is at least as fast as oneDNN's for any number of rows (docs/log.md)."""
-    fits = fan_out % _HALF_PANEL == 0 and fan_in % 2 == 0 and fan_in <= _MOST_COLUMNS
-    if not fits or dtype != torch.bfloat16 or device.type != "cpu":
-        return False
-    found = loaded()
-    return found is not None and bool(found.multiplies_bf16())
-
-
-class WeightRoom:
-    """Memory for weights on pages of 2 MB, from which they are read a third faster; most fill no such page alone, so they lie side by side."""
-
-    def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.bfloat16)
-
-    def take(self, size: int) -> Tensor:
-        """Memory for `size` numbers, from which nothing else is taken."""
-        if size > len(self._left):
-            self._left = torch.empty(max(size, _ROOM), dtype=torch.bfloat16)
-            found = loaded()
-            assert found is not None
-            found.on_huge_pages(ctypes.c_void_p(self._left.data_ptr()), ctypes.c_int64(self._left.nbytes))
-        taken, self._left = self._left[:size], self._left[size:]
-        return taken
-
-
-class PanelWeight:
-    """A weight [out, in], bf16, for products in a kernel of our own. A row's bits depend on that row alone."""
-
-    def __init__(self, weight: Tensor, room: WeightRoom) -> None:
-        self._fan_out, self._fan_in = weight.shape
-        self._panels = room.take((self._fan_out + -self._fan_out % _PANEL) * self._fan_in)
-        _call("pack_panels", weight.dtype, weight.contiguous(), self._panels, *weight.shape)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._fan_out)
-        _call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
-        return out
-
-
-def _call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
+def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
     """The function of this type; tensors are given by address."""
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     _function(name, dtype)(*given, torch.get_num_threads())

@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -784,7 +785,6 @@ void keep(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t 
 // Weights are [N, K] in panels of 64 outputs, [N/64][K/2][64][2], so that a pair of columns meets 16 outputs in one instruction; what the
 // last panel has too many is 0. Of an output, pairs of columns are added one after another, in the instruction's own order within a pair,
 // a fresh sum for each `SUMMED` columns; then these sums in their order, then the bias.
-#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16")))
 constexpr int64_t PANEL = 64, HALF = PANEL / 2, SUMMED = 512;
 constexpr int TILE_ROWS = 6;                  // by 4 vectors of outputs: 24 sums, and 4 vectors of weights, fill 28 of 32 registers
 constexpr int64_t CACHED_INPUTS = 1 << 18;  // numbers of x that stay in the second cache, beside a panel
@@ -801,9 +801,24 @@ void pack_panels(const uint16_t* weight, uint16_t* panels, int64_t n, int64_t k,
     });
 }
 
+// Inputs and outputs of a product, whose rows lie apart. What is added last: a bias (stride 0), rows like those of the output, or nothing.
+struct Rows {
+    const uint16_t* x;
+    int64_t x_stride;
+    const uint16_t* addend;
+    int64_t addend_stride;
+    uint16_t* out;
+    int64_t out_stride;
+
+    Rows from(int64_t r) const {
+        return {x + r * x_stride, x_stride, addend ? addend + r * addend_stride : nullptr, addend_stride, out + r * out_stride, out_stride};
+    }
+    Rows at(int64_t c) const { return {x, x_stride, addend ? addend + c : nullptr, addend_stride, out + c, out_stride}; }
+};
+
 // R rows by W vectors of outputs.
 template <int R, int W>
-BF16 void product_tile(const uint16_t* weight, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t n, int64_t k) {
+BF16 void product_tile(const uint16_t* weight, const Rows& rows, int64_t k) {
     V total[R][W];
     for (int64_t first = 0; first < k; first += SUMMED) {
         V acc[R][W];
@@ -815,7 +830,7 @@ BF16 void product_tile(const uint16_t* weight, const uint16_t* x, const uint16_t
             for (int c = 0; c < W; c++) w[c] = (__m512bh)_mm512_loadu_si512(weight + i * PANEL + c * 2 * LANES);
             for (int r = 0; r < R; r++) {
                 int32_t pair;
-                std::memcpy(&pair, x + r * k + i, 4);
+                std::memcpy(&pair, rows.x + r * rows.x_stride + i, 4);
                 for (int c = 0; c < W; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)_mm512_set1_epi32(pair), w[c]);
             }
         }
@@ -824,19 +839,26 @@ BF16 void product_tile(const uint16_t* weight, const uint16_t* x, const uint16_t
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < W; c++)
-            store(out + r * n + c * LANES, bias ? _mm512_add_ps(total[r][c], load(bias + c * LANES)) : total[r][c]);
+            store(rows.out + r * rows.out_stride + c * LANES,
+                  rows.addend ? _mm512_add_ps(total[r][c], load(rows.addend + r * rows.addend_stride + c * LANES)) : total[r][c]);
 }
 
 template <int W>
-void product_rows(const uint16_t* weight, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n, int64_t k) {
-    using Tile = void (*)(const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t);
+void product_rows(const uint16_t* weight, const Rows& rows, int64_t count, int64_t k) {
+    using Tile = void (*)(const uint16_t*, const Rows&, int64_t);
     constexpr Tile tiles[TILE_ROWS] = {product_tile<1, W>, product_tile<2, W>, product_tile<3, W>,
                                        product_tile<4, W>, product_tile<5, W>, product_tile<6, W>};
-    const int64_t groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t groups = (count + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t g = 0; g < groups; g++) {
-        const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
-        tiles[last - first - 1](weight, x + first * k, bias, out + first * n, n, k);
+        const int64_t first = count * g / groups, last = count * (g + 1) / groups;
+        tiles[last - first - 1](weight, rows.from(first), k);
     }
+}
+
+// All n outputs, a multiple of HALF, of `count` rows.
+void product_part(const uint16_t* panels, const Rows& rows, int64_t count, int64_t n, int64_t k) {
+    for (int64_t at = 0; at < n; at += PANEL)
+        (at + PANEL <= n ? product_rows<4> : product_rows<2>)(panels + at * k, rows.at(at), count, k);
 }
 
 // x [T, K] by panels to [T, N]. Parts of the rows by half panels: a part's inputs are cached while the weights stream by, and halves are
@@ -851,10 +873,74 @@ void product(const uint16_t* panels, const uint16_t* x, const uint16_t* bias, ui
             const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
             const uint16_t* weight = panels + at / PANEL * PANEL * k + at % PANEL * 2;
             const bool whole = at % PANEL == 0 && at + PANEL <= n && item + 2 <= b;
-            (whole ? product_rows<4> : product_rows<2>)(weight, x + first * k, bias ? bias + at : nullptr, out + first * n + at,
-                                                        last - first, n, k);
+            const Rows all{x, k, bias, 0, out, n};
+            (whole ? product_rows<4> : product_rows<2>)(weight, all.from(first).at(at), last - first, k);
             item += whole ? 2 : 1;
         }
+    });
+}
+
+// The rows of one adapter in a batch, and its matrices for linears that read one input, as panels: A of all of them [linears * rank, in], and each
+// B [out, rank]. `rank` is even: an odd one has a column of zeros more in the Bs.
+struct LoraRows {
+    const uint16_t *a, *b[3];
+    int64_t rank, columns;  // `columns` of A: linears * rank as it was given
+    int64_t first, count;
+};
+
+int64_t low_width(int64_t columns) { return (columns + HALF - 1) / HALF * HALF; }
+
+// f(adapter, first row, rows): pieces of all adapters' rows, for the threads to share.
+template <class F>
+void by_rows(const LoraRows* adapters, int64_t n, int64_t work, int threads, F f) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; i++) total += adapters[i].count;
+    const int64_t size = std::min<int64_t>(48, std::max<int64_t>(TILE_ROWS, total / (2 * threads)));
+    std::vector<std::array<int64_t, 3>> pieces;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t r = 0; r < adapters[i].count; r += size)
+            pieces.push_back({i, adapters[i].first + r, std::min(size, adapters[i].count - r)});
+    parallel(pieces.size(), total * work, threads, [&](int64_t a, int64_t b) {
+        for (int64_t p = a; p < b; p++) f(adapters[pieces[p][0]], pieces[p][1], pieces[p][2]);
+    });
+}
+
+// out [T, sum of sizes] += (x [T, in] A^T) B^T of each row's adapter; low, the rounded product with A [T, low_width], is kept if there is room for it.
+void add_lora(const LoraRows* adapters, int64_t n, const uint16_t* x, int64_t in, uint16_t* out, const int64_t* sizes, int64_t linears,
+              uint16_t* kept, int threads) {
+    int64_t width = 0;
+    for (int64_t l = 0; l < linears; l++) width += sizes[l];
+    by_rows(adapters, n, (in + width) * HALF, threads, [=](const LoraRows& own, int64_t first, int64_t count) {
+        const int64_t columns = low_width(own.columns);
+        std::vector<uint16_t> room(kept ? 0 : count * columns);
+        uint16_t* low = kept ? kept + first * columns : room.data();
+        product_part(own.a, {x + first * in, in, nullptr, 0, low, columns}, count, columns, in);
+        uint16_t* to = out + first * width;
+        for (int64_t l = 0; l < linears; to += sizes[l++])
+            product_part(own.b[l], {low + l * (own.columns / linears), columns, to, width, to, width}, count, sizes[l], own.rank);
+    });
+}
+
+// The way back: low_grad [T, low_width] = the linears' parts of grad [T, sum of sizes] times their Bs, and grad_x [T, in] += low_grad A. Here the panels
+// are of the matrices turned: each b of B^T [rank, out], a of A^T [in, columns], with a column of zeros more if there are oddly many.
+void lora_backward(const LoraRows* adapters, int64_t n, const uint16_t* grad, const int64_t* sizes, int64_t linears, uint16_t* low_grad,
+                   uint16_t* grad_x, int64_t in, int threads) {
+    int64_t width = 0;
+    for (int64_t l = 0; l < linears; l++) width += sizes[l];
+    by_rows(adapters, n, (in + width) * HALF, threads, [=](const LoraRows& own, int64_t first, int64_t count) {
+        const int64_t columns = low_width(own.columns), rank = own.columns / linears;
+        // A linear's columns may end within a panel, so they go through a room of their own.
+        std::vector<uint16_t> room(count * low_width(rank));
+        const uint16_t* from = grad + first * width;
+        for (int64_t l = 0; l < linears; from += sizes[l++]) {
+            product_part(own.b[l], {from, width, nullptr, 0, room.data(), low_width(rank)}, count, low_width(rank), sizes[l]);
+            for (int64_t r = 0; r < count; r++)
+                std::memcpy(low_grad + (first + r) * columns + l * rank, room.data() + r * low_width(rank), 2 * rank);
+        }
+        for (int64_t r = 0; r < count; r++)
+            std::fill(low_grad + (first + r) * columns + own.columns, low_grad + (first + r + 1) * columns, 0);
+        uint16_t* to = grad_x + first * in;
+        product_part(own.a, {low_grad + first * columns, columns, to, in, to, in}, count, in, (own.columns + 1) / 2 * 2);
     });
 }
 
@@ -922,4 +1008,12 @@ EXPORT void pack_panels_h(const uint16_t* weight, uint16_t* panels, int64_t n, i
 EXPORT void product_h(const uint16_t* panels, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n, int64_t k,
                       int threads) {
     product(panels, x, bias, out, rows, n, k, threads);
+}
+EXPORT void add_lora_h(const LoraRows* adapters, int64_t n, const uint16_t* x, int64_t in, uint16_t* out, const int64_t* sizes,
+                       int64_t linears, uint16_t* low, int threads) {
+    add_lora(adapters, n, x, in, out, sizes, linears, low, threads);
+}
+EXPORT void lora_backward_h(const LoraRows* adapters, int64_t n, const uint16_t* grad, const int64_t* sizes, int64_t linears,
+                            uint16_t* low_grad, uint16_t* grad_x, int64_t in, int threads) {
+    lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads);
 }

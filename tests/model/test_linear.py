@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from planish.engine.row_tiling import cancelling
 from planish.model import linear as module
 from planish.model.linear import FrozenLinear
-from planish.native import cpu
+from planish.native.cpu_products import multiplies
 
 SIZES = (64, 16, 16)
 
@@ -21,10 +21,10 @@ def linears(dtype: torch.dtype, biased: bool) -> tuple[list[torch.Tensor], list[
 def route(request, monkeypatch):
     """By each way to multiply by weights in bf16 that this machine has."""
     if request.param == "own":
-        if not cpu.multiplies(64, 64, torch.bfloat16, torch.device("cpu")):
+        if not multiplies(64, 64, torch.bfloat16, torch.device("cpu")):
             pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
         return "PanelWeight"
-    monkeypatch.setattr(cpu, "multiplies", lambda *_: False)
+    monkeypatch.setattr(module, "multiplies", lambda *_: False)
     if request.param == "onednn":
         return "_BlockedWeight"
     monkeypatch.setattr(module, "_packs", lambda device, dtype: False)

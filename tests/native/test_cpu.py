@@ -11,7 +11,7 @@ from planish.model.head import scored_logprobs
 from planish.model.linear import FrozenLinear
 from planish.model.rope import Rotation, rotate
 from planish.native import cpu
-from planish.native.cpu import PanelWeight, WeightRoom
+from planish.native.cpu_products import PanelWeight, WeightRoom, multiplies
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -160,7 +160,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
 
 def panels(weight: Tensor) -> PanelWeight:
     fan_out, fan_in = weight.shape
-    if not cpu.multiplies(fan_out, fan_in, weight.dtype, weight.device):
+    if not multiplies(fan_out, fan_in, weight.dtype, weight.device):
         pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
     return PanelWeight(weight, WeightRoom())
 
@@ -182,7 +182,7 @@ def test_products(rows, fan_out, fan_in, biased):
 
 def test_weights_of_one_room_keep_apart():
     weights = [normal(fan_out, 64, dtype=torch.bfloat16) for fan_out in (32, 64, 96)]
-    if not cpu.multiplies(32, 64, torch.bfloat16, torch.device("cpu")):
+    if not multiplies(32, 64, torch.bfloat16, torch.device("cpu")):
         pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
     room, x = WeightRoom(), normal(5, 64, dtype=torch.bfloat16)
     together = [PanelWeight(weight, room) for weight in weights]

@@ -1,0 +1,108 @@
+"""Products with adapters in the CPU's own kernel against the same in float64, and that rows keep to themselves."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from planish.model.decoder import Decoder
+from planish.model.lora import SITES, AdapterRows, LoraLayout, LoraWeights
+from planish.native.cpu_products import PanelRows, PanelSite, adapts
+from planish.testing import tiny_model
+from planish.types import LoraConfig
+
+CPU = torch.device("cpu")
+SIZES = (96, 32, 64)
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    if not adapts([(32, 32)], torch.bfloat16, CPU):
+        pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
+
+
+@pytest.fixture
+def normal():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+
+def matrices(normal, rank: int, sizes=SIZES, fan_in: int = 64) -> tuple[Tensor, list[Tensor]]:
+    return normal(len(sizes) * rank, fan_in), [normal(size, rank) for size in sizes]
+
+
+def adapted(x: Tensor, a: Tensor, bs: list[Tensor]) -> Tensor:
+    """float64, but for what lies between A and B, which is rounded."""
+    low = (x.double() @ a.double().t()).to(x.dtype).double()
+    return torch.cat([part @ b.double().t() for part, b in zip(low.chunk(len(bs), 1), bs, strict=True)], 1)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Rounded once to bf16; sums in float32 may also tip the rounding between A and B."""
+    assert (found.double() - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (128,)])
+@pytest.mark.parametrize("rank", [1, 5, 8, 32, 40])
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_forth_and_back(rows, rank, sizes, normal):
+    a, bs = matrices(normal, rank, sizes)
+    x, out, grad, grad_x = normal(rows, 64), normal(rows, sum(sizes)), normal(rows, sum(sizes)), normal(rows, 64)
+    site = PanelSite(a, bs)
+    expected = out.double() + adapted(x, a, bs)
+    low = site.add_(x, out, sizes)
+    close(out, expected)
+    close(low, x.double() @ a.double().t())
+    parts = zip(grad.double().split(sizes, 1), bs, strict=True)
+    expected_low = torch.cat([part @ b.double() for part, b in parts], 1)
+    expected_x = grad_x.double() + expected_low @ a.double()
+    low_grad = site.backward_(grad, grad_x, sizes)
+    close(low_grad, expected_low)
+    close(grad_x, expected_x)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_row_has_the_same_bits_in_any_company(threads, normal):
+    """Adapters of several ranks, one that lacks the site, rows without any; in the sampler's batch and in the trainer's."""
+    sites = [PanelSite(*matrices(normal, rank)) for rank in (8, 32, 3)]
+    x, base = normal(60, 64), normal(60, sum(SIZES))
+    spans = [(0, 1), (3, 31), (31, 50)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = base.clone()
+        members = [(*span, [None, site]) for span, site in zip(spans, sites, strict=True)]
+        members.append((50, 60, [sites[0], None]))
+        PanelRows(members, ("first", "second")).add_(x, together, SIZES, 0, "second")
+        for (start, stop), site in zip(spans, sites, strict=True):
+            for row in (start, stop - 1):
+                alone = base[row : row + 1].clone()
+                site.add_(x[row : row + 1], alone, SIZES)
+                assert torch.equal(together[row : row + 1], alone)
+        for untouched in (slice(1, 3), slice(50, 60)):
+            assert torch.equal(together[untouched], base[untouched])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_decoder_s_way_is_that_of_torch(tmp_path, monkeypatch):
+    decoder = Decoder.load(tiny_model(tmp_path), torch.bfloat16, CPU)
+    if not adapts([(decoder.config.intermediate_size, decoder.config.hidden_size)], torch.bfloat16, CPU):
+        pytest.fail("the tiny model is no multiple of 32 wide any more: this test compares nothing")
+    rows, adapters = 0, []
+    for seed, rank in enumerate((4, 16)):
+        layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))
+        noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
+        adapters.append(
+            AdapterRows(rows, rows + 5, LoraWeights(layout, layout.init(seed) + noise, torch.bfloat16, CPU))
+        )
+        rows += 5
+
+    def hidden() -> Tensor:
+        tokens, positions = torch.arange(12), torch.zeros(12, dtype=torch.int64)
+        with torch.inference_mode():
+            return decoder.hidden(tokens, positions, lambda layer, q, k, v: q, adapters).float()
+
+    own = hidden()
+    monkeypatch.setattr("planish.model.decoder._grouped", lambda adapters: adapters)
+    assert (own - hidden()).abs().max() < 0.05 * own.abs().max()
+    assert SITES == ("attn_in", "attn_out", "mlp_in", "mlp_out")
