@@ -40,6 +40,8 @@ from planish.runs import write_whole
 HERE = Path(__file__).parent
 OWN = "planish"
 """The environment that this process runs in."""
+PLACES = ("directory", "models")
+"""Options that say where files are, and nothing of what was measured."""
 BUSY = 0.05
 """A round in which others used more of the cores than this is named."""
 LOSS_TOLERANCE = 0.01
@@ -152,7 +154,7 @@ def header(options: Any) -> dict[str, Any]:
     if ROOT not in Path(planish.__file__).parents:
         raise SystemExit(f"planish is imported from {planish.__file__}, not from this checkout: set PYTHONPATH={ROOT}")
     return {
-        "options": {name: str(value) for name, value in chz.asdict(options).items() if name != "directory"},
+        "options": {name: str(value) for name, value in chz.asdict(options).items() if name not in PLACES},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
         "machine": machine(),

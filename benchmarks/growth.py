@@ -15,14 +15,13 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import chz
 from compare import HERE, OWN, header, interleaved, interpreter
 from contender import Contender
-from iteration import rollouts
+from iteration import rollouts, step_seconds
 from report import RESULTS, contexts_table, growth_table
 from works import Rounds, Shape, make_prompts, write_works
 
@@ -87,7 +86,7 @@ def measure_contexts(options: Options, scratch: Path) -> dict[str, Any]:
     contexts = CONTEXTS[:2] if options.small else CONTEXTS
     with planish.ServiceClient() as service_client:
         client = service_client.create_sampling_client(base_model=options.model)
-        steps = [step_seconds(client, context, options.rounds) for context in contexts]
+        steps = [seconds_with_context(client, context, options.rounds) for context in contexts]
     points = []
     for context, step in zip(contexts, steps, strict=True):
         attended = SEQUENCES * config.num_layers * (context + (FEW_TOKENS + MANY_TOKENS) / 2) * config.head_dim
@@ -102,18 +101,14 @@ def measure_contexts(options: Options, scratch: Path) -> dict[str, Any]:
     return {"contexts": points}
 
 
-def step_seconds(client: planish.SamplingClient, context: int, rounds: int) -> float:
+def seconds_with_context(client: planish.SamplingClient, context: int, rounds: int) -> float:
     shape = Shape(SEQUENCES, 1, MANY_TOKENS, prompt_tokens=context, shared_tokens=0)
     prompts = make_prompts(client.get_tokenizer(), random.Random(context), shape)
 
-    def sampled(new_tokens: int) -> float:
-        begun = time.perf_counter()
+    def sample(new_tokens: int) -> None:
         rollouts(client, {"prompts": prompts, "samples": 1, "new_tokens": new_tokens, "seed": 0})
-        return time.perf_counter() - begun
 
-    sampled(FEW_TOKENS)  # so that the prompts are known
-    differences = [sampled(MANY_TOKENS) - sampled(FEW_TOKENS) for _ in range(rounds)]
-    return statistics.median(differences) / (MANY_TOKENS - FEW_TOKENS)
+    return statistics.median(step_seconds(sample, FEW_TOKENS, MANY_TOKENS, rounds))
 
 
 if __name__ == "__main__":

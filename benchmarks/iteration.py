@@ -2,8 +2,9 @@
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import planish
@@ -35,12 +36,29 @@ def iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iterat
 
 def rollouts(client: planish.SamplingClient, work: Mapping[str, Any]) -> Groups:
     """All requests are under way at once, one for each prompt."""
+    return rollouts_in_turn([client], work)
+
+
+def rollouts_in_turn(clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]) -> Groups:
+    """The same with one prompt to each client, and from the first again."""
     params = planish.SamplingParams(max_tokens=work["new_tokens"], stop=[], seed=work["seed"])
     futures = [
         client.sample(prompt=planish.ModelInput.from_ints(prompt), num_samples=work["samples"], sampling_params=params)
-        for prompt in work["prompts"]
+        for client, prompt in zip(cycle(clients), work["prompts"], strict=False)
     ]
     return [future.result().sequences for future in futures]
+
+
+def step_seconds(sample: Callable[[int], object], few: int, many: int, rounds: int) -> list[float]:
+    """Seconds of a decode step, once for each round. `sample(n)` draws n new tokens; what prompts take is in `few` and `many` alike."""
+
+    def sampled(new_tokens: int) -> float:
+        begun = time.perf_counter()
+        sample(new_tokens)
+        return time.perf_counter() - begun
+
+    sampled(many)  # so that the prompts are known, and nothing is made for the first time below
+    return [(sampled(many) - sampled(few)) / (many - few) for _ in range(rounds)]
 
 
 def answered(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:

@@ -40,7 +40,9 @@ TRIED_LAYERS = 6
 ROW_TILES = (512, 1024, 2048)
 """Rows of one product, where a work has more rows than that; the best is taken."""
 HEAD_COLUMNS = 8192
-BANDWIDTH_BYTES = 1 << 30
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BANDWIDTH_BYTES = 1 << (30 if DEVICE.type == "cpu" else 32)
+"""More than any cache holds, and on a GPU enough that starting a kernel counts little."""
 
 Product = Callable[[Tensor], Any]
 
@@ -100,7 +102,7 @@ class Limit:
 
     def rollouts(self, work: Mapping[str, Any]) -> float:
         counts = Counts.of(work)
-        step = self._layers_seconds(counts.samples) + self._head_seconds(counts.samples)
+        step = self.layers_seconds(counts.samples) + self._head_seconds(counts.samples)
         return (work["new_tokens"] - 1) * step + self._prompts(work)
 
     def alone(self, work: Mapping[str, Any]) -> float:
@@ -118,9 +120,10 @@ class Limit:
 
     def _prompts(self, work: Mapping[str, Any]) -> float:
         """The prompts, and the head for the first token of the answers to each."""
-        return over_rows(Counts.of(work).prompt_rows, self._layers_seconds) + self._head_seconds(len(work["prompts"]))
+        return over_rows(Counts.of(work).prompt_rows, self.layers_seconds) + self._head_seconds(len(work["prompts"]))
 
-    def _layers_seconds(self, rows: int) -> float:
+    def layers_seconds(self, rows: int) -> float:
+        """Of the layers' products, forward, for so many rows."""
         return seconds(self._passes(rows, self._forward(rows)))
 
     def _head_seconds(self, rows: int) -> float:
@@ -171,7 +174,7 @@ def fastest(weights: Sequence[Tensor], rows: int, columns: int | None = None) ->
 def ways(weight: Tensor, rows: int, columns: int | None) -> Iterator[Callable[[Tensor], Product]]:
     """Each makes the product of a weight of this shape."""
     yield plain
-    if torch.backends.mkldnn.is_available():
+    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
         yield partial(prepacked, rows=rows)
     if columns is not None and columns < weight.shape[0]:
         yield partial(in_columns, columns=columns)
@@ -221,26 +224,34 @@ def seconds(calls: Sequence[Callable[[], Any]]) -> float:
     """Of all calls, one after the other: the median of some times, after one that is not counted."""
     times = []
     for _ in range(REPEATS + 1):
+        synchronize()
         start = time.perf_counter()
         for call in calls:
             call()
+        synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
-def read_bandwidth() -> float:
+def synchronize() -> None:
+    """Returns when the GPU, if there is one, has done what it was given."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
     """Bytes a second, by the fastest of torch's ways to read memory that no cache holds."""
-    x = torch.ones(BANDWIDTH_BYTES // 4)
+    x = torch.ones(size // 4, device=DEVICE)
     readers = (
         partial(torch.sum, x),
         partial(torch.amax, x),
         partial(torch.dot, x[: x.numel() // 2], x[x.numel() // 2 :]),
     )
-    return BANDWIDTH_BYTES / min(seconds([reader]) for reader in readers)
+    return size / min(seconds([reader]) for reader in readers)
 
 
 def random_matrix(rows: int, columns: int) -> Tensor:
-    return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, 0.02)
+    return torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_(0, 0.02)
 
 
 if __name__ == "__main__":

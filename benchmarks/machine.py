@@ -33,7 +33,9 @@ def cpu_fields() -> Mapping[str, str]:
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+ changes" if files differ from it."""
+    """The commit of this checkout, with "+ changes" if files differ from it; in a copy without git's files PLANISH_COMMIT says it."""
+    if not (ROOT / ".git").exists():
+        return os.environ.get("PLANISH_COMMIT", "not known")
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -25,6 +25,7 @@ TITLES = {
     "peft": "transformers + PEFT, eager",
     "peft-compiled": "transformers + PEFT, `torch.compile`",
     "trl": "TRL GRPOTrainer",
+    **{f"peft-{size}": f"transformers + PEFT, eager, {size} sequences at a time" for size in (4, 8, 16, 32)},
 }
 Row = Sequence[str]
 
@@ -118,6 +119,30 @@ def overheads_table(report: Mapping[str, Any]) -> str:
     return provenance(report) + table(("what", "median", "unit"), rows)
 
 
+def gpu_table(report: Mapping[str, Any]) -> str:
+    """What gpu.py measured, with its share of what the GPU can do."""
+    rows = [
+        [
+            row["what"],
+            f"{_three_digits(row['value'])} ({_three_digits(min(row['values']))} to {_three_digits(max(row['values']))})",
+            row["unit"],
+            f"{row['share']:.0%} of {row['of']}" if row["share"] is not None else "",
+        ]
+        for part in report["parts"].values()
+        for row in part["rows"]
+    ]
+    gpu, commits = report["gpu"], sorted({part["commit"] for part in report["parts"].values()})
+    said = (
+        f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB; torch {gpu['torch']}, CUDA {gpu['cuda']}, Triton {gpu['triton']}; {report['date']}, "
+        f"commit {', '.join(commits)}\n\n"
+    )
+    return said + table(("what", "median (least to most)", "unit", "share"), rows)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def spread(peer: Mapping[str, Any]) -> str:
     seconds = peer["seconds"]
     digits = 2 if peer["median_seconds"] >= 1 else 3
@@ -148,6 +173,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "contexts": contexts_table,
     "start": start_table,
     "overheads": overheads_table,
+    "gpu-qwen3-8b": gpu_table,
+    "gpu-qwen3-0.6b": gpu_table,
+    "gpu-smollm2-135m-instruct": gpu_table,
 }
 
 

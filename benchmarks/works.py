@@ -99,8 +99,9 @@ def make_round(tokenizer: Any, name: str, shape: Shape, seed: int) -> dict[str, 
 
 
 def make_prompts(tokenizer: Any, draw: random.Random, shape: Shape) -> list[list[int]]:
-    """Prompts that are words."""
+    """Prompts that are words; letters, where the tokenizer has no words."""
     words = [token for token in range(1000, 20000) if is_word(tokenizer.decode([token]))]
+    words = words or [token for token in range(256) if is_letter(tokenizer.decode([token]))]
     shared = draw.choices(words, k=shape.shared_tokens)
     own = shape.prompt_tokens - shape.shared_tokens
     prompts = [shared + draw.choices(words, k=own) for _ in range(shape.prompts)]
@@ -111,3 +112,7 @@ def make_prompts(tokenizer: Any, draw: random.Random, shape: Shape) -> list[list
 
 def is_word(text: str) -> bool:
     return text[:1] == " " and text[1:].isalpha() and text.isascii() and text.islower()
+
+
+def is_letter(text: str) -> bool:
+    return len(text) == 1 and text.isalpha() and text.isascii()

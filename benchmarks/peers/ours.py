@@ -1,5 +1,7 @@
-"""planish, by its public API."""
+"""planish, by its public API. `OURS_OPTIONS` is a JSON object of options of ServiceClient."""
 
+import json
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +17,7 @@ from iteration import iteration, rollouts, tokens_of, train_step
 
 
 def load(model: str) -> Peer:
-    service_client = planish.ServiceClient()
+    service_client = planish.ServiceClient(**json.loads(os.environ.get("OURS_OPTIONS", "{}")))
     sampling_client = service_client.create_sampling_client(base_model=model)
     training_client = service_client.create_lora_training_client(base_model=model, rank=32, seed=0, train_unembed=False)
 

@@ -5,7 +5,7 @@ The model's head runs on the positions of completions only, and adapters are in 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import peft
@@ -14,14 +14,15 @@ import transformers
 from serving import Peer, serve
 
 MICRO_BATCH = int(os.environ.get("PEFT_MICRO_BATCH", "16"))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMPILE = os.environ.get("PEFT_COMPILE") == "1"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def load(path: str) -> Peer:
-    base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules=LINEARS, lora_dropout=0.0)
-    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
+    model = peft.get_peft_model(base.to(DEVICE), lora, autocast_adapter_dtype=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, weight_decay=0.0)
     forward = torch.compile(model) if COMPILE else model
 
@@ -36,6 +37,8 @@ def load(path: str) -> Peer:
             total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         return {"loss": total}
 
     versions = {"transformers": transformers.__version__, "peft": peft.__version__, "torch": torch.__version__}
@@ -52,7 +55,11 @@ def micro_batches(work: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Te
     ]
     for first in range(0, len(rows), MICRO_BATCH):
         tokens, logprobs, advantages = zip(*rows[first : first + MICRO_BATCH], strict=True)
-        yield torch.tensor(tokens), torch.tensor(logprobs), torch.tensor(advantages)
+        yield on_device(tokens), on_device(logprobs), on_device(advantages)
+
+
+def on_device(values: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor(values, device=DEVICE)
 
 
 if __name__ == "__main__":

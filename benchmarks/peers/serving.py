@@ -54,5 +54,8 @@ def serve(load: Callable[[str], Peer]) -> None:
 
 
 def peak_gib() -> float:
-    """Largest resident memory of this process so far."""
+    """Largest resident memory of this process so far; of a process that computes on a GPU, the most of its memory that torch held."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / (1 << 30)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)

@@ -6,13 +6,16 @@ import torch
 import transformers
 from serving import Peer, serve
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def load(path: str) -> Peer:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.to(DEVICE)
 
     @torch.inference_mode()
     def sample(work: dict[str, Any]) -> dict[str, Any]:
-        prompts = torch.tensor(work["prompts"])
+        prompts = torch.tensor(work["prompts"], device=DEVICE)
         out = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -31,7 +34,7 @@ def load(path: str) -> Peer:
             torch.log_softmax(logits.float(), -1).gather(1, token[:, None])
             for logits, token in zip(out.logits, new.T, strict=True)
         ]
-        return {"tokens": torch.cat(logprobs, 1).numel()}
+        return {"tokens": torch.cat(logprobs, 1).cpu().numel()}
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     return Peer({"W1": sample, "W1b": sample, "W1c": sample}, versions)

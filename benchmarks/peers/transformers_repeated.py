@@ -6,14 +6,19 @@ import torch
 import transformers
 from serving import Peer, serve
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def load(path: str) -> Peer:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.to(DEVICE)
 
     @torch.inference_mode()
     def sample(work: dict[str, Any]) -> dict[str, Any]:
         cache = transformers.DynamicCache(config=model.config)
-        out = model(torch.tensor(work["prompts"]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(
+            torch.tensor(work["prompts"], device=DEVICE), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
         cache.batch_repeat_interleave(work["samples"])
         logits = out.logits[:, -1].repeat_interleave(work["samples"], 0)
         drawn = []
@@ -23,7 +28,7 @@ def load(path: str) -> Peer:
             distribution = torch.log_softmax(logits.float(), -1)
             tokens = torch.multinomial(distribution.exp(), 1)
             drawn.append((tokens, distribution.gather(1, tokens)))
-        return {"tokens": sum(logprobs.numel() for _, logprobs in drawn)}
+        return {"tokens": torch.cat([logprobs for _, logprobs in drawn]).cpu().numel()}
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     return Peer({"W1": sample, "W1b": sample, "W1c": sample}, versions)

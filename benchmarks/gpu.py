@@ -1,0 +1,153 @@
+"""planish on one GPU: decoding, training and whole iterations, as shares of what the GPU was measured to do in the same run.
+
+    python benchmarks/gpu.py model=Qwen3-8B kv_cache_gib=32                 limits, decode, training, an iteration, tenants
+    python benchmarks/gpu.py model=Qwen3-8B kv_cache_gib=48 max_batch=512 parts=grpo-128x16
+    python benchmarks/gpu.py model=Qwen3-8B parts=peers                     against transformers and PEFT
+    python benchmarks/gpu.py model=Qwen3-8B parts=profile                   where the time goes
+    python benchmarks/gpu.py model=tiny small=True directory=/tmp           whether it all runs, on a CPU too
+
+Models are those of random_model.py, with random weights and made when they are first asked for, or any other by its name. All but the profile
+goes through the public API. Parts:
+
+* decode: a step of 1, 8 and 128 rows (8 samples of a prompt, but for the first), by the share of its `gpu_limits.decode_bytes` in what could be read meanwhile
+* training: forward_backward and optim_step on 16 x 8 sequences of 200 + 256 tokens, rank 32; FLOPs as in `gpu_limits.training_flops`
+* grpo-16x8, grpo-128x16: one iteration with so many prompts and samples of 256 tokens: new weights, sampling, forward_backward, optim_step
+* tenants: a step of 128 rows of 1, 8 and 64 adapters
+* peers: works of works.py by planish and others, each in a process of its own, interleaved (compare.py)
+* profile: kernels of a decode step and of a micro-batch
+
+A part is recorded as soon as it is done, in NAME.json in `directory`, beside the parts that were recorded there, or in results, for this model and
+GPU before. After `minutes` no part and no further round is begun.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import chz
+import torch
+from compare import chosen, header, say
+from gpu_limits import MachineLimits, measured_limits
+from gpu_parts import OTHER_PARTS, SERVED_PARTS, Bench, Options, Row
+from limits import DEVICE
+from random_model import SHAPES, random_model
+from report import RESULTS, gpu_table
+
+import planish
+from planish.model.config import ModelConfig
+from planish.model.sources import resolve_model
+from planish.runs import write_whole
+
+PARTS = (*SERVED_PARTS, *OTHER_PARTS)
+
+
+def main(options: Options) -> None:
+    parts = chosen(options.parts, PARTS, PARTS)
+    deadline = time.monotonic() + 60 * options.minutes
+    is_random = options.model in SHAPES
+    model = random_model(options.model, options.models, DEVICE) if is_random else resolve_model(options.model)
+    config = ModelConfig.from_directory(model)
+    bench = Bench(options, model, config, measured_limits(config, options.small), deadline)
+    recording = Recording.begun(bench)
+    recording.add("limits", limit_rows(bench.limits))
+    served = [name for name in parts if name in SERVED_PARTS]
+    if served:
+        with planish.ServiceClient(**options.service) as service:
+            for name in served:
+                recording.run(name, partial(SERVED_PARTS[name], bench, service))
+        # Parts that have processes of their own need the memory.
+        gc.collect()
+        torch.cuda.empty_cache()
+    for name in parts:
+        if name in OTHER_PARTS:
+            recording.run(name, partial(OTHER_PARTS[name], bench))
+    print(gpu_table(recording.report))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The file of results: whatever ends this process, the parts that were done are in it."""
+
+    bench: Bench
+    file: Path
+    report: dict[str, Any]
+
+    @classmethod
+    def begun(cls, bench: Bench) -> Self:
+        options = bench.options
+        file = options.directory / f"{options.name or 'gpu-' + options.model.rpartition('/')[2].lower()}.json"
+        report = header(options) | {"model": options.model, "gpu": gpu_facts()}
+        del report["works"]
+        return cls(bench, file, report | {"parts": recorded_before(file, report)})
+
+    def run(self, name: str, part: Callable[[], list[Row]]) -> None:
+        if self.bench.is_late:
+            say(f"{name}: not begun, the {self.bench.options.minutes:g} minutes are over")
+            return
+        begun = time.monotonic()
+        self.add(name, part())
+        say(f"{name}: done in {time.monotonic() - begun:.0f} s")
+
+    def add(self, name: str, rows: Sequence[Row]) -> None:
+        self.report["parts"][name] = {
+            **{key: self.report[key] for key in ("date", "commit", "options")},
+            "limits": asdict(self.bench.limits),
+            "rows": [{"value": one.median, **asdict(one)} for one in rows],
+        }
+        write_whole(self.file, json.dumps(self.report, indent=1) + "\n")
+        for one in rows:
+            share = "" if one.share is None else f", {one.share:.0%} of {one.of}"
+            say(f"  {one.what}: {one.median:.4g} {one.unit}{share}")
+
+
+def recorded_before(file: Path, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts that an earlier run recorded for this model on such a GPU with the same software."""
+    for known in (file, RESULTS / file.name):
+        if known.is_file():
+            earlier = json.loads(known.read_text(encoding="utf-8"))
+            is_same = all(earlier[name] == report[name] for name in ("model", "gpu"))
+            return earlier["parts"] if is_same else {}
+    return {}
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Of the device that everything ran on."""
+    facts = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "triton": version("triton"),
+        "transformers": version("transformers"),
+        "kernels": os.environ.get("PLANISH_KERNELS", "auto"),
+    }
+    if DEVICE.type == "cpu":
+        return {"name": "no GPU", "memory_gib": 0.0, **facts}
+    properties = torch.cuda.get_device_properties(DEVICE)
+    return {"name": properties.name, "memory_gib": round(properties.total_memory / (1 << 30), 1), **facts}
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def limit_rows(limits: MachineLimits) -> list[Row]:
+    return [
+        Row("bf16 product of large squares", [limits.product_rate / 1e12], "TFLOP/s"),
+        Row("bf16 products of the model's layers", [limits.layer_rate / 1e12], "TFLOP/s"),
+        Row("memory, read", [limits.bandwidth / 1e9], "GB/s"),
+    ]
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Options))

@@ -1,0 +1,167 @@
+"""Where a GPU's time goes: kernels by their share, and how much of the time it has nothing to do.
+
+Unlike the benchmarks this drives the sampler and the trainer themselves, in one thread, so that a step is a step. Time is that without the
+profiler, which slows what the CPU does; the GPU is idle for what its kernels, as the profiler saw them, leave of it. On a CPU the operators
+take the place of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from iteration import datum
+from limits import DEVICE, RANK, synchronize
+from torch.profiler import ProfilerActivity, profile
+
+from planish.engine.adapters import Adapter
+from planish.engine.base_models import BaseModel
+from planish.engine.settings import EngineSettings
+from planish.model.lora import LoraLayout
+from planish.service import Sample
+from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
+
+SETTLING_STEPS, STEPS = 8, 4
+"""Decode steps before the profile, and in each timing of it."""
+SHOWN = 25
+NAME_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class Profile:
+    title: str
+    seconds: float
+    """Of one step or micro-batch."""
+    idle: float | None
+    """Share of the time in which no kernel ran; not known on a CPU."""
+    kernels: list[tuple[str, int, float]]
+    """Name, calls and seconds of each, in `seconds`; the longest first."""
+
+    def text(self) -> str:
+        idle = "" if self.idle is None else f"; the GPU is idle for {self.idle:.0%}"
+        lines = [f"{self.title}: {1e3 * self.seconds:.2f} ms{idle}"]
+        total = sum(seconds for *_, seconds in self.kernels) or 1.0
+        lines += [
+            f"  {1e3 * seconds:9.3f} ms {seconds / total:6.1%} {calls:6d}  {name[:NAME_CHARACTERS]}"
+            for name, calls, seconds in self.kernels[:SHOWN]
+        ]
+        return "\n".join(lines)
+
+
+def profiles(directory: Path, settings: EngineSettings, work: Mapping[str, Any]) -> list[Profile]:
+    """Of one decode step of all samples of the round at once, and of one micro-batch of training."""
+    base = BaseModel(directory, settings)
+    return [decode_profile(base, settings, work), training_profile(base, work)]
+
+
+def decode_profile(base: BaseModel, settings: EngineSettings, work: Mapping[str, Any]) -> Profile:
+    sampler = base.sampler
+    # Prompts that share a beginning are computed in two waves.
+    prompt_steps = 2 * math.ceil(sum(map(len, work["prompts"])) / settings.sampler.prefill_tokens)
+    params = SamplingParams(max_tokens=prompt_steps + SETTLING_STEPS + 4 * STEPS, stop=[], seed=0)
+    futures: list[Future[SampleResponse]] = []
+    for prompt in work["prompts"]:
+        op = Sample("profile", ModelInput.from_ints(prompt), work["samples"], params)
+        sampler.validate(op)
+        futures.append(Future())
+        sampler.submit(op, None, "base", futures[-1])
+    for _ in range(prompt_steps + SETTLING_STEPS):
+        sampler.step()
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            sampler.step()
+
+    found = profiled(f"a decode step of {len(work['prompts']) * work['samples']} rows", steps, STEPS)
+    if any(future.done() for future in futures):
+        raise SystemExit(
+            "samples ended before the profile did, so not all ran at once: raise kv_cache_gib or max_batch"
+        )
+    while sampler.busy:
+        sampler.step()
+    return found
+
+
+def training_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
+    layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0, train_unembed=False))
+    adapter = Adapter(layout, base.dtype, base.device)
+    data = micro_batch(work, base.trainer.settings.micro_batch_tokens)
+    sizes: list[float] = []
+
+    def train() -> None:
+        call = base.trainer.forward_backward(adapter, data, "importance_sampling")
+        while True:
+            try:
+                next(call)
+            except StopIteration as end:
+                sizes.append(end.value.metrics["forest_tokens:sum"])
+                return
+
+    found = profiled("a micro-batch", train, 1)
+    return replace(found, title=f"a micro-batch of {sizes[0]:,.0f} rows")
+
+
+def micro_batch(work: Mapping[str, Any], budget: int) -> list[Datum]:
+    """Of the round's prompts as many as fit, with answers of random tokens, whose logprobs do not matter."""
+    draw = torch.Generator().manual_seed(0)
+    new, data, rows = work["new_tokens"], [], 0
+    for prompt in work["prompts"]:
+        rows += len(prompt) + work["samples"] * new
+        if data and rows > budget:
+            break
+        answers = torch.randint(min(prompt), max(prompt) + 1, (work["samples"], new), generator=draw).tolist()
+        data += [datum(prompt, answer, [0.0] * new, 1.0) for answer in answers]
+    return data
+
+
+def profiled(title: str, run: Callable[[], None], times: int) -> Profile:
+    """`run` is called three times: to warm up, for the time, and for the profile. It holds `times` of what is profiled."""
+    run()
+    synchronize()
+    begun = time.perf_counter()
+    run()
+    synchronize()
+    seconds = time.perf_counter() - begun
+    on_gpu = DEVICE.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as record:
+        run()
+        synchronize()
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in record.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+    if on_gpu:
+        kernels = by_name((name, 1, end - start) for name, start, end in spans)
+        idle = max(0.0, 1 - 1e-6 * covered((start, end) for _, start, end in spans) / seconds)
+    else:
+        kernels = by_name((row.key, row.count, row.self_cpu_time_total) for row in record.key_averages())
+        idle = None
+    each = [(name, round(calls / times), 1e-6 * micros / times) for name, calls, micros in kernels]
+    return Profile(title, seconds / times, idle, each)
+
+
+def by_name(events: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
+    """Calls and microseconds of each name together, the longest first."""
+    calls: Counter[str] = Counter()
+    micros: dict[str, float] = {}
+    for name, count, duration in events:
+        calls[name] += count
+        micros[name] = micros.get(name, 0.0) + duration
+    return [(name, calls[name], micros[name]) for name in sorted(micros, key=micros.__getitem__, reverse=True)]
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of the spans lasts."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

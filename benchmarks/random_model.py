@@ -1,0 +1,136 @@
+"""Models of random weights in the shapes of known ones: they cost what those cost, and need no download.
+
+A directory is an ordinary Hugging Face one in bf16, made once in a minute or less, whole or not at all. Matrices have standard
+deviation 1 / sqrt(in), so every product keeps the size of its input, logits are about as far from one another as a standard normal's, and
+samples never settle on a few tokens. The tokenizer is that of bytes: most ids are no text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, Qwen3Config
+
+from planish.model.config import ModelConfig
+from planish.model.weights import INDEX_FILE, expected_shapes
+from planish.testing import EOS_TOKEN_ID, save_byte_tokenizer
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-8B": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    "Qwen3-0.6B": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+}
+"""Fields of config.json; "tiny" is for trying on a CPU whether all runs."""
+MAX_CONTEXT = 40960
+ROPE_THETA = 1e6
+SHARD_BYTES = 2 << 30
+WRITERS = 4
+"""Shards that are made at once: each is twice in memory while it is written."""
+
+
+def random_model(name: str, home: Path, device: torch.device) -> Path:
+    """The directory of a model of SHAPES below `home`, made now if it is not there; `device` makes the numbers."""
+    directory = home / name
+    if directory.is_dir():
+        return directory
+    unfinished = directory.with_name(f".{name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    _write_config(unfinished, SHAPES[name])
+    _write_weights(unfinished, expected_shapes(ModelConfig.from_directory(unfinished)), device)
+    save_byte_tokenizer(unfinished)
+    return unfinished.rename(directory)
+
+
+def _write_config(directory: Path, shape: Mapping[str, Any]) -> None:
+    config = Qwen3Config(
+        **shape,
+        max_position_embeddings=MAX_CONTEXT,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        bos_token_id=None,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=256,
+        dtype="bfloat16",
+        architectures=["Qwen3ForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(directory)
+
+
+def _write_weights(directory: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+    shards = _shards(shapes)
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+
+    def write(file: str, names: Sequence[str]) -> None:
+        tensors = {name: _random_tensor(name, shapes[name], device) for name in names}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(write, files, shards))
+    index = {
+        "metadata": {"total_size": sum(map(_bytes, shapes.values()))},
+        "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+    }
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Names, cut into runs of SHARD_BYTES or little more."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        if size >= SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _bytes(shape)
+    return shards
+
+
+def _bytes(shape: tuple[int, ...]) -> int:
+    return 2 * math.prod(shape)
+
+
+def _random_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """On the CPU. Always the same numbers on one kind of device; scales of norms are 1."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(int.from_bytes(name.encode(), "little") % (1 << 63))
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    return tensor.normal_(0, shape[1] ** -0.5, generator=generator).cpu()
