@@ -1,0 +1,165 @@
+"""The sampler's tests on a GPU: transformers on the CPU is the oracle, and each fast path equals its slow twin but for rounding.
+
+Bits may depend on the batch here (there is no row tiling for GPUs), so tokens are compared, which a difference in the last bits changes about
+once in a million draws, and logprobs within a tolerance.
+"""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import test_sampler  # pyright: ignore[reportMissingImports]
+import torch
+
+# Collected here once more, with the fixtures below.
+from test_sampler import (  # noqa: F401  # pyright: ignore[reportMissingImports]
+    Job,
+    adapter,
+    drawn,
+    mixed_requests,
+    request,
+    run,
+    sampler_of,
+    test_a_prompt_computed_in_pieces_equals_one_computed_at_once,
+    test_a_sample_that_outgrows_its_slot_several_times,
+    test_bf16_logprobs_are_close_to_float32,
+    test_cancelling_frees_memory_at_any_time,
+    test_failing_answers_everyone_and_leaves_a_working_sampler,
+    test_greedy_equals_transformers_generate,
+    test_logprobs_equal_transformers,
+    test_prompt_only_draws_nothing_even_in_a_full_context,
+    test_questions_about_the_prompt,
+    test_stops,
+    test_the_cache_never_serves_another_version,
+    test_tokens_are_told_as_they_are_drawn,
+    test_without_determinism_batch_and_cache_change_rounding_only,
+    tokens,
+)
+from transformers import AutoModelForCausalLM
+
+from planish.errors import NonFiniteError
+from planish.model.decoder import Decoder
+from planish.model.lora import LoraWeights
+from planish.types import SampleResponse
+
+pytestmark = pytest.mark.gpu
+ROUNDING = 5e-5
+"""Of a logprob in float32."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _there(device):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_sampler, "CPU", device)
+        yield
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def model_dir(request, model_of):
+    return model_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def decoder(model_dir, device) -> Decoder:
+    return Decoder.load(model_dir, torch.float32, device)
+
+
+@pytest.fixture(scope="module")
+def theirs(model_dir):
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def assert_equal_but_for_rounding(found: list[SampleResponse], expected: list[SampleResponse]) -> None:
+    assert [tokens for tokens, _ in drawn(found)] == [tokens for tokens, _ in drawn(expected)]
+    for (_, ours), (_, theirs) in zip(drawn(found), drawn(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=ROUNDING)
+
+
+def test_the_same_seed_gives_the_same_tokens_in_a_second_run(decoder):
+    first, second = (run(sampler_of(decoder), *mixed_requests()) for _ in range(2))
+    assert_equal_but_for_rounding(first, second)
+
+
+def test_a_cached_prefix_equals_an_uncached_one(decoder):
+    cached, uncached = sampler_of(decoder), sampler_of(decoder, prefix_cache_bytes=0)
+    ops = [request(tokens(200)[: 150 + seed], 3, seed=seed, max_tokens=40) for seed in range(5)]
+    run(cached, *ops)
+    found, expected = run(cached, *ops), run(uncached, *ops)
+    assert all(response.prompt_cache_hit_tokens >= 128 for response in found)
+    assert not any(response.prompt_cache_hit_tokens for response in expected)
+    assert_equal_but_for_rounding(found, expected)
+
+
+def test_samples_of_one_prompt_equal_one_request_each(decoder):
+    """The first of a request does not depend on how many are beside it."""
+    for length in (5, 64, 130):
+        (together,) = run(sampler_of(decoder), request(tokens(length), 9, seed=11, max_tokens=70))
+        (alone,) = run(sampler_of(decoder), request(tokens(length), 1, seed=11, max_tokens=70))
+        assert together.sequences[0].tokens == alone.sequences[0].tokens
+        np.testing.assert_allclose(together.sequences[0].logprobs, alone.sequences[0].logprobs, atol=ROUNDING)
+        assert len({tuple(sequence.tokens) for sequence in together.sequences}) == 9
+
+
+@pytest.mark.parametrize("ranks", [(4, 32, 5), (16,) * 11], ids=["of three ranks", "eleven of one rank"])
+def test_many_tenants_equal_each_alone(decoder, ranks):
+    adapters = [None, *(adapter(decoder, seed, rank) for seed, rank in enumerate(ranks))]
+    jobs: list[Job] = [
+        (request(tokens(50, seed=i // 4), 2, seed=i, max_tokens=40), adapters[i % len(adapters)], i % len(adapters))
+        for i in range(2 * len(adapters))
+    ]
+    together = run(sampler_of(decoder), *jobs)
+    assert_equal_but_for_rounding(together, [run(sampler_of(decoder), job)[0] for job in jobs])
+    assert len({tuple(found) for found, _ in drawn(together)}) == len(drawn(together))
+
+
+def test_many_join_and_leave(decoder):
+    """Sixty requests that come while others run, of which some are withdrawn: the rest is as if nobody had been there."""
+    rng = np.random.default_rng(0)
+    common = tokens(90, seed=9)
+    ops = [
+        request(
+            common[: int(rng.integers(0, 90))] + tokens(int(rng.integers(1, 80)), seed=i),
+            int(rng.integers(1, 6)),
+            seed=i,
+            max_tokens=int(rng.integers(1, 90)),
+        )
+        for i in range(60)
+    ]
+    sampler = sampler_of(decoder, max_batch=40, prefill_tokens=256)
+    futures: list[Future[SampleResponse]] = []
+    for number, op in enumerate(ops):
+        futures.append(Future())
+        sampler.submit(op, None, "base", futures[-1])
+        for _ in range(int(rng.integers(0, 6))):
+            sampler.step()
+        if number % 7 == 6:
+            futures[-3].cancel()
+    while sampler.busy:
+        sampler.step()
+    test_sampler.assert_nothing_left(sampler)
+    kept = [(op, future) for op, future in zip(ops, futures, strict=True) if not future.cancelled()]
+    assert 40 < len(kept) < 60
+    for op, future in kept[::6]:
+        assert_equal_but_for_rounding([future.result(timeout=0)], run(sampler_of(decoder), op))
+
+
+def test_logits_that_are_not_finite_stay_with_their_own_requests(decoder):
+    layout = adapter(decoder, 1).layout
+    broken = LoraWeights(layout, layout.init(1) * 0 + 1e38, decoder.dtype, decoder.device)
+    fine = adapter(decoder, 2)
+    ops = [request(tokens(70, seed), 2, seed=seed, max_tokens=70) for seed in range(3)]
+    expected = run(sampler_of(decoder), *((op, fine, "fine") for op in ops))
+    sampler = sampler_of(decoder)
+    futures: dict[str, list[Future[SampleResponse]]] = {"broken": [], "fine": []}
+    for op in ops:
+        for version, weights in (("broken", broken), ("fine", fine)):
+            futures[version].append(Future())
+            sampler.submit(op, weights, version, futures[version][-1])
+    while sampler.busy:
+        sampler.step()
+    for future in futures["broken"]:
+        with pytest.raises(NonFiniteError):
+            future.result(timeout=0)
+    assert_equal_but_for_rounding([future.result(timeout=0) for future in futures["fine"]], expected)
+    # Slots that held what is not finite are others' now.
+    assert_equal_but_for_rounding(run(sampler, *((op, fine, "fine") for op in ops)), expected)

@@ -1,0 +1,46 @@
+"""The trainer's tests on a GPU: gradients as transformers' and PEFT's on the CPU, packed as one by one, and what is not finite."""
+
+import pytest
+import test_trainer  # pyright: ignore[reportMissingImports]
+import torch
+
+# Collected here once more, with the fixtures below.
+from test_trainer import (  # noqa: F401  # pyright: ignore[reportMissingImports]
+    test_a_long_sequence_runs_alone_and_keeps_little,
+    test_a_loss_that_is_not_finite_refuses_call_and_step,
+    test_adapters_on_parts_of_the_model,
+    test_an_abandoned_call_leaves_no_trace,
+    test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16,
+    test_cross_entropy_is_linear_in_its_weights,
+    test_each_loss_equals_transformers_and_peft,
+    test_gradients_accumulate_over_calls_until_the_step,
+    test_gradients_equal_transformers_and_peft,
+    test_many_targets_a_position,
+    test_packed_equals_one_by_one_and_any_split,
+    test_temperature_scales_the_logits_of_every_loss,
+    test_weights_that_are_not_finite_are_noticed,
+)
+
+from planish.model.decoder import Decoder
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _there(device):
+    """What those tests put on the CPU is on the device; what they compare is compared on the CPU."""
+    relative = test_trainer.relative
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_trainer, "CPU", device)
+        patch.setattr(test_trainer, "relative", lambda a, b: relative(a.cpu(), b.cpu()))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_path(model_of):
+    return model_of("llama", tied=False)
+
+
+@pytest.fixture(scope="module")
+def decoder(model_path, device) -> Decoder:
+    return Decoder.load(model_path, torch.float32, device)
