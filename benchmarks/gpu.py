@@ -27,8 +27,9 @@ import importlib.metadata
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +38,7 @@ import chz
 import torch
 from compare import chosen, header, say
 from gpu_limits import MachineLimits, measured_limits
-from gpu_parts import OTHER_PARTS, SERVED_PARTS, Bench, Options, Row
+from gpu_parts import SERVED_PARTS, Bench, Options, Row, other_parts
 from limits import DEVICE
 from random_model import SHAPES, random_model
 from report import RESULTS, gpu_table
@@ -47,7 +48,7 @@ from planish.model.config import ModelConfig
 from planish.model.sources import resolve_model
 from planish.runs import write_whole
 
-PARTS = (*SERVED_PARTS, *OTHER_PARTS)
+PARTS = (*SERVED_PARTS, "peers", "profile")
 
 
 def main(options: Options) -> None:
@@ -67,10 +68,11 @@ def main(options: Options) -> None:
         # Parts that have processes of their own need the memory.
         gc.collect()
         torch.cuda.empty_cache()
-    for name in parts:
-        if name in OTHER_PARTS:
-            recording.run(name, partial(OTHER_PARTS[name], bench))
+    for name, part in other_parts(bench, parts).items():
+        recording.run(name, part)
     print(gpu_table(recording.report))
+    if recording.failed:
+        raise SystemExit(f"failed, for the reasons above: {', '.join(recording.failed)}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Recording:
     bench: Bench
     file: Path
     report: dict[str, Any]
+    failed: list[str] = field(default_factory=list)
 
     @classmethod
     def begun(cls, bench: Bench) -> Self:
@@ -94,8 +97,13 @@ class Recording:
             say(f"{name}: not begun, the {self.bench.options.minutes:g} minutes are over")
             return
         begun = time.monotonic()
-        self.add(name, part())
-        say(f"{name}: done in {time.monotonic() - begun:.0f} s")
+        try:
+            self.add(name, part())
+        except (Exception, SystemExit):
+            # The machine's time is short: what else was asked for may well run.
+            traceback.print_exc()
+            self.failed.append(name)
+        say(f"{name}: ended after {time.monotonic() - begun:.0f} s")
 
     def add(self, name: str, rows: Sequence[Row]) -> None:
         self.report["parts"][name] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import chz
-from compare import HERE, ON_REQUEST, OWN, PEERS, PeerSpec, check_same_work, chosen, interleaved, interpreter, say
+from compare import HERE, ON_REQUEST, OWN, PEERS, check_same_work, chosen, interleaved, interpreter
 from contender import Contender
 from gpu_limits import MachineLimits, decode_bytes, training_flops
 from gpu_profile import profiles
@@ -231,33 +231,21 @@ def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: in
 # Parts that make their own.
 
 
-def peers(bench: Bench) -> list[Row]:
+def peers(bench: Bench, work: str) -> list[Row]:
     """Every peer runs in this environment: what there is for the GPU was installed with it."""
     options, known = bench.options, PEERS | ON_REQUEST
-    specs = {name: known[name] for name in chosen(options.peers, PEERS, known)}
-    source = SMALL_WORKS if options.small else WORKS
-    works = {name: source[name] for name in chosen(options.works, source, source)}
-    found = []
-    with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
-        for work, rounds in works.items():
-            if bench.is_late:
-                say(f"{work}: not begun, the {options.minutes:g} minutes are over")
-                break
-            found += peer_rows(bench, work, rounds, specs, Path(scratch))
-    return found
-
-
-def peer_rows(bench: Bench, work: str, rounds: Rounds, specs: Mapping[str, PeerSpec], scratch: Path) -> list[Row]:
-    path = scratch / f"{work}.json"
-    write_works(str(bench.model), path, {work: rounds}, bench.options.rounds)
-    given = {"OURS_OPTIONS": json.dumps(bench.options.service)}
-    contenders = [
-        Contender(name, [interpreter(OWN), HERE / spec.script], path, {**spec.variables, **given})
-        for name, spec in specs.items()
-        if work in spec.works
-    ]
-    measured = interleaved(contenders, work, bench.options.rounds, bench.model, scratch)
-    check_same_work(work, json.loads(path.read_text())[work], measured)
+    names = [name for name in chosen(options.peers, PEERS, known) if work in known[name].works]
+    given = {"OURS_OPTIONS": json.dumps(options.service)}
+    with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as directory:
+        scratch = Path(directory)
+        path = scratch / f"{work}.json"
+        write_works(str(bench.model), path, {work: works_of(options)[work]}, options.rounds)
+        contenders = [
+            Contender(name, [interpreter(OWN), HERE / spec.script], path, {**spec.variables, **given})
+            for name, spec in ((name, known[name]) for name in names)
+        ]
+        measured = interleaved(contenders, work, options.rounds, bench.model, scratch)
+        check_same_work(work, json.loads(path.read_text())[work], measured)
     medians = {one.contender.name: one.row()["median_seconds"] for one in measured}
     ours = medians.get("ours")
     return [
@@ -279,6 +267,10 @@ def profile(bench: Bench) -> list[Row]:
     return [Row(f"profile: {one.title}", [1e3 * one.seconds], "ms", one.idle, "it without a kernel") for one in found]
 
 
+def works_of(options: Options) -> Mapping[str, Rounds]:
+    return SMALL_WORKS if options.small else WORKS
+
+
 SERVED_PARTS: Mapping[str, Callable[[Bench, planish.ServiceClient], list[Row]]] = {
     "decode": decode,
     "training": training,
@@ -286,4 +278,11 @@ SERVED_PARTS: Mapping[str, Callable[[Bench, planish.ServiceClient], list[Row]]] 
     "tenants": tenants,
     "grpo-128x16": partial(grpo, prompts=128, samples=16),
 }
-OTHER_PARTS: Mapping[str, Callable[[Bench], list[Row]]] = {"peers": peers, "profile": profile}
+
+
+def other_parts(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], list[Row]]]:
+    """Those of `names` that have processes or an engine of their own; a work of the peers is a part."""
+    works = chosen(bench.options.works, works_of(bench.options), works_of(bench.options))
+    by_work = {f"peers-{work}": partial(peers, bench, work) for work in works}
+    known = {"peers": by_work, "profile": {"profile": partial(profile, bench)}}
+    return {part: run for name in names if name in known for part, run in known[name].items()}

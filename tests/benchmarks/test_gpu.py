@@ -112,6 +112,17 @@ def test_after_its_minutes_no_part_is_begun(tmp_path, models, capsys):
     assert "decode: not begun" in capsys.readouterr().err
 
 
+def test_a_part_that_fails_is_named_and_the_others_run(tmp_path, models, capsys, monkeypatch):
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(gpu.SERVED_PARTS, "decode", fails)
+    with pytest.raises(SystemExit, match="decode"):
+        run(tmp_path, models, "decode,training")
+    assert list(json.loads((tmp_path / "gpu-tiny.json").read_text())["parts"]) == ["limits", "training"]
+    assert "out of memory" in capsys.readouterr().err
+
+
 def test_the_profile_names_what_takes_the_time(tmp_path, models, capsys):
     rows = run(tmp_path, models, "profile")["profile"]["rows"]
     assert [row["what"] for row in rows] == ["profile: a decode step of 8 rows", "profile: a micro-batch of 496 rows"]
@@ -124,7 +135,9 @@ def test_time_without_a_kernel_is_what_no_span_covers():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_peers_do_the_same_work(tmp_path, models):
-    rows = run(tmp_path, models, "peers")["peers"]["rows"]
+    parts = run(tmp_path, models, "peers")
+    rows = [row for name in ("peers-W1", "peers-W1b", "peers-W2") for row in parts[name]["rows"]]
     assert [row["what"].split(",")[0] for row in rows] == ["W1", "W1", "W1b", "W1b", "W2", "W2"]
     assert all(row["value"] > 0 for row in rows)

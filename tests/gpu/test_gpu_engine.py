@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from iteration import answered, iteration, rollouts, tokens_of, train_step
+from rounding import DIVERGING, assert_equal_but_for_rounding
 
 import planish
 
@@ -22,9 +23,12 @@ def test_an_iteration_equals_one_on_the_cpu(service, model_of, tmp_path):
         pair = [one.create_lora_training_client(path, rank=8, seed=0) for one in (service, on_cpu)]
         for _ in range(3):
             ours, expected = (iteration(client, WORK) for client in pair)
-            assert [[s.tokens for s in group] for group in ours.groups] == [
-                [s.tokens for s in group] for group in expected.groups
+            same = [
+                one.tokens == other.tokens
+                for pair_of_groups in zip(ours.groups, expected.groups, strict=True)
+                for one, other in zip(*pair_of_groups, strict=True)
             ]
+            assert np.mean(same) >= 1 - DIVERGING
             assert ours.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-3)
             assert tokens_of(ours.groups) == 5 * 6 * 30
 
@@ -64,5 +68,4 @@ def test_tenants_sample_and_train_beside_one_another(service, model_of):
     asked = [sampler.sample(prompt, 5, params) for sampler in samplers]
     for client, work in zip(clients, works, strict=True):
         train_step(client, work)
-    for expected, found in zip(alone, (future.result() for future in asked), strict=True):
-        assert [s.tokens for s in found.sequences] == [s.tokens for s in expected.sequences]
+    assert_equal_but_for_rounding([future.result() for future in asked], alone)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import test_trainer  # pyright: ignore[reportMissingImports]
 import torch
+from rounding import assert_equal_but_for_rounding
 from test_sampler import request, run, sampler_of  # pyright: ignore[reportMissingImports]
 from test_trainer import group_datums, relative  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM
@@ -111,5 +112,4 @@ def test_kernels_equal_torch(model_of, device, family, dtype, tolerance, monkeyp
     assert relative(logprobs, plain_logprobs) < tolerance
     assert relative(gradient, plain_gradient) < tolerance
     if dtype == torch.float32:
-        for ours, plain in zip(sampled, plain_sampled, strict=True):
-            assert [one.tokens for one in ours.sequences] == [one.tokens for one in plain.sequences]
+        assert_equal_but_for_rounding(sampled, plain_sampled)

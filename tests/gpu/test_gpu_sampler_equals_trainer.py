@@ -1,8 +1,9 @@
 """On a GPU, too, the sampler's logprobs are those that the trainer computes: within 1e-4 in float32, and within bf16's rounding in bf16.
 
 On a CPU with its own kernels they are equal to the last bit. On a GPU a product of few rows and one of many add up in other orders, so every
-bf16 output may be the next number up or down; through the layers that grows to some hundredths of a logprob. What must hold is that this is all:
-the gaps are as often up as down, and no larger than those between bf16 and float32 (`test_bf16_logprobs_are_close_to_float32` allows 0.1).
+bf16 output may be the next number up or down; through the layers that grows to some hundredths of a logprob: on a CPU without kernels and without row
+tiling, gaps of the models here have a root mean square of 0.005 to 0.01, none is over 0.06, and they are as often up as down. Twice that is allowed.
+A relative error of 2**-9 in the attention of one side alone makes it 0.03 to 0.06.
 """
 
 import numpy as np
@@ -57,6 +58,6 @@ def test_bf16(model_of, device, family):
     decoder = Decoder.load(model_of(family, dtype="bfloat16", layers=4), torch.bfloat16, device)
     found = gap(decoder, 1.0)
     assert len(found) > 1000
-    assert np.abs(found).max() < 0.15
-    assert np.sqrt(np.mean(found**2)) < 0.03
-    assert abs(np.mean(found)) < 0.003
+    assert np.abs(found).max() < 0.12
+    assert np.sqrt(np.mean(found**2)) < 0.02
+    assert abs(np.mean(found)) < 0.002
