@@ -28,7 +28,8 @@ Lora = tuple[Tensor, Tensor]
 _EXACT = 16  # likeliest tokens of a row that are computed again in float32
 _RUN = 128
 _BLOCK = 32  # vocabulary entries behind one candidate in the search for them
-_CHUNK = 256  # rows of one product
+_CHUNK = 256  # rows of one product on a CPU
+_LARGE_CHUNK = 2048  # and on a GPU, which fewer would not fill
 _FEW = 32  # with fewer rows left, they join the last chunk: products of few rows may have other bits (engine/row_tiling.py)
 _TILE = 16  # rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as long
 _PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
@@ -81,7 +82,7 @@ class _ScoredLogprobs(torch.autograd.Function):
         low = _low(hidden, lora)
         kept: list[Tensor] = []
         log_total = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        for chunk in _chunks(hidden.shape[0]):
+        for chunk in _chunks(hidden):
             stored = _stored_logits(hidden[chunk], head, low[chunk] if low is not None else None, lora)
             log_total[chunk] = _log_totals(stored, temperature)
             kept += stored if keep else ()
@@ -99,7 +100,7 @@ class _ScoredLogprobs(torch.autograd.Function):
         row_grad = log_total.new_zeros(hidden.shape[0]).index_add_(0, pairs.rows, pairs.grad)
         grads = _HeadGrads(hidden, ctx.head, low, lora)
         per_chunk = 3 if _is_rounded(hidden) else 1
-        for number, chunk in enumerate(_chunks(hidden.shape[0])):
+        for number, chunk in enumerate(_chunks(hidden)):
             where = pairs.distinct_rows(chunk)
             if where.numel() == 0:
                 continue
@@ -314,8 +315,9 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x.to(_wide(x)) * y.to(_wide(y))).sum(-1)
 
 
-def _chunks(total: int) -> list[slice]:
-    starts = [0, *range(_CHUNK, total - _FEW + 1, _CHUNK)]
+def _chunks(hidden: Tensor) -> list[slice]:
+    total, size = hidden.shape[0], _CHUNK if hidden.device.type == "cpu" else _LARGE_CHUNK
+    starts = [0, *range(size, total - _FEW + 1, size)]
     return [slice(start, stop) for start, stop in pairwise([*starts, total])]
 
 
