@@ -183,8 +183,9 @@ def _grouped(adapters: Adapters) -> Adapters:
         panels = [site.panels if site is not None else None for site in every]
         if any(site is not None and found is None for site, found in zip(every, panels, strict=True)):
             return adapters
-        members.append((start, stop, panels))
-    return PanelRows(members, SITES) if members else adapters
+        if any(panels):
+            members.append((start, stop, panels))
+    return PanelRows(members, SITES) if members else ()
 
 
 def _site(rows: AdapterRows | StackRows, layer: int, site: str) -> Site | None:

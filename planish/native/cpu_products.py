@@ -19,7 +19,8 @@ from torch import Tensor
 from planish.native.cpu import call, loaded
 
 _PANEL = 64
-_HALF_PANEL = 32
+LOW_COLUMNS = _HALF_PANEL = 32
+"""What lies between the matrices of an adapter has a multiple of so many columns."""
 _MOST_COLUMNS = 1 << 14
 """Of weights in a product: rows are taken whole, so with more of them neither a panel nor a few inputs would stay in a cache."""
 _ROOM = 1 << 25
