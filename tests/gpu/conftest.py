@@ -16,7 +16,7 @@ from planish.testing import tiny_model
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 pytest.register_assert_rewrite("test_sampler", "test_sampler_equals_trainer", "test_trainer")
 
-KERNEL_SIZES: dict[str, Any] = {"hidden_size": 128, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 160}
+KERNEL_SIZES: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 96}
 """Heads as wide as real ones, and a width of the MLP that is no multiple of a block."""
 
 
