@@ -167,6 +167,7 @@ def table(heads: Row, rows: Sequence[Row]) -> str:
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "bench": peers_table,
     "peers": peers_table,
+    "longer": peers_table,
     "iteration": peers_table,
     "peft_micro_batches": peers_table,
     "growth": growth_table,

@@ -56,6 +56,11 @@ class BaseModel:
     def device(self) -> torch.device:
         return self.decoder.device
 
+    def make_current(self) -> None:
+        """For the thread that computes: Triton launches on the thread's current GPU, wherever the tensors are."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.directory)

@@ -40,8 +40,8 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) ->
     _filter(weights, params)
     drawn = _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
     drawn.clamp_(max=logits.shape[1] - 1)  # of a row that is not finite, anything may have come
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-    if bool(greedy.any()):
+    if any(p.temperature == 0 for p in params):
+        greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
         drawn = torch.where(greedy, logits.argmax(-1), drawn)
     return Draw(drawn, normalizer)
 

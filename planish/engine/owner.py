@@ -205,6 +205,7 @@ class DeviceOwner:
     def _train(self, tenant: Tenant) -> None:
         """One piece of the tenant's first job."""
         job = tenant.queue[0]
+        tenant.base.make_current()
         if self._advance(tenant, job):
             return
         tenant.work = None
@@ -242,6 +243,7 @@ class DeviceOwner:
 
     def _sample(self, base: BaseModel) -> None:
         try:
+            base.make_current()
             base.sampler.step()
         except Exception as error:
             base.sampler.fail(error)

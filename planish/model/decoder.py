@@ -345,7 +345,8 @@ class _SwiGLU(torch.autograd.Function):
 def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, room: WeightRoom) -> Layer:
     def linear(*names: str) -> FrozenLinear:
         biases = [weights.get(f"{prefix}{name}.bias") for name in names]
-        return FrozenLinear([weights[f"{prefix}{name}.weight"] for name in names], biases, room)
+        # Taken out, so that on a GPU nothing but what lies side by side is left of them.
+        return FrozenLinear([weights.pop(f"{prefix}{name}.weight") for name in names], biases, room)
 
     def norm(name: str) -> Tensor:
         return weights[f"{prefix}{name}.weight"].float()

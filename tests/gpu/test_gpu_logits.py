@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_trainer  # pyright: ignore[reportMissingImports]
+import test_trainer
 import torch
 from rounding import assert_equal_but_for_rounding
-from test_sampler import request, run, sampler_of  # pyright: ignore[reportMissingImports]
-from test_trainer import group_datums, relative  # pyright: ignore[reportMissingImports]
+from test_sampler import request, run, sampler_of
+from test_trainer import group_datums, relative
 from transformers import AutoModelForCausalLM
 
 from planish.engine.adapters import Adapter
@@ -78,7 +78,7 @@ def test_a_long_prompt_equals_transformers(long_model, device):
     expected = theirs(long_model, sequence, torch.float32, torch.device("cpu"))[torch.arange(LONG - 1), sequence[1:]]
     decoder = Decoder.load(long_model, torch.float32, device)
     (response,) = run(sampler_of(decoder), request(sequence, 3, max_tokens=40, seed=0, prompt_logprobs=True))
-    sampled = torch.tensor(response.prompt_logprobs[1:])
+    sampled = torch.tensor(response.prompt_logprobs[1:])  # pyright: ignore[reportOptionalSubscript]
     assert (sampled - expected).abs().max() < 1e-4
     datum = Datum(ModelInput.from_ints(sequence[:-1]), {"target_tokens": sequence[1:]})
     trainer, adapter = Trainer(decoder), new_adapter(decoder, is_identity=True)

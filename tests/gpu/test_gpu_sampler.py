@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import test_sampler  # pyright: ignore[reportMissingImports]
+import test_sampler
 import torch
 from rounding import assert_equal_but_for_rounding
 
 # Collected here once more, with the fixtures below.
-from test_sampler import (  # noqa: F401  # pyright: ignore[reportMissingImports]
+from test_sampler import (  # noqa: F401
     Job,
     adapter,
     drawn,

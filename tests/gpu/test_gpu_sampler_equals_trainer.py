@@ -9,8 +9,8 @@ A relative error of 2**-9 in the attention of one side alone makes it 0.03 to 0.
 import numpy as np
 import pytest
 import torch
-from test_sampler import Job, request, run, sampler_of  # pyright: ignore[reportMissingImports]
-from test_sampler_equals_trainer import gaps  # pyright: ignore[reportMissingImports]
+from test_sampler import Job, request, run, sampler_of
+from test_sampler_equals_trainer import gaps
 
 from planish.engine.adapters import Adapter
 from planish.model.decoder import Decoder

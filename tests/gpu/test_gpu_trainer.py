@@ -1,11 +1,11 @@
 """The trainer's tests on a GPU: gradients as transformers' and PEFT's on the CPU, packed as one by one, and what is not finite."""
 
 import pytest
-import test_trainer  # pyright: ignore[reportMissingImports]
+import test_trainer
 import torch
 
 # Collected here once more, with the fixtures below.
-from test_trainer import (  # noqa: F401  # pyright: ignore[reportMissingImports]
+from test_trainer import (  # noqa: F401
     test_a_long_sequence_runs_alone_and_keeps_little,
     test_a_loss_that_is_not_finite_refuses_call_and_step,
     test_adapters_on_parts_of_the_model,
