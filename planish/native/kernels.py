@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from planish.native import cpu
-
-Exact = tuple[Tensor, Tensor]
-"""Entries of logits whose values are known better: tokens int64 [R, k], values float32 [R, k]."""
+from planish.native.cpu import Exact
 
 
 class Kernels(Protocol):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.native.kernels import Exact
+from planish.native.cpu import Exact
 from planish.native.triton_common import rounded
 
 _TILE = 1024
