@@ -72,10 +72,12 @@ class PlainPasses:
 
     def decode(self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools) -> tuple[Tensor, Tensor]:
         adapters = rows.layout.adapters
-        if self.multiple(len(adapters)) == 1:
-            self.rest()
-        stacked = self._stacks.of(adapters) if self.multiple(len(adapters)) > 1 else adapters
-        hidden = self._hidden(rows, self._decode_attention(row_of, prompts, samples), stacked)
+        given: Sequence[AdapterRows | StackRows] = adapters
+        if self.multiple(len(adapters)) > 1:
+            given = self._stacks.of(adapters)
+        else:
+            self._stacks.forget()
+        hidden = self._hidden(rows, self._decode_attention(row_of, prompts, samples), given)
         return hidden, self._head.logits(hidden, adapters)
 
     def rest(self) -> None:

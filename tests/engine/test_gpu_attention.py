@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_native_attention import Prompt, Sample
 from torch import Tensor
 
 from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
@@ -18,19 +19,6 @@ from planish.native import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-
-
-@dataclass(eq=False)
-class Prompt:
-    length: int
-    slot: int = -1
-
-
-@dataclass(eq=False)
-class Sample:
-    prompt: Prompt
-    stored: int
-    slot: int = -1
 
 
 @dataclass
