@@ -524,7 +524,11 @@ def test_a_value_that_equals_everything_is_no_answer(sandbox):
 
 
 def test_what_is_expected_is_nowhere_in_the_sandbox(sandbox):
-    """The program looks at all frames, modules, objects, files, arguments and variables that it can reach."""
+    """
+    The program looks at all frames, modules, objects, files, arguments and variables that it can reach. The number is too
+    long to be found in an address by chance.
+    """
+    expected = 42 * 10**30
     search = """
 import gc, inspect, os, sys
 def f(x):
@@ -532,9 +536,9 @@ def f(x):
     seen += [repr(vars(module)) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
     seen += [open("/program/" + name).read() for name in os.listdir("/program")] + [repr(os.environ), repr(sys.argv)]
     seen += [value for value in gc.get_objects() if isinstance(value, str)]
-    return any(str(4242 * 3) in text for text in seen) and "found" or x + 1
+    return any(str(21 * 2 * 10**30) in text for text in seen) and "found" or x + 1
 """
-    result = asyncio.run(FunctionTest("f", [1], 12726).run(sandbox(), search))
+    result = asyncio.run(FunctionTest("f", [1], expected).run(sandbox(), search))
     assert (result.outcome, result.answer) == (Outcome.WRONG, "2")
 
 
