@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.head import log_normalizer
+from planish.native import cpu, cpu_head
 from planish.types import SamplingParams
 
 _CHUNK = 128
@@ -27,23 +28,34 @@ class Draw:
     log_normalizer: Tensor
 
 
-def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Draw:
-    """One token for each row of float32 logits [B, V].
+def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float], rows: list[int] | None = None) -> Draw:
+    """One token for each row of float32 logits [R, V], or for each of these rows.
 
     Temperature 0 takes the likeliest token, and its normalizer is that of the unscaled logits. The normalizer is taken before
     top_k, top_p and min_p. Of a row with a logit that is not finite, the normalizer is not finite either, and its token means nothing.
     """
     device = logits.device
     temperatures = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
-    weights = logits.clone()
-    normalizer = log_normalizer(weights, temperatures)
-    _filter(weights, params)
-    drawn = _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
-    drawn.clamp_(max=logits.shape[1] - 1)  # of a row that is not finite, anything may have come
+    chosen = torch.tensor(uniforms, dtype=torch.float64, device=device)
+    own = cpu.usable(logits) and logits.is_contiguous()
+    if own and not any(map(_is_filtered, params)):
+        at = torch.arange(len(params)) if rows is None else torch.tensor(rows)
+        drawn, normalizer = cpu_head.draw(logits, at, temperatures, chosen)
+    else:
+        weights = logits.clone() if rows is None else logits[torch.tensor(rows, device=device)]
+        normalizer = log_normalizer(weights, temperatures)
+        _filter(weights, params)
+        drawn = cpu_head.invert(weights, chosen) if own else _invert(weights, chosen)
+        drawn.clamp_(max=logits.shape[1] - 1)  # of a row that is not finite, anything may have come
     if any(p.temperature == 0 for p in params):
         greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-        drawn = torch.where(greedy, logits.argmax(-1), drawn)
+        best = logits.argmax(-1) if rows is None else logits.argmax(-1)[torch.tensor(rows, device=device)]
+        drawn = torch.where(greedy, best, drawn)
     return Draw(drawn, normalizer)
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.temperature != 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def top_logprobs(logits: Tensor, normalizer: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -94,8 +94,7 @@ class AdapterTables:
         assert all(matrix.dtype == self._dtype for matrix in weights.leaves)
         addresses = self._pointers.host[slot]
         sites = [getattr(layer, name) for layer in weights.layers for name in SITES]
-        head = Site(weights.head[0], (weights.head[1],)) if weights.head is not None else None
-        addresses[:] = [_addresses(site) for site in (*sites, head)]
+        addresses[:] = [_addresses(site) for site in (*sites, weights.head)]
         assert not (self._aligned and np.any(addresses % _ALIGNMENT))
         self._pointers.copy(slot, slot + 1)
         self._slots[weights] = slot

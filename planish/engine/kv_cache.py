@@ -78,29 +78,24 @@ class KVPool:
 
     def remove(self, owner: SlotOwner) -> None:
         """Free `owner`'s slot; the last slot moves into it. A pool of which little is in use gives memory back."""
-        last = self.owners.pop()
-        if last is not owner:
-            for tensor in (*self.keys, *self.values):
-                tensor[owner.slot] = tensor[last.slot]
-            self.owners[owner.slot] = last
-            last.slot = owner.slot
+        self._free([owner.slot])
         owner.slot = -1
-        if not self.owners or self.slots > 2 * len(self.owners) + 8:
-            self._resize(len(self.owners))
 
     @property
     def slots(self) -> int:
         """Slots that there is memory for."""
         return self.keys[0].shape[0]
 
-    def move(self, owner: SlotOwner, target: KVPool) -> None:
-        """Move `owner` with its contents to a pool of larger slots."""
-        source = owner.slot
-        copies = [tensor[source].clone() for tensor in (*self.keys, *self.values)]
-        self.remove(owner)
-        target.add(owner)
-        for tensor, copy in zip((*target.keys, *target.values), copies, strict=True):
-            tensor[owner.slot, :, : self.capacity] = copy
+    def move(self, owners: Sequence[SlotOwner], target: KVPool) -> None:
+        """Move owners with their contents to a pool of larger slots."""
+        sources = [owner.slot for owner in owners]
+        target.reserve(len(owners))
+        for owner in owners:
+            target.add(owner)
+        theirs, mine = (torch.tensor(x, device=self.shape.device) for x in ([o.slot for o in owners], sources))
+        for to, of in zip((*target.keys, *target.values), (*self.keys, *self.values), strict=True):
+            to[theirs, :, : self.capacity] = of[mine]
+        self._free(sources)
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """A copy of positions start .. stop - 1 of all layers: keys and values [layers, heads, stop - start, head_dim]."""
@@ -126,6 +121,22 @@ class KVPool:
         places = (first[:, None] + torch.arange(count, device=first.device)).clamp_(max=source.capacity - 1)
         for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
             to[mine, :, :count] = of[theirs[:, None], :, places].transpose(1, 2)
+
+    def _free(self, slots: Sequence[int]) -> None:
+        """The last slots move into those that are free."""
+        gone, count = set(slots), len(self.owners) - len(slots)
+        holes = [slot for slot in slots if slot < count]
+        lasts = [slot for slot in range(count, len(self.owners)) if slot not in gone]
+        if holes:
+            to, of = (torch.tensor(x, device=self.shape.device) for x in (holes, lasts))
+            for tensor in (*self.keys, *self.values):
+                tensor[to] = tensor[of]
+        for hole, last in zip(holes, lasts, strict=True):
+            self.owners[hole] = self.owners[last]
+            self.owners[hole].slot = hole
+        del self.owners[count:]
+        if not self.owners or self.slots > 2 * len(self.owners) + 8:
+            self._resize(len(self.owners))
 
     def _resize(self, slots: int) -> None:
         # Layer by layer, so that only one layer is there twice.

@@ -21,7 +21,7 @@ from planish.engine.packing import Packed
 from planish.engine.positions import SPAN
 from planish.engine.sampling_attention import PrefillSpan, SampleSlot
 from planish.native import cpu
-from planish.native.cpu import AttentionPlan
+from planish.native.cpu import AttentionPlan, KeptAttention
 
 _BLOCK_ROWS = 16
 _LANE = 8
@@ -48,6 +48,7 @@ class NativeForest:
             rows=np.arange(len(packed)),
             visible=packed.positions + 1,
         )
+        self._sums: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Forest.apply(q, k, v, self)  # type: ignore[no-any-return]
@@ -60,6 +61,12 @@ class NativeForest:
         ranges["k"], ranges["v"] = keys.data_ptr() + first, values.data_ptr() + first
         ranges["count"], ranges["row"], ranges["head"] = counts, heads * e, e
         return replace(self._plan, ranges=ranges)
+
+    def sums(self, parts: int, keys: Tensor) -> Tensor:
+        """Room for a backward pass. One layer after another uses the same, since new memory costs more than what is done in it."""
+        if self._sums is None:
+            self._sums = torch.empty(parts, 2, *keys.shape)
+        return self._sums
 
     def part_ends(self, heads: int) -> np.ndarray:
         """Runs of blocks of about equal work: where each ends."""
@@ -84,7 +91,8 @@ class _Forest(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         plan, ends = ctx.forest.plan(k, v), ctx.forest.part_ends(k.shape[1])
-        return *cpu.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k), None
+        sums = ctx.forest.sums(len(ends), k)
+        return *cpu.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums), None
 
 
 class NativePrefill:
@@ -115,7 +123,7 @@ class NativePrefill:
         return cpu.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
 
 
-class NativeDecode:
+class NativeDecode(KeptAttention):
     """One new row for each running sample."""
 
     def __init__(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> None:
@@ -134,17 +142,14 @@ class NativeDecode:
                 blocks.append([entry, 1, len(shared), int(seen > 0)])
                 shared += [(homes[id(prompt)], prompt.slot, seen)] if seen else []
             visible.append(seen)
-        self._plan = AttentionPlan(
+        plan = AttentionPlan(
             blocks=np.array([tuple(block) for block in blocks], cpu.Block),
             ranges=_ranges(shared),
             rows=np.array([rows[id(sample)] for sample, _ in found], np.int64),
             visible=np.array(visible, np.int64),
             own=_ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found]),
         )
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cpu.keep(self._plan, layer, k, v)
-        return cpu.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
+        super().__init__(plan)
 
 
 def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:

@@ -6,8 +6,8 @@ the library was seen to give the same bits. `probe` looks, on the model's own sh
 of it agree from some number of rows on; where there is none, products run in tiles of a fixed number of rows, which is the same by
 construction, and slower.
 
-Our own product with base weights (model/linear.py) needs none of this: it has one order for any number of rows. Adapters' products, and all on
-other CPUs, do. Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
+Our own products (native/cpu_products.py) need none of this: they have one order for any number of rows. Those on other CPUs do, and adapters of a head
+whose vocabulary is no multiple of 32. Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
 matrices (up to 16 ** 3 multiplications, so few rows of a LoRA of low rank) by itself.
 """
 
@@ -24,7 +24,7 @@ from planish.engine.ordered_attention import QUERY_ROWS
 from planish.engine.positions import SPAN
 from planish.model.config import ModelConfig
 from planish.model.linear import FrozenLinear
-from planish.model.lora import LAYER_SITES, LoraWeights, adapts_in_panels, linear_shape
+from planish.model.lora import LAYER_SITES, LoraWeights, adapts_in_panels, head_adapts_in_panels, linear_shape
 
 _MULTIPLES = (1, 4, 16)
 _LEAST = (1, 2, 4, 8, 16, 32)
@@ -80,7 +80,9 @@ def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowT
     shapes = _shapes(config)
     base = look.agreeing(_base_shapes(config), 1, frozen=True)
     ranks = (*_LOW_RANKS, *_LORA_RANKS)
-    adapted = {_head_shape(config)} if adapts_in_panels(config, dtype, device) else shapes
+    adapted = shapes
+    if adapts_in_panels(config, dtype, device):
+        adapted = set() if head_adapts_in_panels(config, dtype, device) else {_head_shape(config)}
     by_rank = {rank: base & look.agreeing(_lora_shapes(adapted, rank), _LORA_ROWS) for rank in ranks}
     for multiple in _MULTIPLES:
         least = _least(base, multiple)

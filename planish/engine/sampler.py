@@ -276,13 +276,16 @@ class Sampler:
         needs = [(sample, need) for sample, need in needs if need > sample.capacity]
         self._samples.reserve(need for _, need in needs)
         fresh: dict[tuple[int, int], list[RunningSample]] = {}
+        grown: dict[tuple[int, int], list[RunningSample]] = {}
         for sample, need in needs:
             if sample.capacity:
-                self._samples.of(sample.capacity).move(sample, self._samples.of(need))
+                grown.setdefault((need, sample.capacity), []).append(sample)
             else:
                 self._samples.of(need).add(sample)
                 fresh.setdefault((need, sample.prompt.capacity), []).append(sample)
             sample.capacity = need
+        for (capacity, source), same in grown.items():
+            self._samples.of(source).move(same, self._samples.of(capacity))
         for (capacity, source), same in fresh.items():
             lengths = [sample.prompt.length for sample in same]
             self._samples.of(capacity).copy(
@@ -308,16 +311,17 @@ class Sampler:
         adapters: list[AdapterRows],
     ) -> None:
         """Draw from row rows[i] of hidden and logits for samples[i], and note what came out."""
-        if rows != list(range(logits.shape[0])):
-            logits = logits[torch.tensor(rows, device=logits.device)]
         params = [sample.request.op.sampling_params for sample in samples]
-        drawn = draw(logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples])
+        drawn = draw(logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows)
         exact = self._head.drawn(hidden, logits, rows, drawn.tokens, adapters)
         temperature = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
         logprobs = (exact / temperature - drawn.log_normalizer).tolist()
         most = max(sample.request.op.topk_sample_logprobs for sample in samples)
+        if most and rows != list(range(logits.shape[0])):
+            logits = logits[torch.tensor(rows, device=logits.device)]
         tops = top_logprobs(logits, drawn.log_normalizer, temperature, most) if most else None
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
+        done: list[RunningSample] = []
         for i, (sample, token, logprob) in enumerate(zip(samples, drawn.tokens.tolist(), logprobs, strict=True)):
             if not math.isfinite(logprob):
                 _fail(sample.request)
@@ -330,13 +334,16 @@ class Sampler:
             if sample.request.op.on_token is not None:
                 _tell(sample, sample.request.op.on_token)
             if len(sample.tokens) == sample.request.max_tokens or self._stopped(sample):
-                self._finish(sample)
+                done.append(sample)
+        for sample in reversed(done):  # the last slot first: then none has to move into the place of another
+            self._take_out(sample)
+        for sample in done:
+            self._finish(sample)
 
     def _stopped(self, sample: RunningSample) -> bool:
         return sample.request.stop.met(sample.tokens, self._decode_text)
 
     def _finish(self, sample: RunningSample) -> None:
-        self._take_out(sample)
         request = sample.request
         k = request.op.topk_sample_logprobs
         top = TopkLogprobs(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from planish.engine.row_tiling import RowTiling
 from planish.model.decoder import Decoder
-from planish.model.head import Lora, base_product, exact_logits, head_logits
+from planish.model.head import exact_logits, head_logits
+from planish.model.head_lora import Member
 from planish.model.lora import AdapterRows, LoraWeights
 
 
@@ -46,49 +47,45 @@ class SamplingHead:
     def logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
         """float32 [R, V]; rows in the order of `hidden`. The base weights, the most of the work, are read once for all adapters."""
         tile = self._tiling.tile
-        if len(adapters) == 1:
-            (rows,) = adapters
-            return self._tiled(self._padded(hidden, rows.weights), rows.weights)[: hidden.shape[0]]
-        if tile is not None:
-            return torch.cat([self._tiled(hidden[rows.start : rows.stop], rows.weights) for rows in adapters])
-        base = base_product(hidden, self._head)
-        out = torch.empty(base.shape, dtype=torch.float32, device=base.device)
+        if tile is None:
+            padded, adapters = self._padded(hidden, adapters)
+            return head_logits(padded, self._head, _members(adapters))[: hidden.shape[0]]
+        parts = []
         for rows in adapters:
-            mine = slice(rows.start, rows.stop)
-            out[mine] = head_logits(hidden[mine], self._head, _lora(rows.weights), base[mine])
-        return out
+            mine, _ = self._padded(hidden[rows.start : rows.stop], [rows])
+            parts += [self._tile(piece, rows.weights) for piece in mine.split(tile)]
+        return torch.cat(parts)[: hidden.shape[0]]
 
     def exact(self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]) -> Tensor:
         """Logits of tokens[i] at hidden row rows[i], as float32 dot products: float32 [B]."""
-        out = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
-        for segment in adapters:
-            mine = ((rows >= segment.start) & (rows < segment.stop)).nonzero().squeeze(1)
-            if len(mine):
-                states = self._padded(hidden[segment.start : segment.stop], segment.weights)
-                at = rows[mine] - segment.start
-                out[mine] = exact_logits(states, self._head, _lora(segment.weights), at, tokens[mine])
-        return out
+        hidden, adapters = self._padded(hidden, adapters)
+        return exact_logits(hidden, self._head, rows, tokens, _members(adapters))
 
     def drawn(
         self, hidden: Tensor, logits: Tensor, rows: list[int], tokens: Tensor, adapters: list[AdapterRows]
     ) -> Tensor:
-        """Logits of tokens[i], drawn at hidden row rows[i], whose logits are logits[i]: float32 [B], as `exact` finds them.
+        """Logits of tokens[i], drawn at hidden row rows[i], of which `logits` [R, V] are: float32 [B], as `exact` finds them.
 
         On a GPU, whose logits are exact already and whose bits are nobody's promise, without as many products as there are adapters.
         """
         if logits.device.type != "cpu" and self._tiling == RowTiling():
-            return logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+            return logits[torch.tensor(rows, device=logits.device), tokens]
         return self.exact(hidden, torch.tensor(rows, device=hidden.device), tokens, adapters)
 
-    def _tiled(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
-        pieces = hidden.split(self._tiling.tile) if self._tiling.tile else (hidden,)
-        parts = [head_logits(piece, self._head, _lora(weights)) for piece in pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _tile(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
+        return head_logits(hidden, self._head, _members([AdapterRows(0, hidden.shape[0], weights)]))
 
-    def _padded(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:
+    def _padded(self, hidden: Tensor, adapters: list[AdapterRows]) -> tuple[Tensor, list[AdapterRows]]:
+        """Rows of several adapters are padded by their layout already."""
+        if len(adapters) > 1:
+            return hidden, adapters
+        (weights,) = (rows.weights for rows in adapters)
         missing = self._tiling.padded(hidden.shape[0], weights) - hidden.shape[0]
-        return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+        hidden = F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+        return hidden, [AdapterRows(0, hidden.shape[0], weights)]
 
 
-def _lora(weights: LoraWeights | None) -> Lora | None:
-    return weights.head if weights is not None else None
+def _members(adapters: list[AdapterRows]) -> list[Member]:
+    """Those that have an adapter of the head."""
+    sites = [(rows.start, rows.stop, rows.weights.head if rows.weights is not None else None) for rows in adapters]
+    return [(start, stop, site) for start, stop, site in sites if site is not None]

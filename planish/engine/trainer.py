@@ -80,6 +80,10 @@ class TrainerSettings:
             return tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
         return tokens * (config.num_layers * layer + itemsize * config.vocab_size)
 
+    def held_bytes(self, config: ModelConfig, itemsize: int = 2) -> int:
+        """Estimate of the memory that passes hold, freed for the next one or in use: gaps between blocks, and what is alive for a moment, come on top."""
+        return self.activation_bytes(config, itemsize=itemsize) * 3 // 2
+
 
 @dataclass(frozen=True, eq=False)
 class _Job:
@@ -112,7 +116,7 @@ class Trainer:
         self._tiling = tiling or RowTiling()
         self._is_deterministic = tiling is not None
         self.settings = settings
-        self._kept_bytes = settings.activation_bytes(decoder.config)
+        self._kept_bytes = settings.held_bytes(decoder.config)
 
     def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:
         """ValueError, or a subclass of it, if `forward_backward` would refuse this input."""

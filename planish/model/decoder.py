@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,8 @@ from planish.model.lora import SITES, AdapterRows, LayerLora, LoraStack, Site, S
 from planish.model.rope import RotaryEmbedding, Rotation, rotate
 from planish.model.weights import load_weights
 from planish.native import kernels
+from planish.native.cpu import KeptAttention
+from planish.native.cpu_pass import PanelLayer, PanelPass
 from planish.native.cpu_products import PanelRows, PanelSite, WeightRoom
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -99,6 +102,10 @@ class Decoder:
         """
         if tile is None and not torch.is_grad_enabled():
             adapters = _grouped(adapters)
+            panels = adapters if isinstance(adapters, PanelRows) else None
+            planned = attend.plan if isinstance(attend, KeptAttention) and (panels or not adapters) else None
+            if planned is not None and self._in_panels is not None:
+                return self._in_panels.decoded(tokens, positions, planned, panels)
         x = self._embedding[tokens].float()
         run = _Forward(self.config, self.dtype, self._rope(positions), attend, adapters, tile)
         more: Tensor | None = None
@@ -108,6 +115,25 @@ class Decoder:
             else:
                 x, more = run.layer(index, layer, x, more)
         return add_norm(x, more, self._final_norm, self.config.rms_norm_eps, self.dtype)[1]
+
+    @cached_property
+    def _in_panels(self) -> PanelPass | None:
+        """The layers as one call, where all their products are in panels."""
+        layers = [_panel_layer(layer) for layer in self._layers]
+        found = [layer for layer in layers if layer is not None]
+        if len(found) < len(layers):
+            return None
+        config = self.config
+        return PanelPass(
+            layers=found,
+            embedding=self._embedding,
+            final_norm=self._final_norm,
+            cos=self._rope.cos,
+            sin=self._rope.sin,
+            eps=config.rms_norm_eps,
+            heads=(config.num_heads, config.num_kv_heads),
+            inner=config.intermediate_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -174,17 +200,12 @@ def _grouped(adapters: Adapters) -> Adapters:
     """With the products of all of them in one kernel, where there is one."""
     if not isinstance(adapters, Sequence):
         return adapters
-    used = [(rows.start, rows.stop, rows.weights) for rows in adapters if rows.weights is not None]
     members = []
-    for start, stop, weights in used:
-        if isinstance(weights, LoraStack):
+    for rows in adapters:
+        if isinstance(rows.weights, LoraStack) or (rows.weights is not None and not rows.weights.panels.is_served):
             return adapters
-        every = [getattr(layer, name) for layer in weights.layers for name in SITES]
-        panels = [site.panels if site is not None else None for site in every]
-        if any(site is not None and found is None for site, found in zip(every, panels, strict=True)):
-            return adapters
-        if any(panels):
-            members.append((start, stop, panels))
+        if rows.weights is not None and not rows.weights.panels.is_empty:
+            members.append((rows.start, rows.stop, rows.weights.panels))
     return PanelRows(members, SITES) if members else ()
 
 
@@ -219,12 +240,13 @@ class _Adapted(torch.autograd.Function):
         if not saved:
             return grad_x, None, None, None, None
         x, low, a, *bs = saved
-        parts = grad.split(ctx.linear.sizes, 1)
-        if ctx.panels is not None:
+        if ctx.panels is not None and ctx.panels.goes_back:
             grad_low = ctx.panels.backward_(grad, grad_x, ctx.linear.sizes)
-        else:
-            grad_low = torch.cat([part @ b for part, b in zip(parts, bs, strict=True)], 1)
-            grad_x.addmm_(grad_low, a)
+            grad_a, grad_bs = ctx.panels.gradients(x, low, grad, grad_low, ctx.linear.sizes)
+            return grad_x, None, None, None, grad_a, *grad_bs
+        parts = grad.split(ctx.linear.sizes, 1)
+        grad_low = torch.cat([part @ b for part, b in zip(parts, bs, strict=True)], 1)
+        grad_x.addmm_(grad_low, a)
         grad_bs = [part.t() @ own for part, own in zip(parts, low.chunk(len(bs), 1), strict=True)]
         return grad_x, None, None, None, grad_low.t() @ x, *grad_bs
 
@@ -361,3 +383,11 @@ def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, room: W
         gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
         down=linear("mlp.down_proj"),
     )
+
+
+def _panel_layer(layer: Layer) -> PanelLayer | None:
+    qkv, o, gate_up, down = layer.qkv.panels, layer.o.panels, layer.gate_up.panels, layer.down.panels
+    if qkv is None or o is None or gate_up is None or down is None:
+        return None
+    norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+    return PanelLayer(*norms, *qkv, *o, *gate_up, *down)

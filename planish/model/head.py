@@ -12,18 +12,18 @@ Shapes: R rows, D hidden, V vocabulary, P (row, target) pairs, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.model.head_lora import HeadLora, Member
 from planish.model.linear import FrozenLinear
+from planish.model.lora import Site
 from planish.native import kernels
-
-Lora = tuple[Tensor, Tensor]
-"""(A [r, D], B [V, r]), the scaling multiplied into B."""
+from planish.native.cpu_head import HeadTable, SingleLogits
 
 _EXACT = 16  # likeliest tokens of a row that are computed again in float32
 _RUN = 128
@@ -36,29 +36,29 @@ _PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
 
 
 @torch.no_grad()
-def head_logits(hidden: Tensor, head: FrozenLinear, lora: Lora | None, base: Tensor | None = None) -> Tensor:
-    """float32 [R, V]: hidden [R, D] times the head [V, D] transposed, plus the adapter; no gradient.
-
-    `base`: the rows' base_product if it is known; it is overwritten.
-    """
-    low = _low(hidden, lora)
-    logits = _with_lora(base_product(hidden, head) if base is None else base, low, lora)
+def head_logits(hidden: Tensor, head: FrozenLinear, adapters: Sequence[Member] = ()) -> Tensor:
+    """float32 [R, V]: hidden [R, D] times the head [V, D] transposed, plus the rows' adapters; no gradient."""
+    lora = HeadLora(adapters, hidden) if adapters else None
+    logits = _logits(hidden, head, lora)
     if not _is_rounded(hidden):
         return logits.float()
-    tokens, exact = _likeliest(hidden, head, low, lora, logits)
-    return logits.float().scatter_(1, tokens, exact)
+    wide = torch.empty(logits.shape, dtype=torch.float32)
+    _likeliest(hidden, head, lora, logits, wide)
+    return wide
 
 
 @torch.no_grad()
-def exact_logits(hidden: Tensor, head: FrozenLinear, lora: Lora | None, rows: Tensor, tokens: Tensor) -> Tensor:
+def exact_logits(
+    hidden: Tensor, head: FrozenLinear, rows: Tensor, tokens: Tensor, adapters: Sequence[Member] = ()
+) -> Tensor:
     """float32 [P]: single logits as float32 dot products."""
-    return _dots(hidden, head, _low(hidden, lora), lora, rows, tokens)
+    return _dots(hidden, head, HeadLora(adapters, hidden) if adapters else None, rows, tokens)
 
 
 def scored_logprobs(
     hidden: Tensor,
     head: FrozenLinear,
-    lora: Lora | None,
+    site: Site | None,
     rows: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
@@ -67,38 +67,38 @@ def scored_logprobs(
 ) -> Tensor:
     """float32 [P]: log-softmax(logits[rows] / temperature) at `targets`; differentiable in hidden and the LoRA factors.
 
-    `rows`, `targets`: int64 [P]. A row may be scored against several targets. Rows whose logprobs get no gradient cost
+    `site`: the adapter of all rows. `rows`, `targets`: int64 [P]. A row may be scored against several targets. Rows whose logprobs get no gradient cost
     nothing in the backward pass. Logits are kept for it in the model's dtype (R * V entries), or made again if `recompute`.
     """
-    a, b = lora if lora is not None else (None, None)
+    a, b = (site.a, site.bs[0]) if site is not None else (None, None)
     keep = torch.is_grad_enabled() and not recompute
-    return _ScoredLogprobs.apply(hidden, a, b, head, rows, targets, temperature, keep)  # type: ignore[no-any-return]
+    return _ScoredLogprobs.apply(hidden, a, b, site, head, rows, targets, temperature, keep)  # type: ignore[no-any-return]
 
 
 class _ScoredLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, a, b, head: FrozenLinear, rows, targets, temperature: float, keep: bool) -> Tensor:
-        lora = None if a is None else (a, b)
-        low = _low(hidden, lora)
+    def forward(
+        ctx, hidden, a, b, site: Site | None, head: FrozenLinear, rows, targets, temperature: float, keep: bool
+    ) -> Tensor:
+        lora = _of_all(site, hidden)
         kept: list[Tensor] = []
         log_total = torch.empty(hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
         for chunk in _chunks(hidden):
-            stored = _stored_logits(hidden[chunk], head, low[chunk] if low is not None else None, lora)
+            stored = _stored_logits(hidden[chunk], head, _of_all(site, hidden[chunk], lora, chunk))
             log_total[chunk] = _log_totals(stored, temperature)
             kept += stored if keep else ()
-        scored = _dots(hidden, head, low, lora, rows, targets)
-        ctx.save_for_backward(hidden, a, b, rows, targets, low, log_total, *kept)
-        ctx.head, ctx.temperature, ctx.keep = head, temperature, keep
+        scored = _dots(hidden, head, lora, rows, targets)
+        ctx.save_for_backward(hidden, rows, targets, log_total, *kept)
+        ctx.head, ctx.site, ctx.lora, ctx.temperature, ctx.keep = head, site, lora, temperature, keep
         return scored.div_(torch.full_like(scored, temperature)) - log_total[rows]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row at once."""
-        hidden, a, b, rows, targets, low, log_total, *kept = ctx.saved_tensors
-        lora = None if a is None else (a, b)
+        hidden, rows, targets, log_total, *kept = ctx.saved_tensors
         pairs = _LivePairs(rows, targets, grad / ctx.temperature)
         row_grad = log_total.new_zeros(hidden.shape[0]).index_add_(0, pairs.rows, pairs.grad)
-        grads = _HeadGrads(hidden, ctx.head, low, lora)
+        grads = _HeadGrads(hidden, ctx.head, ctx.site, ctx.lora)
         per_chunk = 3 if _is_rounded(hidden) else 1
         for number, chunk in enumerate(_chunks(hidden)):
             where = pairs.distinct_rows(chunk)
@@ -108,7 +108,7 @@ class _ScoredLogprobs(torch.autograd.Function):
             if ctx.keep:
                 stored = [tensor[here] for tensor in kept[per_chunk * number : per_chunk * (number + 1)]]
             else:
-                stored = _stored_logits(hidden[where], ctx.head, low[where] if low is not None else None, lora)
+                stored = _stored_logits(hidden[where], ctx.head, _of_all(ctx.site, hidden[where], ctx.lora, where))
             own = kernels.serving(stored[-1])
             if own is not None:
                 first, targets, amounts = pairs.by_row(where)
@@ -123,7 +123,7 @@ class _ScoredLogprobs(torch.autograd.Function):
                     pairs.add_at_targets(wide, mine)
                     stored[-1][tile] = wide
             grads.add(where, stored[-1].to(hidden.dtype))
-        return grads.hidden, grads.a, grads.b, None, None, None, None, None
+        return grads.hidden, *grads.matrices, *[None] * 6
 
 
 class _LivePairs:
@@ -159,36 +159,43 @@ class _LivePairs:
 class _HeadGrads:
     """Sums the gradients of hidden, A and B over chunks of rows."""
 
-    def __init__(self, hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None) -> None:
-        self._source, self._head, self._low, self._lora = hidden, head, low, lora
-        wide = _wide(hidden)
+    def __init__(self, hidden: Tensor, head: FrozenLinear, site: Site | None, lora: HeadLora | None) -> None:
+        self._source, self._head, self._site, self._lora = hidden, head, site, lora
         self.hidden = torch.zeros_like(hidden)
-        self._a = torch.zeros(lora[0].shape, dtype=wide, device=hidden.device) if lora is not None else None
-        self._b = torch.zeros(lora[1].shape, dtype=wide, device=hidden.device) if lora is not None else None
+        matrices = () if site is None else (site.a, site.bs[0])
+        self._sums = [torch.zeros(matrix.shape, dtype=_wide(hidden), device=hidden.device) for matrix in matrices]
 
     def add(self, where: Tensor, grad_logits: Tensor) -> None:
         grad_hidden = self._head.product_back(grad_logits)
-        if self._lora is not None and self._low is not None and self._a is not None and self._b is not None:
-            a, b = self._lora
+        if self._site is not None and self._lora is not None:
+            a, b = self._site.a, self._site.bs[0]
             grad_low = grad_logits @ b
             grad_hidden = torch.addmm(grad_hidden, grad_low, a)
-            self._a += grad_low.t() @ self._source[where]
-            self._b += grad_logits.t() @ self._low[where]
+            self._sums[0] += grad_low.t() @ self._source[where]
+            self._sums[1] += grad_logits.t() @ self._lora.low[where, : len(a)]
         self.hidden[where] = grad_hidden
 
     @property
-    def a(self) -> Tensor | None:
-        return self._a.to(self._source.dtype) if self._a is not None else None
+    def matrices(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of A and B."""
+        if not self._sums:
+            return None, None
+        a, b = (total.to(self._source.dtype) for total in self._sums)
+        return a, b
 
-    @property
-    def b(self) -> Tensor | None:
-        return self._b.to(self._source.dtype) if self._b is not None else None
+
+def _of_all(
+    site: Site | None, hidden: Tensor, whole: HeadLora | None = None, part: slice | Tensor | None = None
+) -> HeadLora | None:
+    """One adapter for all rows of hidden, which are this part of the `whole`."""
+    low = None if whole is None else whole.low[part]
+    return None if site is None else HeadLora([(0, hidden.shape[0], site)], hidden, low)
 
 
-def _stored_logits(hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None) -> list[Tensor]:
+def _stored_logits(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> list[Tensor]:
     """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones at the tokens."""
-    logits = _with_lora(base_product(hidden, head), low, lora)
-    return [*_likeliest(hidden, head, low, lora, logits), logits] if _is_rounded(hidden) else [logits]
+    logits = _logits(hidden, head, lora)
+    return [*_likeliest(hidden, head, lora, logits), logits] if _is_rounded(hidden) else [logits]
 
 
 def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -243,11 +250,6 @@ def _is_rounded(hidden: Tensor) -> bool:
     return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type == "cpu"
 
 
-def _low(hidden: Tensor, lora: Lora | None) -> Tensor | None:
-    """The hidden states within the adapter: [R, r]."""
-    return hidden @ lora[0].t() if lora is not None else None
-
-
 def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
     """Logits of the base model [R, V], with which those of every adapter begin: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
     if _adds_in_float32(hidden):
@@ -255,13 +257,12 @@ def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
     return head.product(hidden)
 
 
-def _with_lora(logits: Tensor, low: Tensor | None, lora: Lora | None) -> Tensor:
-    """The adapter added to the base model's logits, in place."""
-    if low is None or lora is None:
-        return logits
-    if _adds_in_float32(low):
-        return logits.add_(torch.mm(low, lora[1].t(), out_dtype=torch.float32))
-    return logits.addmm_(low, lora[1].t())
+def _logits(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> Tensor:
+    """The base model's with the adapters': rounded to hidden's dtype where its products are."""
+    logits = base_product(hidden, head)
+    if lora is not None:
+        lora.add_(logits)
+    return logits
 
 
 def _adds_in_float32(x: Tensor) -> bool:
@@ -270,16 +271,26 @@ def _adds_in_float32(x: Tensor) -> bool:
 
 
 def _likeliest(
-    hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None, logits: Tensor
+    hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, logits: Tensor, wide: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]."""
-    tokens = _top_tokens(logits, min(_EXACT, logits.shape[1]))
-    exact = torch.empty(tokens.shape, dtype=_wide(hidden), device=hidden.device)
-    for rows in _spans(hidden.shape[0], max(1, _PAIR_ENTRIES // (tokens.shape[1] * hidden.shape[1]))):
-        exact[rows] = _dot(hidden[rows, None], head.weight[tokens[rows]])
-        if low is not None and lora is not None:
-            exact[rows] += _dot(low[rows, None], lora[1][tokens[rows]])
+    """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]. `wide` [R, V] takes all of the row, these in their places."""
+    k = min(_EXACT, logits.shape[1])
+    own = _single(hidden, head, lora)
+    if own is not None:
+        return own.likeliest(logits, k, wide)
+    tokens = _top_tokens(logits, k)
+    rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
+    exact = _dots(hidden, head, lora, rows, tokens.flatten()).view(tokens.shape)
+    if wide is not None:
+        wide.copy_(logits).scatter_(1, tokens, exact)
     return tokens, exact
+
+
+def _single(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> SingleLogits | None:
+    """The CPU's own kernels for single logits, if they serve."""
+    if not SingleLogits.serve(hidden, head.weight):
+        return None
+    return SingleLogits(hidden, head.weight, *((lora.table, lora.low) if lora is not None else (HeadTable(()), None)))
 
 
 def _top_tokens(logits: Tensor, k: int) -> Tensor:
@@ -298,21 +309,17 @@ def _top_tokens(logits: Tensor, k: int) -> Tensor:
     return candidates.gather(1, logits.gather(1, candidates).topk(k, dim=1).indices)
 
 
-def _dots(
-    hidden: Tensor, head: FrozenLinear, low: Tensor | None, lora: Lora | None, rows: Tensor, tokens: Tensor
-) -> Tensor:
-    """[P] single logits in float32 (or wider)."""
+def _dots(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, rows: Tensor, tokens: Tensor) -> Tensor:
+    """[P] single logits in float32 (or wider); element by element, so that one's bits do not depend on the others."""
+    own = _single(hidden, head, lora)
+    if own is not None:
+        return own.at(rows, tokens)
     out = torch.empty(rows.shape[0], dtype=_wide(hidden), device=hidden.device)
     for part in _spans(rows.shape[0], max(1, _PAIR_ENTRIES // hidden.shape[1])):
-        out[part] = _dot(hidden[rows[part]], head.weight[tokens[part]])
-        if low is not None and lora is not None:
-            out[part] += _dot(low[rows[part]], lora[1][tokens[part]])
+        out[part] = (hidden[rows[part]].to(out.dtype) * head.weight[tokens[part]].to(out.dtype)).sum(-1)
+        if lora is not None:
+            lora.add_single_(out[part], rows[part], tokens[part])
     return out
-
-
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Dot products over the last dimension in float32; element by element, so that one's bits do not depend on the others."""
-    return (x.to(_wide(x)) * y.to(_wide(y))).sum(-1)
 
 
 def _chunks(hidden: Tensor) -> list[slice]:

@@ -1,6 +1,6 @@
 """Frozen linears that read one input, as one product; on a CPU in bf16 with the weights as its kernels want them.
 
-Weights are brought into blocks once: for our own product where the CPU has its instructions (native/kernels.cpp), elsewhere for oneDNN's,
+Weights are brought into blocks once: for our own product where the CPU has its instructions (native/cpp/products.h), elsewhere for oneDNN's,
 which does so at every call otherwise (measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a
 copy; the original stays as it is, mapped from its file, for what reads single rows of it, and costs memory only as far as it is read.
 
@@ -43,6 +43,11 @@ class FrozenLinear:
         """[out, in] of a single linear."""
         (weight,) = self._weights
         return weight
+
+    @property
+    def panels(self) -> tuple[PanelWeight, Tensor | None] | None:
+        """The weights and the bias of all linears, where a kernel of our own multiplies by them."""
+        return (self._packed, self._bias) if isinstance(self._packed, PanelWeight) else None
 
     def product(self, x: Tensor, tile: int | None = None) -> Tensor:
         """x [T, in] times the weights transposed: [T, out]; no gradient. `tile`: in tiles of so many rows."""

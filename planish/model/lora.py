@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.native.cpu_products import PanelSite, adapts
+from planish.native.cpu_products import AdapterPanels, PanelSite, adapts, adapts_forward
 from planish.types import LoraConfig
 
 ALPHA = 32
@@ -59,12 +58,8 @@ class Site:
 
     a: Tensor
     bs: tuple[Tensor, ...]
-
-    @cached_property
-    def panels(self) -> PanelSite | None:
-        """The same for the CPU's own kernel, if it serves them; made once, since weights do not change."""
-        shapes = [(len(b), self.a.shape[1]) for b in self.bs]
-        return PanelSite(self.a, self.bs) if adapts(shapes, self.a.dtype, self.a.device) else None
+    panels: PanelSite | None = None
+    """The same for the CPU's own kernel, if it serves them."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +135,27 @@ class LoraWeights:
         flat = master.detach().to(device=device, dtype=dtype, copy=True)
         self.leaves: list[Tensor] = []
         self._spans: list[tuple[int, int, bool]] = []
-        sites = [self._site(flat, entries, requires_grad) for entries in layout.sites]
-        by_target = {entries[0].target: site for entries, site in zip(layout.sites, sites, strict=True)}
-        self.layers = [
-            LayerLora(*(by_target.get(f"model.layers.{layer}.{site[0]}") for site in LAYER_SITES))
-            for layer in range(layout.model.num_layers)
-        ]
-        head = by_target.get("lm_head")
-        self.head: tuple[Tensor, Tensor] | None = (head.a, head.bs[0]) if head else None
+        found = {entries[0].target: self._matrices(flat, entries, requires_grad) for entries in layout.sites}
+        layers = range(layout.model.num_layers)
+        targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in LAYER_SITES]
+        matrices = [found.get(target) for target in targets]
+        self.panels = AdapterPanels(matrices)
+        """Of the sites of all layers, one layer after another."""
+        sites = _sites(matrices, self.panels)
+        head = [found.get("lm_head")]
+        (self.head,) = _sites(head, AdapterPanels(head))
+        n = len(LAYER_SITES)
+        self.layers = [LayerLora(*sites[n * layer : n * (layer + 1)]) for layer in layers]
 
-    def _site(self, flat: Tensor, entries: tuple[Entry, ...], requires_grad: bool) -> Site:
+    def _matrices(
+        self, flat: Tensor, entries: tuple[Entry, ...], requires_grad: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A, and the Bs."""
         a_entries = [e for e in entries if not e.is_b]
         rows = sum(e.shape[0] for e in a_entries)
         a = self._leaf(flat, a_entries[0].offset, (rows, a_entries[0].shape[1]), False, requires_grad)
         bs = (self._leaf(flat, e.offset, e.shape, True, requires_grad) for e in entries if e.is_b)
-        return Site(a, tuple(bs))
+        return a, tuple(bs)
 
     def _leaf(self, flat: Tensor, offset: int, shape: tuple[int, int], is_b: bool, requires_grad: bool) -> Tensor:
         size = shape[0] * shape[1]
@@ -162,20 +163,27 @@ class LoraWeights:
         if is_b:
             leaf.mul_(self.layout.scaling)
         leaf = leaf.detach().requires_grad_(requires_grad)
+        leaf.grad_dtype = torch.float32  # what a kernel sums up in float32 stays so
         self.leaves.append(leaf)
         self._spans.append((offset, size, is_b))
         return leaf
 
     def collect_grad(self) -> Tensor:
         """The leaves' gradients as one float32 vector with respect to the master; the leaves are left without."""
-        grads = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves]
+        grads = [
+            torch.zeros(leaf.shape, device=leaf.device) if leaf.grad is None else leaf.grad for leaf in self.leaves
+        ]
         # The leaves lie in the vector one behind the other.
-        flat = torch.cat([grad.view(-1) for grad in grads]).float()
+        flat = torch.cat([grad.view(-1) for grad in grads])
         scaled = [flat[offset : offset + size] for offset, size, is_b in self._spans if is_b]
         torch._foreach_mul_(scaled, self.layout.scaling)  # pyright: ignore[reportPrivateImportUsage]
         for leaf in self.leaves:
             leaf.grad = None
         return flat
+
+
+def _sites(matrices: Sequence[tuple[Tensor, tuple[Tensor, ...]] | None], panels: AdapterPanels) -> list[Site | None]:
+    return [None if own is None else Site(*own, panels.site(index)) for index, own in enumerate(matrices)]
 
 
 class LoraStack:
@@ -218,8 +226,13 @@ class StackRows:
 
 
 def adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether adapters of the layers' linears have `panels` here."""
+    """Whether the CPU's own kernel serves adapters of the layers' linears here."""
     return adapts([linear_shape(model, name) for site in LAYER_SITES for name in site], dtype, device)
+
+
+def head_adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether it serves adapters of the head."""
+    return adapts_forward([(model.vocab_size, model.hidden_size)], dtype, device)
 
 
 def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:

@@ -24,15 +24,15 @@ class Rotation:
 
 
 class RotaryEmbedding:
-    """Angles of positions 0 .. max_context - 1, made once, looked up by position."""
+    """Angles of positions 0 .. max_context - 1, made once, looked up by position: cos and sin, float32 [max_context, E/2]."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_context: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_context, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-        self._cos = angles.cos().to(device)
-        self._sin = angles.sin().to(device)
+        self.cos = angles.cos().to(device)
+        self.sin = angles.sin().to(device)
 
     def __call__(self, positions: Tensor) -> Rotation:
-        return Rotation(self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1))
+        return Rotation(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

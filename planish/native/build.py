@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp with the machine's own C++ compiler, once for each version of it, into planish's cache.
+"""Compiles cpp/kernels.cpp with the machine's own C++ compiler, once for each version of it, into planish's cache.
 
 It includes no header of torch, so it takes a few seconds. A library is found by a digest of all that it depends on, and is
 put in its place whole: processes that start at once do the same work twice and keep one.
@@ -11,10 +11,11 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
 # Instruction sets are named one by one, rather than by -march=native: a cache may be shared by machines of several kinds.
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 INSTRUCTIONS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
@@ -31,12 +32,30 @@ def library(cache: Path) -> Path:
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or name one in CXX")
     command = [compiler, *FLAGS, *INSTRUCTIONS]
-    digest = hashlib.sha256("\0".join([*command, SOURCE.read_text()]).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    digest = hashlib.sha256("\0".join([*command, *texts]).encode()).hexdigest()[:16]
     path = cache / f"kernels-{digest}.so"
     if not path.exists():
         logging.getLogger(__name__).info("compiling the kernels for this machine's CPU, once, into %s", path.parent)
         _compile(command, path)
     return path
+
+
+def tiles_agree(path: Path) -> bool:
+    """Whether the library multiplies by this CPU's tiles as it does without; asked in a process of its own, once, as it may be its end."""
+    verdict = path.with_suffix(".tiles")
+    if not verdict.exists():
+        script = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).tiles_agree() else 1)"
+        asked = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, check=False)
+        made = path.with_suffix(f".{os.getpid()}")
+        made.write_text("agree" if asked.returncode == 0 else f"differ: exit status {asked.returncode}")
+        made.replace(verdict)
+    agree = verdict.read_text() == "agree"
+    if not agree:
+        logging.getLogger(__name__).warning(
+            "this CPU's AMX is not used: products by it %s (%s)", verdict.read_text(), path
+        )
+    return agree
 
 
 def _compile(command: list[str], path: Path) -> None:

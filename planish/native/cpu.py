@@ -1,4 +1,4 @@
-"""The CPU's kernels (kernels.cpp), called on tensors. kernels.py says what each does; those of the attention, which only CPUs have, say it here.
+"""The CPU's kernels (cpp/), called on tensors. kernels.py says what each does; those of the attention, which only CPUs have, say it here.
 
 PLANISH_KERNELS=native makes it an error that there are none; by default they are used where the CPU has
 AVX-512 and a C++ compiler is found, and one line of the log says why not. Sampler and trainer ask alike, so they agree.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planish.errors import UserError
 from planish.home import cache_home
-from planish.native.build import BuildError, library
+from planish.native.build import BuildError, library, tiles_agree
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
 _LANES = 16
@@ -38,10 +38,18 @@ _SIGNATURES = {
     "keep": "ppnpnpnnni",
     "attend": "pnpppi",
     "attend_backward": "ppnpppppppppni",
-    "pack_panels": "ppnni",
+    "invert": "pppnni",
+    "draw": "ppppppnni",
+    "likeliest": "ppnpppnni",
+    "single_logits": "ppppni",
+    "head_low": "pnpnpnni",
+    "add_head": "pnpnpni",
+    "pack_panels": "pnni",
     "product": "ppppnnni",
     "add_lora": "pnpnppnpi",
     "lora_backward": "pnppnppni",
+    "lora_gradients": "pnpppnpnppni",
+    "decode": "ppi",
 }
 """Of each function: p for an address, n for a number of things, f for a float; the number of threads, i, comes last."""
 
@@ -51,7 +59,9 @@ Block = np.dtype([("first", np.int64), ("count", np.int64), ("first_range", np.i
 """Entries first .. of the lists of rows, which share the ranges first_range .., one behind the other."""
 
 
-class _Attention(ctypes.Structure):
+class Attention(ctypes.Structure):
+    """`struct Attention` of cpp/attention_products.h."""
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "group", "e")),
         ("scale", ctypes.c_float),
@@ -77,11 +87,13 @@ class AttentionPlan:
     own: np.ndarray | None = None
     """[L, N] of Range."""
 
-    def arguments(self, q: Tensor, heads: int, layer: int) -> _Attention:
-        group, e = q.shape[1] // heads, q.shape[2]
+    def arguments(self, heads: tuple[int, int], e: int, layer: int) -> Attention:
+        """For so many heads of queries, and of keys, of e entries."""
         blocks, ranges, visible = self._addresses
         ranges += layer * self.ranges.strides[0]
-        return _Attention(heads, group, e, e**-0.5, blocks, ranges, self.rows_address, visible, self.own_ranges(layer))
+        of_keys, group = heads[1], heads[0] // heads[1]
+        own = self.own_ranges(layer)
+        return Attention(of_keys, group, e, e**-0.5, blocks, ranges, self.rows_address, visible, own)
 
     def own_ranges(self, layer: int) -> int | None:
         """Where those of a layer lie."""
@@ -112,7 +124,11 @@ def loaded() -> ctypes.CDLL | None:
     try:
         if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AMX"):
             raise BuildError("this CPU has no AVX-512")
-        return ctypes.CDLL(str(library(cache_home() / "kernels")))
+        path = library(cache_home() / "kernels")
+        found = ctypes.CDLL(str(path))
+        if found.has_tiles():
+            found.use_tiles(int(tiles_agree(path)))
+        return found
     except (BuildError, OSError) as error:
         if wanted == "native":
             raise UserError(f"PLANISH_KERNELS=native: {error}") from error
@@ -233,12 +249,24 @@ def keep(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
 def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor | None) -> Tensor:
     """Attention of q [T, Hq, E] as planned: [T, Hq, E], 0 for rows that have no entry. `lse` [T, Hq] takes the log-sum-exp.
 
-    What the ranges name must have the dtype of q and stay where it is during the call.
+    What the ranges name must have the dtype of q and stay where it is during the call. Sums are float32; where the CPU multiplies pairs of
+    bf16, a weight is rounded to it, relative to the row's largest, before it meets its value.
     """
     out = q.new_empty(q.shape) if len(plan.rows) == q.shape[0] else q.new_zeros(q.shape)
-    arguments = ctypes.byref(plan.arguments(q, heads, layer))
+    arguments = ctypes.byref(plan.arguments((q.shape[1], heads), q.shape[2], layer))
     call("attend", q.dtype, arguments, len(plan.blocks), q, out, lse)
     return out
+
+
+class KeptAttention:
+    """An `Attend` of the decoder: one new row for each entry, whose key and value are kept first."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.plan = plan
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep(self.plan, layer, k, v)
+        return attend(self.plan, layer, q.contiguous(), k.shape[1], None)
 
 
 def attend_backward(
@@ -249,17 +277,17 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     keys: Tensor,
+    sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, keys and values, whose ranges must lie in `keys` [T, H, E] and in values of the same shape.
+    """Gradients of q, each row of which has an entry, and of keys and values, whose ranges must lie in `keys` [T, H, E] and in values of the same shape.
 
-    Runs of blocks that end at `part_ends` add up by themselves first, each in memory of the size of keys and values.
+    Runs of blocks that end at `part_ends` add up by themselves first, in `sums` [len(part_ends), 2, T, H, E], float32 with any content.
     """
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.empty_like(keys), torch.empty_like(keys)
-    sums = torch.zeros(len(part_ends), 2, *keys.shape)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(keys)
     call(
         "attend_backward",
         q.dtype,
-        ctypes.byref(plan.arguments(q, keys.shape[1], 0)),
+        ctypes.byref(plan.arguments((q.shape[1], keys.shape[1]), q.shape[2], 0)),
         part_ends.ctypes.data,
         len(part_ends),
         grad,

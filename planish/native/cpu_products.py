@@ -1,4 +1,4 @@
-"""Products with bf16 weights in the CPU's own kernel (kernels.cpp): frozen ones, and those of adapters.
+"""Products with bf16 weights in the CPU's own kernel (cpp/products.h, adapters.h): frozen ones, and those of adapters.
 
 Weights are packed once, into panels. A row's bits depend on that row and its weights alone: on no other row, nor on how many there are.
 
@@ -13,7 +13,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from planish.native.cpu import call, loaded
@@ -25,13 +24,15 @@ _MOST_COLUMNS = 1 << 14
 """Of weights in a product: rows are taken whole, so with more of them neither a panel nor a few inputs would stay in a cache."""
 _ROOM = 1 << 25
 """Numbers that a room has at least: what is not used of it costs no memory."""
+_Packing = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "k")])
+"""A matrix [n, k] ([k, n] if it is turned), and where its panels go."""
 _LoraRows = np.dtype([(name, np.int64) for name in ("a", "b0", "b1", "b2", "rank", "columns", "first", "count")])
 """Rows first .. first + count - 1 of a batch and the panels of their adapter's matrices at one site."""
 MOST_LINEARS = 3
 
 
 def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a product with weights of this shape that is at least as fast as oneDNN's for any number of rows (docs/log.md)."""
+    """Whether there is a product with weights of this shape. It is at least as fast as oneDNN's for any number of rows (docs/log.md; by AMX not measured)."""
     fits = fan_out % _HALF_PANEL == 0 and fan_in % 2 == 0 and fan_in <= _MOST_COLUMNS
     if not fits or dtype != torch.bfloat16 or device.type != "cpu":
         return False
@@ -62,8 +63,7 @@ class PanelWeight:
 
     def __init__(self, weight: Tensor, room: WeightRoom) -> None:
         self._fan_out, self._fan_in = weight.shape
-        self._panels = room.take((self._fan_out + -self._fan_out % _PANEL) * self._fan_in)
-        call("pack_panels", weight.dtype, weight.contiguous(), self._panels, *weight.shape)
+        self._panels = _packed([weight.contiguous()], room)[0]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
@@ -79,72 +79,146 @@ class PanelWeight:
 
 def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel serves adapters of linears of these shapes (out, in), forward and backward."""
-    return all(
-        multiplies(fan_out, fan_in, dtype, device) and multiplies(fan_in, fan_out, dtype, device)
-        for fan_out, fan_in in shapes
+    return adapts_forward(shapes, dtype, device) and all(
+        multiplies(fan_in, fan_out, dtype, device) for fan_out, fan_in in shapes
     )
 
 
-class PanelSite:
-    """An adapter's matrices for linears that read one input: A [n * r, in], one B [out, r] for each."""
+def adapts_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
+    return all(multiplies(fan_out, fan_in, dtype, device) for fan_out, fan_in in shapes)
 
-    def __init__(self, a: Tensor, bs: Sequence[Tensor]) -> None:
-        self._a, self._bs = a.detach(), [b.detach() for b in bs]
-        self._forward = _Panels(self._a, [_even(b) for b in self._bs], len(bs))
+
+Matrices = tuple[Tensor, Sequence[Tensor]]
+"""An adapter's matrices for linears that read one input: A [n * r, in], one B [out, r] for each."""
+
+
+class AdapterPanels:
+    """All matrices of one version of an adapter as panels. Packed at first use, those for the way back apart: a sampler needs none of them."""
+
+    def __init__(self, sites: Sequence[Matrices | None]) -> None:
+        """`sites`: None where there is no adapter."""
+        self._sites = [None if site is None else (site[0].detach(), [b.detach() for b in site[1]]) for site in sites]
+        shapes = [None if site is None else tuple((len(b), site[0].shape[1]) for b in site[1]) for site in self._sites]
+        first = next((site[0] for site in self._sites if site is not None), torch.empty(0))
+        kinds = {shape for shape in shapes if shape is not None}
+        forward = {shape for shape in kinds if adapts_forward(shape, first.dtype, first.device)}
+        back = {shape for shape in kinds if adapts(shape, first.dtype, first.device)}
+        self._served, self._served_back = ([shape in found for shape in shapes] for found in (forward, back))
+        self.is_empty = not kinds
+        self.is_served = forward == kinds
+        """Whether the kernel serves all that there are."""
+
+    def site(self, index: int) -> PanelSite | None:
+        """None where the kernel does not serve, or there is no adapter."""
+        return PanelSite(self, index, self._served_back[index]) if self._served[index] else None
+
+    def matrices(self, index: int) -> Matrices:
+        found = self._sites[index]
+        assert found is not None
+        return found
 
     @property
-    def record(self) -> np.ndarray:
-        """[1] of _LoraRows, for no rows yet."""
-        return self._forward.record
+    def forward(self) -> np.ndarray:
+        """[sites] of _LoraRows, for no rows yet; zeros where nothing is served."""
+        return self._forward[0]
+
+    @property
+    def turned(self) -> np.ndarray:
+        """The same of the matrices turned, for the way back."""
+        return self._turned[0]
+
+    @cached_property
+    def _forward(self) -> tuple[np.ndarray, list[Tensor]]:
+        return self._records(self._served, turned=False)
+
+    @cached_property
+    def _turned(self) -> tuple[np.ndarray, list[Tensor]]:
+        return self._records(self._served_back, turned=True)
+
+    def _records(self, served: Sequence[bool], *, turned: bool) -> tuple[np.ndarray, list[Tensor]]:
+        """The records, and the panels that they name."""
+        sites = [(i, *self.matrices(i)) for i, own in enumerate(served) if own]
+        panels = _packed([matrix for _, a, bs in sites for matrix in (a, *bs)], WeightRoom(0), turned=turned)
+        records = np.zeros(len(self._sites), _LoraRows)
+        left = iter(part.data_ptr() for part in panels)
+        for i, a, bs in sites:
+            addresses = [next(left) for _ in range(1 + len(bs))] + [0] * (MOST_LINEARS - len(bs))
+            rank = len(a) // len(bs)
+            records[i] = (*addresses, rank + rank % 2, len(a), 0, 0)
+        return records, panels
+
+
+class PanelSite:
+    """The matrices of one site of an adapter, for a batch whose rows all have it."""
+
+    def __init__(self, panels: AdapterPanels, index: int, goes_back: bool) -> None:
+        self._panels, self._index = panels, index
+        self.goes_back = goes_back
+        """Whether the kernel serves `backward_` too."""
+        self._columns = len(panels.matrices(index)[0])
+
+    @property
+    def _record(self) -> np.ndarray:
+        return self._panels.forward[self._index : self._index + 1]
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where the panels of A lie, and those of the first B."""
+        return self._record["a"][0], self._record["b0"][0]
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
         """Adds to out [T, sum(sizes)] the products of x [T, in]; returns what lies between A and B: [T, n * r]."""
-        low = x.new_empty(x.shape[0], _padded(len(self._a)))
-        _add(_whole(self._forward.record, x), x, out, sizes, low)
-        return low[:, : len(self._a)]
+        low = x.new_empty(x.shape[0], _padded(self._columns))
+        _add(_whole(self._record, x), x, out, sizes, low)
+        return low[:, : self._columns]
 
     def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradient between A and B: [T, n * r]."""
-        low = grad.new_empty(grad.shape[0], _padded(len(self._a)))
-        adapters, columns = _whole(self._turned.record, grad), np.array(sizes, np.int64)
+        low = grad.new_empty(grad.shape[0], _padded(self._columns))
+        adapters = _whole(self._panels.turned[self._index : self._index + 1], grad)
+        columns = np.array(sizes, np.int64)
         given = (grad.contiguous(), columns.ctypes.data, len(columns), low, grad_x, grad_x.shape[1])
         call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
-        return low[:, : len(self._a)]
+        return low[:, : self._columns]
 
-    @cached_property
-    def _turned(self) -> _Panels:
-        return _Panels(_even(self._a.t()), [b.t() for b in self._bs], len(self._bs), len(self._a))
+    def gradients(
+        self, x: Tensor, low: Tensor, grad: Tensor, low_grad: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """float32 gradients of A and the Bs, sums over all rows: of x and grad, and of what add_ and backward_ returned for them."""
+        rank, columns = self._columns // len(sizes), np.array(sizes, np.int64)
+        grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
+        grad_bs = torch.empty(int(columns.sum()), rank, dtype=torch.float32)
+        given = (low, grad.contiguous(), columns.ctypes.data, len(columns), low_grad, rank, grad_a, grad_bs, len(x))
+        call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *given)
+        return grad_a, list(grad_bs.split(list(sizes)))
 
 
 class PanelRows:
     """The adapters of a batch's rows, at all sites of all layers (`GroupedLora` of the decoder)."""
 
-    def __init__(self, members: Sequence[tuple[int, int, Sequence[PanelSite | None]]], sites: Sequence[str]) -> None:
-        """(start, stop, the adapter at each site of each layer) each; `sites` are the names of a layer's."""
-        missing = np.zeros(1, _LoraRows)
-        tables = [[missing if site is None else site.record for site in every] for _, _, every in members]
-        self._table = np.array(tables, _LoraRows)[..., 0].T.copy()
+    def __init__(self, members: Sequence[tuple[int, int, AdapterPanels]], sites: Sequence[str]) -> None:
+        """(start, stop, adapter) each; `sites` are the names of a layer's, which an adapter has in their order, layer after layer."""
+        self.table = np.stack([panels.forward for _, _, panels in members], 1)
+        """[layers * sites, members]"""
         starts, stops = (np.array(ends, np.int64) for ends in list(zip(*members, strict=True))[:2])
-        self._table["first"] = starts
-        self._table["count"] = np.where(self._table["a"] != 0, stops - starts, 0)
+        self.table["first"] = starts
+        self.table["count"] = np.where(self.table["a"] != 0, stops - starts, 0)
         self._members = members  # their panels must stay
         self._sites = {name: index for index, name in enumerate(sites)}
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
-        _add(self._table[layer * len(self._sites) + self._sites[site]], x, out, sizes, None)
+        _add(self.table[layer * len(self._sites) + self._sites[site]], x, out, sizes, None)
 
 
-class _Panels:
-    """Matrices of one site as panels, in a record."""
-
-    def __init__(self, a: Tensor, bs: Sequence[Tensor], linears: int, columns: int | None = None) -> None:
-        columns = len(a) if columns is None else columns
-        self._held = [PanelWeight(matrix, WeightRoom(0)) for matrix in (a, *bs)]
-        rank = columns // linears
-        self.record = np.zeros(1, _LoraRows)
-        addresses = [panels.address for panels in self._held]
-        addresses += [0] * (1 + MOST_LINEARS - len(addresses))
-        self.record[0] = (*addresses, rank + rank % 2, columns, 0, 0)
+def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> list[Tensor]:
+    """The panels of each of these contiguous matrices [n, k], or [k, n] if turned, one behind the other."""
+    shapes = [matrix.shape[::-1] if turned else matrix.shape for matrix in matrices]
+    sizes = [(n + -n % _PANEL) * (k + k % 2) for n, k in shapes]
+    panels = list(room.take(sum(sizes)).split(sizes))
+    rows = zip(matrices, panels, shapes, strict=True)
+    table = np.array([(matrix.data_ptr(), own.data_ptr(), *shape) for matrix, own, shape in rows], _Packing)
+    call("pack_panels", torch.bfloat16, table.ctypes.data, len(table), int(turned))
+    return panels
 
 
 def _add(adapters: np.ndarray, x: Tensor, out: Tensor, sizes: Sequence[int], kept: Tensor | None) -> None:
@@ -161,8 +235,3 @@ def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:
 
 def _padded(columns: int) -> int:
     return columns + -columns % _HALF_PANEL
-
-
-def _even(matrix: Tensor) -> Tensor:
-    """With an even number of columns, since the kernel takes them in pairs."""
-    return F.pad(matrix, (0, matrix.shape[1] % 2))

@@ -29,7 +29,7 @@ _SPLIT = 4096
 
 @triton.jit
 def _sigmoid(x):
-    # As in kernels.cpp: exp stays finite.
+    # As in cpp/vectors.h: exp stays finite.
     return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 88.37626)))
 
 

@@ -86,12 +86,15 @@ def memory_plan(models: Sequence[tuple[str, Path]], engine: EngineSettings, sett
 def model_memory(name: str, directory: Path, settings: EngineSettings) -> ModelMemory:
     """DamagedFileError and its kin if the directory is no model that can be served."""
     config = ModelConfig.from_directory(directory)
-    itemsize = choose_dtype(settings.dtype, choose_device(settings.device)).itemsize
+    device = choose_device(settings.device)
+    itemsize = choose_dtype(settings.dtype, device).itemsize
+    # Beside the file, which stays mapped, a CPU has narrow weights packed for its products, and packed once more for gradients (model/linear.py).
+    copies = 3 if device.type == "cpu" and itemsize == 2 else 1
     return ModelMemory(
         name,
-        weights=sum((directory / file).stat().st_size for file in weight_files(directory)),
+        weights=copies * sum((directory / file).stat().st_size for file in weight_files(directory)),
         keys_values=settings.sampler.kv_cache_bytes + settings.sampler.prefix_cache_bytes,
-        training=settings.trainer(config).activation_bytes(config, itemsize=itemsize),
+        training=settings.trainer(config).held_bytes(config, itemsize),
     )
 
 

@@ -104,7 +104,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--deterministic",
         action="store_true",
         default=None,
-        help="a sample's bits are the same in any company, also where that costs something (on a GPU, and on CPUs with AMX)",
+        help="a sample's bits are the same in any company, also where that costs something (on a GPU, and on CPUs whose products are a library's)",
     )
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.randomness import UniformStream
 from planish.model.head import log_normalizer
+from planish.native import cpu
 from planish.types import SamplingParams
 
 
@@ -126,3 +127,34 @@ def test_a_stream_is_read_by_position_in_any_order():
     forward, backward = UniformStream(3, 1), UniformStream(3, 1)
     expected = [forward.at(i) for i in range(130)]
     assert [backward.at(i) for i in reversed(range(130))] == expected[::-1]
+
+
+def test_the_cpu_s_own_way_draws_the_tokens_of_torch(monkeypatch):
+    logits = torch.randn(40, 3001, generator=torch.Generator().manual_seed(4)) * 4
+    uniforms = np.random.default_rng(2).random(60).tolist()
+    params = [SamplingParams(temperature=t) for t in (1.0, 0.7, 0.0)] * 20
+    rows = [(7 * i) % 40 for i in range(60)]
+    own = draw(logits, params, uniforms, rows)
+    if cpu.loaded() is None:
+        pytest.skip("this machine has no AVX-512 or no C++ compiler")
+    chosen = logits[torch.tensor(rows)]
+    assert torch.equal(draw(chosen, params, uniforms).tokens, own.tokens)
+    # A filter in the batch changes nothing for the others.
+    mixed = draw(chosen, [SamplingParams(top_k=5), *params[1:]], uniforms)
+    assert torch.equal(mixed.tokens[1:], own.tokens[1:])
+    assert torch.equal(mixed.log_normalizer, own.log_normalizer)
+    monkeypatch.setattr(cpu, "loaded", lambda: None)
+    plain = draw(logits, params, uniforms, rows)
+    assert torch.equal(plain.tokens, own.tokens)
+    torch.testing.assert_close(plain.log_normalizer, own.log_normalizer)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9)])
+def test_a_row_that_is_not_finite_keeps_to_itself(params):
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
+    expected = draw(logits, [params] * 4, [0.5] * 4).tokens
+    logits[1, 7], logits[2, 9] = torch.nan, torch.inf
+    found = draw(logits, [params] * 4, [0.5] * 4)
+    assert found.log_normalizer.isfinite().tolist() == [True, False, False, True]
+    assert torch.equal(found.tokens[[0, 3]], expected[[0, 3]])
+    assert ((found.tokens >= 0) & (found.tokens < 300)).all()

@@ -51,7 +51,7 @@ class Batch:
         pool, more = self.samples.of(capacity_for(sample.stored + 1)), capacity_for(sample.stored + 2)
         sample.stored += 1
         if more > pool.capacity:
-            pool.move(sample, self.samples.of(more))
+            pool.move([sample], self.samples.of(more))
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self.generator).to(self.shape.dtype).to(DEVICE)

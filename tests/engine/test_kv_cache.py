@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from planish.engine.kv_cache import KVPool, KVPools, KVShape
@@ -51,17 +52,30 @@ def test_what_is_reserved_is_all_that_is_allocated():
     assert pools.in_use() == [pools.of(64)]
 
 
-def test_a_full_slot_moves_with_its_contents():
-    pools, owner, other = KVPools(SHAPE), Owner(), Owner()
+@pytest.mark.parametrize("moved", [[0], [5], [1, 4, 5], [5, 4, 3], [0, 1, 2], [2, 0, 5, 1], [0, 1, 2, 3, 4, 5]])
+def test_full_slots_move_with_their_contents(moved):
+    """First ones, last ones, in any order; those that stay close the gaps."""
+    pools, owners = KVPools(SHAPE), [Owner() for _ in range(6)]
     small, large = pools.of(64), pools.of(128)
-    small.add(owner)
-    small.add(other)
-    fill(small, owner, 5.0)
-    fill(small, other, 7.0)
-    small.move(owner, large)
-    assert held(small, other) == {7.0}
-    assert large.keys[0][owner.slot, :, :64].unique().tolist() == [5.0]
-    assert large.keys[0][owner.slot, :, 64:].unique().tolist() == [0.0]
+    before = Owner()
+    large.add(before)
+    fill(large, before, 9.0)
+    for number, owner in enumerate(owners):
+        small.add(owner)
+        fill(small, owner, number + 1.0)
+    small.move([owners[number] for number in moved], large)
+    assert large.owners == [before, *(owners[number] for number in moved)]
+    assert held(large, before) == {9.0}
+    for slot, number in enumerate(moved, 1):
+        assert owners[number].slot == slot
+        assert {x for tensor in (*large.keys, *large.values) for x in tensor[slot, :, :64].unique().tolist()} == {
+            number + 1.0
+        }
+        assert not large.keys[0][slot, :, 64:].any()
+    stay = [number for number in range(6) if number not in moved]
+    assert sorted(owners[number].slot for number in stay) == list(range(len(stay)))
+    assert all(small.owners[owners[number].slot] is owners[number] for number in stay)
+    assert all(held(small, owners[number]) == {number + 1.0} for number in stay)
 
 
 def test_read_write_and_copy_are_of_the_positions_named():

@@ -25,8 +25,8 @@ from planish.types import Datum, EncodedTextChunk, LoraConfig, ModelInput, Sampl
 CPU = torch.device("cpu")
 
 
-def trained_adapter(decoder: Decoder) -> Adapter:
-    layout = LoraLayout(decoder.config, LoraConfig(rank=8))
+def trained_adapter(decoder: Decoder, rank: int = 8) -> Adapter:
+    layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
     noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     return Adapter(layout, decoder.dtype, CPU, layout.init(0) + noise)
 
@@ -104,7 +104,9 @@ def test_float32(tmp_path, family, temperature):
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize(("family", "options"), [("llama", {"layers": 6}), ("qwen2", {}), ("qwen3", {"kv_heads": 4})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", {"layers": 6, "vocab_size": 320}), ("qwen2", {}), ("qwen3", {"kv_heads": 4})]
+)
 def test_bf16_to_the_last_bits(tmp_path, family, options):
     # As in real models, a row's SwiGLU fills whole vector registers; torch computes what is left over with another exp.
     tiny_model(tmp_path, family=family, dtype="bfloat16", intermediate=128, **options)
@@ -118,6 +120,28 @@ def test_bf16_to_the_last_bits(tmp_path, family, options):
         assert np.quantile(gaps, 0.995) < 1e-5
         # Where the 16th and 17th likeliest logits are rounded to a tie, head.py may recompute either.
         assert gaps.max() < 1e-3
+
+
+def test_several_adapters_in_a_batch(tmp_path):
+    """Each tenant's trainer finds its logprobs, although the sampler computed them in one batch; a vocabulary of 320 has kernels for the head too."""
+    tiny_model(tmp_path, dtype="bfloat16", intermediate=128, vocab_size=320)
+    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    tiling = probe(decoder.config, decoder.dtype, CPU)
+    if cpu.loaded() is None or tiling is None:
+        pytest.skip("bits are promised where the CPU's own kernels serve")
+    sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+    asked = []
+    for number, rank in enumerate((8, 1, 40, 8)):
+        adapter = trained_adapter(decoder, rank)
+        prompt = ModelInput.from_ints(np.random.default_rng(number).integers(0, 256, 30).tolist())
+        future: Future[SampleResponse] = Future()
+        params = SamplingParams(max_tokens=30, stop=[], seed=number)
+        sampler.submit(Sample("s", prompt, 1 + number, params), adapter.snapshot(), number, future)
+        asked.append((adapter, prompt, future))
+    while sampler.busy:
+        sampler.step()
+    for adapter, prompt, future in asked:
+        assert not gaps(decoder, adapter, tiling, [(prompt, future.result())]).any()
 
 
 def alone(decoder: Decoder, adapter: Adapter, tiling: RowTiling | None) -> list[tuple[ModelInput, SampleResponse]]:

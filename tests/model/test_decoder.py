@@ -56,7 +56,7 @@ def logits_of(decoder: Decoder, tokens: torch.Tensor, weights: LoraWeights | Non
     )
     logits = hidden.float() @ decoder.head.weight.float().t()
     if weights is not None and weights.head is not None:
-        logits = logits + (hidden @ weights.head[0].t()).float() @ weights.head[1].float().t()
+        logits = logits + (hidden @ weights.head.a.t()).float() @ weights.head.bs[0].float().t()
     return logits
 
 

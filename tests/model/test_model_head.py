@@ -6,6 +6,8 @@ import torch
 from planish.engine.row_tiling import cancelling
 from planish.model.head import _top_tokens, exact_logits, head_logits, scored_logprobs
 from planish.model.linear import FrozenLinear
+from planish.model.lora import Site
+from planish.native.cpu_products import AdapterPanels
 
 
 def head(
@@ -21,6 +23,14 @@ def head(
     return states, weight, lora
 
 
+def site(lora) -> Site | None:
+    """With panels, if the CPU's own kernel serves."""
+    if lora is None:
+        return None
+    a, b = lora
+    return Site(a, (b,), AdapterPanels([(a, (b,))]).site(0))
+
+
 def plain_logprobs(states, weight, lora, rows, targets, temperature):
     """log softmax((h W^T + h A^T B^T) / temperature) at the targets, in float64."""
     logits = states.double() @ weight.double().T
@@ -29,22 +39,24 @@ def plain_logprobs(states, weight, lora, rows, targets, temperature):
     return torch.log_softmax(logits / temperature, -1)[rows, targets]
 
 
+@pytest.mark.parametrize("vocab", [2500, 2560])
 @pytest.mark.parametrize("rank", [None, 1, 8])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_gradients_equal_those_of_the_plain_formula(rank, recompute: bool, dtype, tolerance: float):
-    states, weight, lora = head(300, 32, 2500, rank, dtype)
+def test_gradients_equal_those_of_the_plain_formula(vocab, rank, recompute: bool, dtype, tolerance: float):
+    states, weight, lora = head(300, 32, vocab, rank, dtype)
     generator = torch.Generator().manual_seed(9)
     rows, targets = (
         torch.randint(0, 300, (900,), generator=generator),
-        torch.randint(0, 2500, (900,), generator=generator),
+        torch.randint(0, vocab, (900,), generator=generator),
     )
     upstream = torch.randn(900, generator=generator)
     upstream[rows % 3 == 0] = 0  # rows without gradient take another path
     leaves = [x.clone().requires_grad_() for x in (states, *(lora or ()))]
     pair = (leaves[1], leaves[2]) if lora else None
     (
-        scored_logprobs(leaves[0], FrozenLinear([weight]), pair, rows, targets, 0.7, recompute=recompute) * upstream
+        scored_logprobs(leaves[0], FrozenLinear([weight]), site(pair), rows, targets, 0.7, recompute=recompute)
+        * upstream
     ).sum().backward()
     twins = [x.double().requires_grad_() for x in (states, *(lora or ()))]
     pair = (twins[1], twins[2]) if lora else None
@@ -62,7 +74,7 @@ def test_peaked_bfloat16_logits_keep_their_precision():
     weight = (weight.float() * 8).bfloat16()  # logits of magnitude 30, which bfloat16 rounds by up to 0.06
     rows = torch.arange(200)
     best = plain_best(states, weight, lora)
-    got = scored_logprobs(states, FrozenLinear([weight]), lora, rows, best, 1.0)
+    got = scored_logprobs(states, FrozenLinear([weight]), site(lora), rows, best, 1.0)
     want = plain_logprobs(states, weight, lora, rows, best, 1.0)
     logits = states.double() @ weight.double().T
     assert float(logits.max()) > 30
@@ -78,16 +90,18 @@ def plain_best(states, weight, lora):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_logits_agree_with_scored_logprobs(dtype):
-    states, weight, lora = head(70, 64, 3000, 4, dtype)
-    rows = torch.arange(70)
-    targets = head_logits(states, FrozenLinear([weight]), lora).argmax(-1)
-    from_logits = torch.log_softmax(head_logits(states, FrozenLinear([weight]), lora) / 0.5, -1)[rows, targets]
+    states, weight, lora = head(70, 64, 3008, 4, dtype)
+    own = site(lora)
+    assert own is not None
+    rows, adapters = torch.arange(70), [(0, 70, own)]
+    targets = head_logits(states, FrozenLinear([weight]), adapters).argmax(-1)
+    from_logits = torch.log_softmax(head_logits(states, FrozenLinear([weight]), adapters) / 0.5, -1)[rows, targets]
     torch.testing.assert_close(
-        scored_logprobs(states, FrozenLinear([weight]), lora, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5
+        scored_logprobs(states, FrozenLinear([weight]), own, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5
     )
-    single = exact_logits(states, FrozenLinear([weight]), lora, rows, targets)
+    single = exact_logits(states, FrozenLinear([weight]), rows, targets, adapters)
     torch.testing.assert_close(
-        single, head_logits(states, FrozenLinear([weight]), lora)[rows, targets], rtol=1e-5, atol=1e-5
+        single, head_logits(states, FrozenLinear([weight]), adapters)[rows, targets], rtol=1e-5, atol=1e-5
     )
 
 
@@ -112,4 +126,4 @@ def test_the_last_row_has_the_same_bits_whatever_is_left_for_its_chunk():
 def test_nothing_to_score():
     states, weight, lora = head(0, 16, 300, 2, torch.float32)
     empty = torch.empty(0, dtype=torch.int64)
-    assert scored_logprobs(states, FrozenLinear([weight]), lora, empty, empty).shape == (0,)
+    assert scored_logprobs(states, FrozenLinear([weight]), site(lora), empty, empty).shape == (0,)

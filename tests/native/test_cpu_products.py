@@ -6,7 +6,7 @@ from torch import Tensor
 
 from planish.model.decoder import Decoder
 from planish.model.lora import SITES, AdapterRows, LoraLayout, LoraWeights
-from planish.native.cpu_products import PanelRows, PanelSite, adapts
+from planish.native.cpu_products import AdapterPanels, PanelRows, PanelSite, PanelWeight, WeightRoom, adapts
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
@@ -14,10 +14,7 @@ CPU = torch.device("cpu")
 SIZES = (96, 32, 64)
 
 
-@pytest.fixture(autouse=True)
-def _served():
-    if not adapts([(32, 32)], torch.bfloat16, CPU):
-        pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
+pytestmark = pytest.mark.usefixtures("products")
 
 
 @pytest.fixture
@@ -28,6 +25,12 @@ def normal():
 
 def matrices(normal, rank: int, sizes=SIZES, fan_in: int = 64) -> tuple[Tensor, list[Tensor]]:
     return normal(len(sizes) * rank, fan_in), [normal(size, rank) for size in sizes]
+
+
+def site_of(a: Tensor, bs: list[Tensor]) -> PanelSite:
+    found = AdapterPanels([(a, bs)]).site(0)
+    assert found is not None
+    return found
 
 
 def adapted(x: Tensor, a: Tensor, bs: list[Tensor]) -> Tensor:
@@ -41,13 +44,25 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert (found.double() - expected).abs().max() <= 0.01 * expected.abs().max()
 
 
+def test_products_are_rounded_as_torch_does(normal):
+    """To the nearest, halves to even; infinities and what is no number stay so."""
+    x = torch.cat([normal(50, 2) * 3, torch.tensor([[torch.inf, 0], [torch.nan, 0], [1e38, 0]], dtype=torch.bfloat16)])
+    weight, bias = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16).expand(96, 2), normal(96)
+    bias[0] = 3.38e38
+    found = PanelWeight(weight, WeightRoom(0)).product(x, bias)
+    expected = (x[:, :1].float() + bias.float()).to(torch.bfloat16)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    assert found[-1, 0].isinf()
+
+
 @pytest.mark.parametrize("sizes", [SIZES, (128,)])
 @pytest.mark.parametrize("rank", [1, 5, 8, 32, 40])
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_forth_and_back(rows, rank, sizes, normal):
     a, bs = matrices(normal, rank, sizes)
     x, out, grad, grad_x = normal(rows, 64), normal(rows, sum(sizes)), normal(rows, sum(sizes)), normal(rows, 64)
-    site = PanelSite(a, bs)
+    site = site_of(a, bs)
     expected = out.double() + adapted(x, a, bs)
     low = site.add_(x, out, sizes)
     close(out, expected)
@@ -60,20 +75,53 @@ def test_forth_and_back(rows, rank, sizes, normal):
     close(grad_x, expected_x)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, (320,)])
+@pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
+@pytest.mark.parametrize("rows", [0, 1, 7, 512, 1101])
+def test_gradients_of_the_matrices(rows, rank, sizes, normal):
+    """Within float32's rounding; a rank and a number of rows that the kernel has no whole tiles or pairs for included."""
+    site = site_of(*matrices(normal, rank, sizes, 288))
+    x, grad, out, grad_x = normal(rows, 288), normal(rows, sum(sizes)), normal(rows, sum(sizes)), normal(rows, 288)
+    low, low_grad = site.add_(x, out, sizes), site.backward_(grad, grad_x, sizes)
+    grad_a, grad_bs = site.gradients(x, low, grad, low_grad, sizes)
+    parts = zip(grad.double().split(sizes, 1), low.double().chunk(len(sizes), 1), strict=True)
+    expected = [low_grad.double().t() @ x.double(), *(part.t() @ own for part, own in parts)]
+    for found, wanted in zip([grad_a, *grad_bs], expected, strict=True):
+        assert found.dtype == torch.float32
+        assert (found - wanted).abs().max() <= 3e-6 * wanted.abs().max() if rows else not found.any()
+
+
+def test_gradients_have_the_same_bits_for_any_number_of_threads(normal):
+    site = site_of(*matrices(normal, 5))
+    rows = [normal(700, width) for width in (64, sum(SIZES), sum(SIZES), 64)]
+    low, low_grad = site.add_(rows[0], rows[1], SIZES), site.backward_(rows[2], rows[3], SIZES)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            grad_a, grad_bs = site.gradients(rows[0], low, rows[2], low_grad, SIZES)
+            found.append(torch.cat([grad_a.flatten(), *(grad.flatten() for grad in grad_bs)]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_row_has_the_same_bits_in_any_company(threads, normal):
     """Adapters of several ranks, one that lacks the site, rows without any; in the sampler's batch and in the trainer's."""
-    sites = [PanelSite(*matrices(normal, rank)) for rank in (8, 32, 3)]
+    adapters = [AdapterPanels([None, matrices(normal, rank)]) for rank in (8, 32, 3)]
     x, base = normal(60, 64), normal(60, sum(SIZES))
     spans = [(0, 1), (3, 31), (31, 50)]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         together = base.clone()
-        members = [(*span, [None, site]) for span, site in zip(spans, sites, strict=True)]
-        members.append((50, 60, [sites[0], None]))
+        members = [(*span, panels) for span, panels in zip(spans, adapters, strict=True)]
+        members.append((50, 60, AdapterPanels([matrices(normal, 8), None])))
         PanelRows(members, ("first", "second")).add_(x, together, SIZES, 0, "second")
-        for (start, stop), site in zip(spans, sites, strict=True):
+        for (start, stop), panels in zip(spans, adapters, strict=True):
+            site = panels.site(1)
+            assert site is not None
             for row in (start, stop - 1):
                 alone = base[row : row + 1].clone()
                 site.add_(x[row : row + 1], alone, SIZES)

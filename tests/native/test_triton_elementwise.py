@@ -9,7 +9,7 @@ from torch import Tensor
 from planish.model.decoder import Decoder, add_norm, swiglu
 from planish.model.head import log_normalizer, scored_logprobs
 from planish.model.linear import FrozenLinear
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, Site
 from planish.model.rope import Rotation, rotate
 from planish.native import kernels
 from planish.testing import tiny_model
@@ -275,7 +275,7 @@ def test_logprobs_with_their_gradients(recompute, normal, both, device):
     upstream[4:6] = 0  # a row that needs no gradient
 
     def logprobs(hidden, a, b):
-        return scored_logprobs(hidden, head, (a, b), rows, targets, 0.7, recompute=recompute)
+        return scored_logprobs(hidden, head, Site(a, (b,)), rows, targets, 0.7, recompute=recompute)
 
     leaves = [normal(12, 32), normal(4, 32), normal(301, 4)]
     ours, theirs = both(lambda: outcome(logprobs, leaves, upstream))

@@ -2,7 +2,7 @@
 
 import argparse
 import socket
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -94,13 +94,16 @@ def test_the_memory_plan_adds_up(model: Path):
     assert plan.weights == (model / "model.safetensors").stat().st_size
     assert plan.keys_values == 3 << 20
     assert plan.training > 0
+    narrow = model_memory("a/b", model, replace(settings, dtype="bfloat16"))
+    assert narrow.weights == 3 * plan.weights  # packed twice, beside the file
+    assert narrow.training < plan.training
     whole = memory_plan([("a/b", model)], settings, ServerSettings(adapter_memory_bytes=1 << 40))
     assert whole.computing == plan.total + (1 << 40)
     text = str(whole)
     assert "a/b: weights" in text
     assert text.startswith("memory: up to 10")
     assert "adapters up to 1024.0 GiB" in text
-    assert str(MemoryPlan("cuda", whole.models, 1 << 30, 0)).startswith("memory: up to 1.0 GiB of cuda, and 1.3 GiB of")
+    assert str(MemoryPlan("cuda", whole.models, 1 << 30, 0)).startswith("memory: up to 1.1 GiB of cuda, and 1.3 GiB of")
 
 
 def test_limits_are_given_by_name():

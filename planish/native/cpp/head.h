@@ -1,0 +1,223 @@
+// What the head needs beyond products: log-sum-exp, drawing, the likeliest logits and single ones.
+
+#pragma once
+
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// A row of logits in float32: widened, with exact values in the place of some, divided by a temperature.
+template <class X>
+inline void scaled_row(const X* from, const int64_t* tokens, const float* exact, int64_t k, float temperature, float* to, int64_t v) {
+    V t = all(temperature);
+    for (int64_t i = 0; i < v; i += LANES) {
+        __mmask16 m = tail(v - i);
+        store(to + i, _mm512_div_ps(load(from + i, m), t), m);
+    }
+    for (int64_t i = 0; i < k; i++) to[tokens[i]] = exact[i] / temperature;
+}
+
+// log of the sum of exp(row), which becomes exp(row - its largest entry). Runs of 128 entries are summed in float32 lane by lane, runs in
+// double, lanes last.
+inline float log_sum(float* row, int64_t v) {
+    V top = all(-std::numeric_limits<float>::infinity());
+    for (int64_t i = 0; i < v; i += LANES) {
+        __mmask16 m = tail(v - i);
+        top = _mm512_mask_max_ps(top, m, load(row + i, m), top);
+    }
+    const float peak = _mm512_reduce_max_ps(top);
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+    for (int64_t first = 0; first < v; first += 128) {
+        V run = zero();
+        for (int64_t i = first; i < std::min(first + 128, v); i += LANES) {
+            __mmask16 m = tail(v - i);
+            V x = exp_(_mm512_sub_ps(load(row + i, m), all(peak)));
+            store(row + i, x, m);
+            run = _mm512_add_ps(run, _mm512_maskz_mov_ps(m, x));
+        }
+        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(run)));
+        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(run, 1)));
+    }
+    double lanes[8], total = 0;
+    _mm512_storeu_pd(lanes, _mm512_add_pd(low, high));
+    for (double lane : lanes) total += lane;
+    return (float)(peak + std::log(total));
+}
+
+// Each row's log-sum-exp; `weights` [R, v], if given, takes exp(row - its largest entry), and may be the logits themselves.
+template <class X>
+void normalizers(const X* logits, const int64_t* tokens, const float* exact, int64_t k, const float* temperature, float* weights, float* out,
+                 int64_t rows, int64_t v, int threads) {
+    parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
+        std::vector<float> room(weights ? 0 : v);
+        for (int64_t r = a; r < b; r++) {
+            float* row = weights ? weights + r * v : room.data();
+            scaled_row(logits + r * v, tokens + r * k, exact + r * k, k, temperature[r], row, v);
+            out[r] = log_sum(row, v);
+        }
+    });
+}
+
+// The first entry at which the running sum of non-negative weights exceeds uniform times their total. Sums of runs of 128, lane by lane and then over
+// lanes, are added in double; so are the entries of the run in which it happens. Rounding may point past all that have weight: then the last that has.
+inline int64_t inverted(const float* weights, int64_t v, double uniform, double* ends) {
+    constexpr int64_t RUN = 128;
+    const int64_t runs = (v + RUN - 1) / RUN;
+    double total = 0;
+    for (int64_t r = 0; r < runs; r++) {
+        V s = zero();
+        for (int64_t i = r * RUN; i < std::min(r * RUN + RUN, v); i += LANES) s = _mm512_add_ps(s, load(weights + i, tail(v - i)));
+        ends[r] = total += sum(s);
+    }
+    const double goal = uniform * total;
+    int64_t run = std::min<int64_t>(std::upper_bound(ends, ends + runs, goal) - ends, runs - 1);
+    while (run > 0 && !(ends[run] > ends[run - 1])) run--;
+    const double rest = goal - (run ? ends[run - 1] : 0);
+    double within = 0;
+    int64_t last = run * RUN;
+    for (int64_t i = run * RUN; i < std::min(run * RUN + RUN, v); i++) {
+        if (!(weights[i] > 0)) continue;
+        last = i, within += weights[i];
+        if (within > rest) break;
+    }
+    return last;
+}
+
+// Tokens of weights [R, v], by one uniform number a row.
+void invert(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int threads) {
+    parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
+        std::vector<double> ends((v + 127) / 128);
+        for (int64_t r = a; r < b; r++) tokens[r] = inverted(weights + r * v, v, uniforms[r], ends.data());
+    });
+}
+
+// For each i a token by logits [*, v] of row rows[i] / temperature[i], and their log-sum-exp: the same as `normalizers` with weights, and `invert`.
+void draw(const float* logits, const int64_t* rows, const float* temperature, const double* uniforms, int64_t* tokens, float* normalizer,
+          int64_t n, int64_t v, int threads) {
+    parallel(n, n * v, threads, [=](int64_t a, int64_t b) {
+        std::vector<float> row(v);
+        std::vector<double> ends((v + 127) / 128);
+        for (int64_t i = a; i < b; i++) {
+            scaled_row<float>(logits + rows[i] * v, nullptr, nullptr, 0, temperature[i], row.data(), v);
+            normalizer[i] = log_sum(row.data(), v);
+            tokens[i] = inverted(row.data(), v, uniforms[i], ends.data());
+        }
+    });
+}
+
+// Logits become the gradient of the sum of (pair gradient * log-softmax at the pair's target): the pairs of row r are first[r] .. first[r + 1].
+template <class X>
+void normalizers_backward(X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature, const float* log_total,
+                          const int64_t* first, const int64_t* targets, const float* grads, int64_t rows, int64_t v, int threads) {
+    parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
+        std::vector<float> room(v);
+        float* row = room.data();
+        for (int64_t r = a; r < b; r++) {
+            scaled_row(logits + r * v, tokens + r * k, exact + r * k, k, temperature, row, v);
+            float total = 0;
+            for (int64_t p = first[r]; p < first[r + 1]; p++) total += grads[p];
+            for (int64_t i = 0; i < v; i += LANES) {
+                __mmask16 m = tail(v - i);
+                store(row + i, _mm512_mul_ps(exp_(_mm512_sub_ps(load(row + i, m), all(log_total[r]))), all(-total)), m);
+            }
+            for (int64_t p = first[r]; p < first[r + 1]; p++) row[targets[p]] += grads[p];
+            for (int64_t i = 0; i < v; i += LANES) store(logits + r * v + i, load(row + i, tail(v - i)), tail(v - i));
+        }
+    });
+}
+
+// The head's adapters: rows first .. first + count - 1 of a batch have this one. B [V, rank] as it is, and A [rank, in] and B as panels (products.h)
+// if products are to be made with them; then `columns` is the rank or, if that is odd, one more.
+struct HeadRows {
+    const uint16_t *b, *a_panels, *b_panels;
+    int64_t rank, columns, first, count;
+};
+
+// bf16 as integers of the same order: -0 is below 0, and NaNs are beyond the infinities.
+inline __m512i ordered(__m512i bits) {
+    return _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1));
+}
+
+// The k largest entries of a row, k <= v: the largest first, of equal ones the first.
+inline void largest_entries(const uint16_t* row, int64_t v, int64_t k, int64_t* tokens) {
+    constexpr int WIDE = 32, CLASSES = 4;
+    const __m512i least = _mm512_set1_epi16(-32768);
+    auto there = [=](int64_t i) { return v - i >= WIDE ? (__mmask32)~0u : (__mmask32)((1u << (v - i)) - 1); };
+    // Entries are in 128 classes by their place: those below the k-th largest of the classes' largest are passed over, so few are looked at singly.
+    __m512i tops[CLASSES] = {least, least, least, least};
+    for (int64_t i = 0; i < v; i += WIDE * CLASSES)
+        for (int c = 0; c < CLASSES && i + c * WIDE < v; c++) {
+            const __mmask32 m = there(i + c * WIDE);
+            tops[c] = _mm512_mask_max_epi16(tops[c], m, tops[c], ordered(_mm512_maskz_loadu_epi16(m, row + i + c * WIDE)));
+        }
+    int16_t classes[WIDE * CLASSES];
+    for (int c = 0; c < CLASSES; c++) _mm512_storeu_si512(classes + c * WIDE, tops[c]);
+    std::nth_element(classes, classes + k - 1, classes + WIDE * CLASSES, [](int16_t a, int16_t b) { return a > b; });
+    int16_t bar = classes[k - 1], keys[WIDE * CLASSES];
+    int64_t found = 0;
+    for (int64_t i = 0; i < v; i += WIDE) {
+        const __m512i x = ordered(_mm512_maskz_loadu_epi16(there(i), row + i));
+        for (__mmask32 m = _mm512_mask_cmpge_epi16_mask(there(i), x, _mm512_set1_epi16(bar)); m; m &= m - 1) {
+            const int64_t token = i + __builtin_ctz(m);
+            const int16_t key = (int16_t)(row[token] ^ ((int16_t)row[token] >> 15 & 0x7fff));
+            if (found == k && key <= keys[k - 1]) continue;
+            int64_t at = found < k ? found++ : k - 1;
+            for (; at > 0 && keys[at - 1] < key; at--) keys[at] = keys[at - 1], tokens[at] = tokens[at - 1];
+            keys[at] = key, tokens[at] = token;
+            if (found == k) {
+                if (keys[k - 1] == 32767) return;
+                bar = keys[k - 1] + 1;
+            }
+        }
+    }
+}
+
+// Sixteen lanes of products of pairs, then over lanes.
+inline float dot(const uint16_t* x, const uint16_t* y, int64_t n) {
+    V s = zero();
+    for (int64_t i = 0; i < n; i += LANES) s = fma(load(x + i, tail(n - i)), load(y + i, tail(n - i)), s);
+    return sum(s);
+}
+
+// What float32 needs for single logits: hidden states x [R, d], the weight [V, d], and for rows with an adapter what lies between A and B, `low`.
+struct ExactLogits {
+    const uint16_t *x, *weight;
+    int64_t d;
+    const HeadRows* adapters;
+    int64_t n;
+    const uint16_t* low;
+    int64_t low_stride;
+
+    // The base model's, then the adapter's.
+    float at(int64_t row, int64_t token) const {
+        const float base = dot(x + row * d, weight + token * d, d);
+        for (const HeadRows* own = adapters; own < adapters + n; own++)
+            if (row >= own->first && row < own->first + own->count)
+                return base + dot(low + row * low_stride, own->b + token * own->rank, own->rank);
+        return base;
+    }
+};
+
+// Of each row of logits [R, v] the k largest entries: tokens [R, k], their exact values [R, k]. `wide` [R, v], if given, takes the logits in
+// float32, exact ones where they are known.
+void likeliest(const ExactLogits& exact, const uint16_t* logits, int64_t k, int64_t* tokens, float* values, float* wide, int64_t rows, int64_t v,
+               int threads) {
+    parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
+        for (int64_t r = a; r < b; r++) {
+            largest_entries(logits + r * v, v, k, tokens + r * k);
+            for (int64_t i = 0; i < k; i++) values[r * k + i] = exact.at(r, tokens[r * k + i]);
+            if (wide) scaled_row(logits + r * v, tokens + r * k, values + r * k, k, 1.0f, wide + r * v, v);
+        }
+    });
+}
+
+// Pairs (row, token).
+void single_logits(const ExactLogits& exact, const int64_t* rows, const int64_t* tokens, float* out, int64_t pairs, int threads) {
+    parallel(pairs, pairs * exact.d, threads, [=](int64_t a, int64_t b) {
+        for (int64_t p = a; p < b; p++) out[p] = exact.at(rows[p], tokens[p]);
+    });
+}
+
+}  // namespace

@@ -1,0 +1,149 @@
+// Kernels for CPUs with AVX-512: norms, rotations, SwiGLU, attention, products with bf16 weights. Every function has a twin in torch,
+// which the tests compare.
+//
+// A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how they are cut into blocks, nor on the
+// number of threads. So every sum has one order, written where it is made, and every multiply-add is an explicit instruction.
+//
+// bf16 is uint16_t here, widened exactly, rounded to nearest even. All rows are contiguous unless a stride is given.
+
+#include <cpuid.h>
+#include <sys/mman.h>
+
+#include "adapters.h"
+#include "attention.h"
+#include "decode.h"
+#include "elementwise.h"
+#include "head.h"
+#include "products.h"
+#include "tiles.h"
+
+// One name for each type: `_f` float32, `_h` bf16.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define FOR_TYPES(S, X)                                                                                                                      \
+    EXPORT void rms_norm_##S(const float* x, const X* y, const float* w, float eps, float* x_out, X* out, float* scale, int64_t rows,       \
+                             int64_t d, int threads) {                                                                                       \
+        rms_norm<X, X>(x, y, w, eps, x_out, out, scale, rows, d, threads);                                                                   \
+    }                                                                                                                                        \
+    EXPORT void rms_norm_backward_##S(const X* g, const float* x, const float* w, const float* scale, const float* add, float* out,         \
+                                      int64_t rows, int64_t d, int threads) {                                                                \
+        rms_norm_backward<X>(g, x, w, scale, add, out, rows, d, threads);                                                                    \
+    }                                                                                                                                        \
+    EXPORT void rotate_##S(const X* x, int64_t stride, const float* cos, const float* sin, float sign, X* out, int64_t rows, int64_t heads, \
+                           int64_t e, int threads) {                                                                                         \
+        rotate<X>(x, stride, cos, sin, sign, out, rows, heads, e, threads);                                                                  \
+    }                                                                                                                                        \
+    EXPORT void swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) { swiglu<X>(gate_up, out, rows, d, threads); }   \
+    EXPORT void swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                        \
+        swiglu_backward<X>(grad, gate_up, out, rows, d, threads);                                                                            \
+    }                                                                                                                                        \
+    EXPORT void normalizers_##S(const X* logits, const int64_t* tokens, const float* exact, int64_t k, const float* temperature,            \
+                                float* weights, float* out, int64_t rows, int64_t v, int threads) {                                          \
+        normalizers<X>(logits, tokens, exact, k, temperature, weights, out, rows, v, threads);                                               \
+    }                                                                                                                                        \
+    EXPORT void normalizers_backward_##S(X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature,                \
+                                         const float* log_total, const int64_t* first, const int64_t* targets, const float* grads,          \
+                                         int64_t rows, int64_t v, int threads) {                                                             \
+        normalizers_backward<X>(logits, tokens, exact, k, temperature, log_total, first, targets, grads, rows, v, threads);                  \
+    }                                                                                                                                        \
+    EXPORT void keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride,       \
+                         int64_t heads, int64_t e, int) {                                                                                    \
+        keep<X>(own, rows, n, k, k_stride, v, v_stride, heads, e);                                                                           \
+    }                                                                                                                                        \
+    EXPORT void attend_##S(const Attention* a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {                             \
+        attend<X>(*a, n_blocks, q, out, lse, threads);                                                                                       \
+    }                                                                                                                                        \
+    EXPORT void attend_backward_##S(const Attention* a, const int64_t* part_ends, int64_t parts, const X* grad,                             \
+                                    const X* q, const X* out, const float* lse, const X* k0, X* grad_q, X* grad_k, X* grad_v,           \
+                                    float* sums, int64_t size, int threads) {                                                                \
+        attend_backward<X>(*a, part_ends, parts, grad, q, out, lse, k0, grad_q, grad_k, grad_v, sums, size, threads);             \
+    }
+
+FOR_TYPES(f, float)
+FOR_TYPES(h, uint16_t)
+
+// Whether the CPU multiplies pairs of bf16; one with AMX by that, or not at all: oneDNN is faster then.
+EXPORT int multiplies_bf16() { return __builtin_cpu_supports("avx512bf16") && tiles::there_are() == uses_tiles; }
+EXPORT int has_tiles() { return tiles::there_are(); }
+EXPORT void use_tiles(int used) { uses_tiles = used && tiles::there_are(); }
+// Whether tiles and VDPBF16PS multiply whole numbers to the same products, which are exact in both; 16 and more rows, ends of all kinds.
+EXPORT int tiles_agree() {
+    uint32_t state = 1;
+    auto fill = [&](std::vector<uint16_t>& x) {
+        for (uint16_t& v : x) {
+            state = state * 1664525 + 1013904223;
+            const float whole = (float)(int)(state >> 28) - 8;
+            uint32_t bits;
+            std::memcpy(&bits, &whole, 4);
+            v = bits >> 16;
+        }
+    };
+    const bool before = uses_tiles;
+    bool agree = true;
+    for (int64_t rows : {1, 15, 16, 17, 32, 33, 70})
+        for (int64_t n : {32, 64, 96, 160})
+            for (int64_t k : {2, 30, 32, 34, 96, 1600}) {
+                struct alignas(64) Line {
+                    uint16_t numbers[32];
+                };
+                std::vector<uint16_t> x(rows * k), weight(n * k), bias(n), out[2];
+                std::vector<Line> panels((n + PANEL - 1) / PANEL * PANEL * k / 32);
+                fill(x), fill(weight), fill(bias);
+                const Packing packing{weight.data(), panels.data()->numbers, n, k};
+                pack_panels(&packing, 1, false, 1);
+                for (int with = 0; with < 2; with++) {
+                    uses_tiles = with;
+                    out[with].assign(rows * n, 0);
+                    product(packing.panels, x.data(), bias.data(), out[with].data(), rows, n, k, 1);
+                }
+                agree = agree && out[0] == out[1];
+            }
+    uses_tiles = before;
+    return agree;
+}
+// Asks for pages of 2 MB for memory that nobody has written to yet.
+EXPORT void on_huge_pages(uintptr_t address, int64_t bytes) {
+    constexpr uintptr_t PAGE = 1 << 21;
+    const uintptr_t first = (address + PAGE - 1) / PAGE * PAGE, last = (address + bytes) / PAGE * PAGE;
+    if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
+}
+EXPORT void pack_panels_h(const Packing* matrices, int64_t count, int64_t turned, int threads) {
+    pack_panels(matrices, count, turned, threads);
+}
+EXPORT void product_h(const uint16_t* panels, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n, int64_t k,
+                      int threads) {
+    product(panels, x, bias, out, rows, n, k, threads);
+}
+EXPORT void add_lora_h(const LoraRows* adapters, int64_t n, const uint16_t* x, int64_t in, uint16_t* out, const int64_t* sizes,
+                       int64_t linears, uint16_t* low, int threads) {
+    add_lora(adapters, n, x, in, out, sizes, linears, low, threads);
+}
+EXPORT void lora_backward_h(const LoraRows* adapters, int64_t n, const uint16_t* grad, const int64_t* sizes, int64_t linears,
+                            uint16_t* low_grad, uint16_t* grad_x, int64_t in, int threads) {
+    lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads);
+}
+EXPORT void lora_gradients_h(const uint16_t* x, int64_t in, const uint16_t* low, const uint16_t* grad, const int64_t* sizes, int64_t linears,
+                             const uint16_t* low_grad, int64_t rank, float* grad_a, float* grad_bs, int64_t rows, int threads) {
+    lora_gradients(x, in, low, grad, sizes, linears, low_grad, rank, grad_a, grad_bs, rows, threads);
+}
+EXPORT void decode_h(const Pass* pass, uint16_t* out, int threads) { decode(*pass, out, threads); }
+EXPORT void invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int threads) {
+    invert(weights, uniforms, tokens, rows, v, threads);
+}
+EXPORT void draw_f(const float* logits, const int64_t* rows, const float* temperature, const double* uniforms, int64_t* tokens, float* normalizer,
+                   int64_t n, int64_t v, int threads) {
+    draw(logits, rows, temperature, uniforms, tokens, normalizer, n, v, threads);
+}
+EXPORT void likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_t k, int64_t* tokens, float* values, float* wide, int64_t rows,
+                        int64_t v, int threads) {
+    likeliest(*exact, logits, k, tokens, values, wide, rows, v, threads);
+}
+EXPORT void single_logits_h(const ExactLogits* exact, const int64_t* rows, const int64_t* tokens, float* out, int64_t pairs, int threads) {
+    single_logits(*exact, rows, tokens, out, pairs, threads);
+}
+EXPORT void head_low_h(const HeadRows* adapters, int64_t n, const uint16_t* x, int64_t in, uint16_t* low, int64_t low_stride, int64_t rows,
+                       int threads) {
+    head_low(adapters, n, x, in, low, low_stride, rows, threads);
+}
+EXPORT void add_head_h(const HeadRows* adapters, int64_t n, const uint16_t* low, int64_t low_stride, uint16_t* logits, int64_t v, int threads) {
+    add_head(adapters, n, low, low_stride, logits, v, threads);
+}

@@ -1,0 +1,197 @@
+// Products of bf16 by AMX: tiles of 16 rows of 64 bytes, of which one instruction multiplies two and adds the outcome to a third.
+//
+// EMULATED_TILES compiles the same with the instructions written out, after Intel's description of them, for machines that lack them;
+// what an instruction would refuse ends the process there.
+
+#pragma once
+
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace tiles {
+
+constexpr int ROWS = 16, PAIRS = 16, OUTPUTS = 16;  // of a tile: rows of x, pairs of columns, outputs
+constexpr int BLOCK = 32;                           // rows, and outputs, of a block of two by two tiles
+
+struct alignas(64) Shapes {
+    uint8_t palette = 0, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+static_assert(sizeof(Shapes) == 64, "as the instruction reads it");
+
+#ifdef EMULATED_TILES
+
+#define TILES
+struct Tile {
+    uint8_t data[ROWS][64];
+};
+inline thread_local Tile tile[8];
+inline thread_local Shapes shapes;
+
+inline void need(bool holds) {
+    if (!holds) std::abort();
+}
+inline void configure(const Shapes& to) {
+    need(to.palette <= 1);
+    for (int t = 0; t < 16; t++) need(to.rows[t] <= (t < 8 ? 16 : 0) && to.bytes[t] <= (t < 8 ? 64 : 0) && (to.rows[t] == 0) == (to.bytes[t] == 0));
+    shapes = to;
+    std::memset(tile, 0, sizeof tile);
+}
+inline void configuration(Shapes& to) { to = shapes; }
+inline void there(int t) { need(shapes.palette == 1 && shapes.rows[t]); }
+inline void TILE_ZERO(int t) {
+    there(t);
+    std::memset(&tile[t], 0, sizeof tile[t]);
+}
+inline void TILE_LOAD(int t, const void* from, int64_t stride) {
+    there(t);
+    for (int r = 0; r < shapes.rows[t]; r++) std::memcpy(tile[t].data[r], (const uint8_t*)from + r * stride, shapes.bytes[t]);
+}
+inline void TILE_STORE(int t, void* to, int64_t stride) {
+    there(t);
+    for (int r = 0; r < shapes.rows[t]; r++) std::memcpy((uint8_t*)to + r * stride, tile[t].data[r], shapes.bytes[t]);
+}
+inline float wide(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+}
+inline void TILE_DOT(int c, int a, int b) {
+    there(a), there(b), there(c);
+    need(shapes.rows[c] == shapes.rows[a] && shapes.bytes[c] == shapes.bytes[b] && shapes.bytes[a] == 4 * shapes.rows[b]);
+    for (int m = 0; m < shapes.rows[c]; m++)
+        for (int n = 0; n < shapes.bytes[c] / 4; n++) {
+            float even = 0, odd = 0;
+            for (int k = 0; k < shapes.rows[b]; k++) {
+                even += wide(((uint16_t*)tile[a].data[m])[2 * k]) * wide(((uint16_t*)tile[b].data[k])[2 * n]);
+                odd += wide(((uint16_t*)tile[a].data[m])[2 * k + 1]) * wide(((uint16_t*)tile[b].data[k])[2 * n + 1]);
+            }
+            ((float*)tile[c].data[m])[n] += even + odd;
+        }
+}
+inline bool there_are() { return true; }
+
+#else
+
+#define TILES __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,fma")))
+// Compilers' headers say of these instructions that they read and write less memory than they do; hence what stands beside them.
+TILES inline void configure(const Shapes& to) {
+    asm volatile("" : : "r"(&to) : "memory");
+    _tile_loadconfig(&to);
+}
+TILES inline void configuration(Shapes& to) {
+    _tile_storeconfig(&to);
+    asm volatile("" : : "r"(&to) : "memory");
+}
+#define TILE_ZERO(t) _tile_zero(t)
+#define TILE_LOAD(t, from, stride) _tile_loadd(t, from, stride)
+#define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
+#define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
+
+// Whether the CPU has them, and the kernel saves them for this process, which has to ask.
+inline bool there_are() {
+    static const bool found = [] {
+        unsigned a, b, c, d;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return false;
+        constexpr int ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
+        return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+    }();
+    return found;
+}
+
+#endif
+
+// While it lives, this thread's tiles are ours; then they have the shapes that they had, which other libraries may count on.
+class Use {
+  public:
+    explicit Use(bool used) : used(used) {
+        if (used) configuration(before);
+        current() = 0;
+    }
+    ~Use() {
+        if (used) configure(before);
+    }
+    Use(const Use&) = delete;
+
+    // Of what the tiles of this thread have the shapes: rows of the first and the second, and pairs of columns.
+    static int& current() {
+        static thread_local int found = 0;
+        return found;
+    }
+
+  private:
+    const bool used;
+    Shapes before;
+};
+
+// Tiles 0 to 3 take sums, 4 and 5 rows of x, 6 and 7 weights.
+inline void shape(int first, int second, int pairs) {
+    const int wanted = first << 16 | second << 8 | pairs;
+    if (Use::current() == wanted) return;
+    Shapes to;
+    to.palette = 1;
+    const int rows[8] = {first, first, second, second, first, second, pairs, pairs};
+    for (int t = 0; t < 8; t++)
+        if (rows[t]) to.rows[t] = rows[t], to.bytes[t] = t == 4 || t == 5 ? 4 * pairs : 4 * OUTPUTS;
+    configure(to);
+    Use::current() = wanted;
+}
+
+// out [BLOCK, BLOCK]: products of x's columns [0, k) with 32 outputs of weights whose pairs of columns lie `weight_stride` numbers apart. One or
+// two tiles of rows; k is a multiple of `pairs` pairs.
+template <bool TWO>
+TILES void add_up(const uint16_t* weight, int64_t weight_stride, const uint16_t* x, int64_t x_stride, int64_t k, int pairs, float* out) {
+    asm volatile("" : : : "memory");
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    if constexpr (TWO) {
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    }
+    for (int64_t i = 0; i < k; i += 2 * pairs) {
+        const uint16_t* w = weight + i / 2 * weight_stride;
+        TILE_LOAD(6, w, 2 * weight_stride);
+        TILE_LOAD(7, w + 2 * OUTPUTS, 2 * weight_stride);
+        TILE_LOAD(4, x + i, 2 * x_stride);
+        TILE_DOT(0, 4, 6);
+        TILE_DOT(1, 4, 7);
+        if constexpr (TWO) {
+            TILE_LOAD(5, x + ROWS * x_stride + i, 2 * x_stride);
+            TILE_DOT(2, 5, 6);
+            TILE_DOT(3, 5, 7);
+        }
+    }
+    TILE_STORE(0, out, 4 * BLOCK);
+    TILE_STORE(1, out + OUTPUTS, 4 * BLOCK);
+    if constexpr (TWO) {
+        TILE_STORE(2, out + ROWS * BLOCK, 4 * BLOCK);
+        TILE_STORE(3, out + ROWS * BLOCK + OUTPUTS, 4 * BLOCK);
+    }
+}
+
+// out [BLOCK, BLOCK] for at most so many rows of x and 32 outputs, within a `Use`. Of each sum, runs of 32 columns one after another in the
+// instruction's own order; then, what is left of k beyond its last whole run by itself.
+inline void block(const uint16_t* weight, int64_t weight_stride, const uint16_t* x, int64_t x_stride, int64_t rows, int64_t k, float* out) {
+    const int first = rows < ROWS ? rows : ROWS, second = rows - first;
+    const int64_t whole = k / (2 * PAIRS) * (2 * PAIRS);
+    const int left = (k - whole) / 2;
+    const auto sums = second ? add_up<true> : add_up<false>;
+    if (whole || !left) shape(first, second, PAIRS), sums(weight, weight_stride, x, x_stride, whole, PAIRS, out);
+    if (!left) return;
+    alignas(64) float more[BLOCK * BLOCK];
+    shape(first, second, left);
+    sums(weight + whole / 2 * weight_stride, weight_stride, x + whole, x_stride, k - whole, left, whole ? more : out);
+    if (whole)
+        for (int64_t r = 0; r < rows; r++)
+            for (int c = 0; c < BLOCK; c++) out[r * BLOCK + c] += more[r * BLOCK + c];
+}
+
+}  // namespace tiles

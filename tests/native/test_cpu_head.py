@@ -1,0 +1,140 @@
+"""The head's kernels against the same in float64 and by sorting; and that a row's bits are its own."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from planish.model.head import exact_logits, head_logits
+from planish.model.head_lora import HeadLora, Member
+from planish.model.linear import FrozenLinear
+from planish.model.lora import Site
+from planish.native import cpu
+from planish.native.cpu_head import HeadTable, SingleLogits
+from planish.native.cpu_products import AdapterPanels, adapts_forward
+
+CPU = torch.device("cpu")
+WIDTH = 100
+
+
+@pytest.fixture(autouse=True)
+def _served():
+    if cpu.loaded() is None:
+        pytest.skip("this machine has no AVX-512 or no C++ compiler")
+
+
+@pytest.fixture
+def normal():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+
+def adapter(normal, vocab: int, rank: int) -> Site:
+    a, b = normal(rank, WIDTH), normal(vocab, rank)
+    return Site(a, (b,), AdapterPanels([(a, (b,))]).site(0))
+
+
+def single(hidden: Tensor, weight: Tensor, lora: HeadLora | None = None) -> SingleLogits:
+    return SingleLogits(
+        hidden, weight, HeadTable(()) if lora is None else lora.table, None if lora is None else lora.low
+    )
+
+
+def sorted_first(logits: Tensor, k: int) -> Tensor:
+    return logits.float().sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 16, 31, 129, 272, 3001, 49152])
+@pytest.mark.parametrize("kind", ["different", "tied", "rising", "equal", "infinite"])
+def test_the_largest_entries_are_those_of_a_stable_sort(vocab, kind, normal):
+    logits = {
+        "different": lambda: normal(9, vocab) * 10,
+        "tied": lambda: normal(9, vocab).float().round().to(torch.bfloat16) + 3,
+        "rising": lambda: torch.arange(vocab).expand(9, -1).to(torch.bfloat16).contiguous() - 20,
+        "equal": lambda: torch.full((9, vocab), -2.0, dtype=torch.bfloat16),
+        "infinite": lambda: torch.where(normal(9, vocab) > 0, float("-inf"), normal(9, vocab)),
+    }[kind]()
+    k = min(16, vocab)
+    hidden, weight = normal(9, WIDTH), normal(vocab, WIDTH)
+    wide = torch.empty(9, vocab)
+    tokens, values = single(hidden, weight).likeliest(logits, k, wide)
+    assert torch.equal(tokens, sorted_first(logits, k))
+    expected = (hidden.double() @ weight.double().t()).gather(1, tokens)
+    torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(wide, logits.float().scatter_(1, tokens, values))
+
+
+def test_the_largest_entries_may_lie_anywhere(normal):
+    """All in one of the kernel's classes, so that none bars the others: sixteen, then some that are larger by as little as there is."""
+    logits = torch.full((1, 128 * 20), -5.0, dtype=torch.bfloat16)
+    logits[0, ::128] = 1.0
+    logits[0, 128 * 16 :: 128] = 1.0 + 2**-7
+    tokens, _ = single(normal(1, WIDTH), normal(128 * 20, WIDTH)).likeliest(logits, 16, None)
+    assert tokens[0].tolist() == [128 * i for i in (*range(16, 20), *range(12))]
+
+
+def test_what_is_not_finite_stays_in_its_row(normal):
+    logits, hidden, weight = normal(4, 300), normal(4, WIDTH), normal(300, WIDTH)
+    expected, _ = single(hidden, weight).likeliest(logits, 16, None)
+    logits[1, ::2], logits[2, 7] = torch.nan, torch.inf
+    logits.view(torch.int16)[3] = -1  # a NaN that is below all numbers
+    tokens, _ = single(hidden, weight).likeliest(logits, 16, None)
+    assert torch.equal(tokens[0], expected[0])
+    assert tokens[2, 0] == 7
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
+@pytest.mark.parametrize("vocab", [200, 2080])
+def test_adapters_equal_the_plain_formula(rank, vocab, normal):
+    """2080 is a multiple of 32, so the kernel multiplies by them; their products with 200 are torch's."""
+    hidden, weight, site = normal(7, WIDTH), normal(vocab, WIDTH), adapter(normal, vocab, rank)
+    assert (site.panels is not None) == adapts_forward([(vocab, WIDTH)], torch.bfloat16, CPU)
+    members = [(1, 6, site)]
+    low = (hidden.double() @ site.a.double().t()).to(torch.bfloat16).double()
+    low[0], low[6] = 0, 0
+    expected = hidden.double() @ weight.double().t() + low @ site.bs[0].double().t()
+    logits = head_logits(hidden, FrozenLinear([weight]), members)
+    assert (logits - expected).abs().max() < 0.01 * expected.abs().max()
+    rows, tokens = torch.arange(7).repeat_interleave(40), torch.arange(280) * 7 % vocab
+    exact = exact_logits(hidden, FrozenLinear([weight]), rows, tokens, members)
+    # Sums in float32 may tip the rounding of what lies between A and B.
+    error = (exact - expected[rows, tokens]).abs()
+    assert error.median() < 1e-5
+    assert error.max() < 0.5
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_row_has_the_same_bits_in_any_company(threads, normal):
+    """Adapters of several ranks and rows without any, together and each row alone."""
+    vocab, rows = 2080, 60
+    hidden, head = normal(rows, WIDTH), FrozenLinear([normal(vocab, WIDTH)])
+    spans = [(0, 1), (3, 31), (31, 50)]
+    members: list[Member] = [
+        (*span, adapter(normal, vocab, rank)) for span, rank in zip(spans, (8, 40, 3), strict=True)
+    ]
+    pairs, tokens = torch.arange(rows).repeat_interleave(5), torch.arange(5 * rows) * 331 % vocab
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = head_logits(hidden, head, members)
+        exact = exact_logits(hidden, head, pairs, tokens, members)
+        torch.set_num_threads(1)
+        for row in range(rows):
+            own = [(0, 1, site) for start, stop, site in members if start <= row < stop]
+            alone = hidden[row : row + 1]
+            assert torch.equal(head_logits(alone, head, own)[0], together[row])
+            mine = pairs == row
+            zeros = torch.zeros(5, dtype=torch.int64)
+            assert torch.equal(exact_logits(alone, head, zeros, tokens[mine], own), exact[mine])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_likeliest_logit_is_the_single_one(normal):
+    hidden, head, site = normal(5, WIDTH), FrozenLinear([normal(320, WIDTH)]), adapter(normal, 320, 8)
+    logits = head_logits(hidden, head, [(0, 5, site)])
+    best = logits.argmax(1)
+    found = exact_logits(hidden, head, torch.arange(5), best, [(0, 5, site)])
+    assert torch.equal(found, logits.gather(1, best[:, None])[:, 0])

@@ -1,0 +1,85 @@
+"""A decoding step as one call against the same call by call: hidden states, keys and values have the same bits."""
+
+import pytest
+import torch
+from test_native_attention import Prompt, Sample
+from torch import Tensor
+
+from planish.engine.kv_cache import KVPools, KVShape
+from planish.engine.native_attention import NativeDecode
+from planish.engine.positions import SPAN, capacity_for
+from planish.model.decoder import Decoder
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.native.cpu_pass import PanelPass
+from planish.testing import tiny_model
+from planish.types import LoraConfig
+
+CPU = torch.device("cpu")
+PADDING = 5
+"""A row of each step that belongs to nobody."""
+
+
+pytestmark = pytest.mark.usefixtures("products")
+
+
+class Running:
+    """Samples of two prompts, one shorter than a span, in pools of random keys and values."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        torch.manual_seed(3)
+        shape = KVShape.of(decoder.config, decoder.dtype, CPU)
+        self.prompts, self.samples = KVPools(shape), KVPools(shape)
+        self.owners = []
+        for length, answers in ((2 * SPAN + 3, 4), (SPAN - 1, 9)):
+            prompt = Prompt(length)
+            self.prompts.of(capacity_for(length)).add(prompt)
+            self.owners += [Sample(prompt, length % SPAN + n) for n in range(answers)]
+        for sample in self.owners:
+            self.samples.of(256).add(sample)
+        for pool in (*self.prompts.in_use(), *self.samples.in_use()):
+            for stored in (*pool.keys, *pool.values):
+                stored.normal_()
+
+    def attention(self) -> NativeDecode:
+        places = [row for row in range(len(self.owners) + 1) if row != PADDING]
+        rows = {id(sample): row for sample, row in zip(self.owners, places, strict=True)}
+        return NativeDecode(rows, self.prompts, self.samples)
+
+    def stored(self) -> list[Tensor]:
+        (pool,) = self.samples.in_use()
+        return [*pool.keys, *pool.values]
+
+
+def adapters(decoder: Decoder) -> list[AdapterRows]:
+    """Of two shapes, and rows without."""
+    found, stop = [], 2
+    for seed, rank in enumerate((4, 16)):
+        layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))
+        master = layout.init(seed) + 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
+        found.append(AdapterRows(stop, stop + 4, LoraWeights(layout, master, torch.bfloat16, CPU)))
+        stop += 4
+    return found
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_one_call_has_the_bits_of_many(family, adapted, tmp_path, monkeypatch):
+    decoder = Decoder.load(tiny_model(tmp_path, family, kv_heads=1, head_dim=32), torch.bfloat16, CPU)
+    running = Running(decoder)
+    given = adapters(decoder) if adapted else ()
+    tokens, positions = torch.arange(14) * 7, torch.arange(14) * 3
+    calls = []
+    whole = PanelPass.decoded
+    monkeypatch.setattr(PanelPass, "decoded", lambda *arguments: calls.append(1) or whole(*arguments))
+    with torch.inference_mode():
+        attention = running.attention()
+        slow = decoder.hidden(tokens, positions, lambda *qkv: attention(*qkv), given)
+        kept = [x.clone() for x in running.stored()]
+        assert not calls
+        for stored, sample in [(stored, sample) for stored in running.stored() for sample in running.owners]:
+            stored[sample.slot, :, sample.stored] = 0  # what the call is to keep again
+        fast = decoder.hidden(tokens, positions, running.attention(), given)
+    assert calls
+    assert torch.equal(fast, slow)
+    assert all(torch.equal(again, before) for again, before in zip(running.stored(), kept, strict=True))
+    assert slow.isfinite().all()

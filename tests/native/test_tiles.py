@@ -1,0 +1,52 @@
+"""Products by AMX, whose instructions are emulated where the CPU has none: the emulator refuses what the instructions would."""
+
+import ctypes
+import logging
+import subprocess
+
+import pytest
+import torch
+
+from planish.native import build
+from planish.native.cpu_products import PanelWeight, WeightRoom
+
+
+def test_tiles_multiply_as_pairs_do(emulated_library):
+    assert ctypes.CDLL(str(emulated_library)).tiles_agree()
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(("fan_out", "fan_in"), [(96, 576), (64, 34), (160, 8), (32, 2)])
+def test_a_row_s_bits_are_its_own(fan_out, fan_in):
+    generator = torch.Generator().manual_seed(fan_in)
+    weight, x, bias = (
+        torch.randn(*n, generator=generator).bfloat16() for n in ((fan_out, fan_in), (70, fan_in), (fan_out,))
+    )
+    panels = PanelWeight(weight, WeightRoom(0))
+    whole = panels.product(x, bias)
+    expected = x.double() @ weight.double().t() + bias.double()
+    assert (whole.double() - expected).abs().max() <= 0.005 * expected.abs().max()
+    for first, stop in ((0, 1), (15, 17), (3, 36), (69, 70)):
+        assert torch.equal(panels.product(x[first:stop], bias), whole[first:stop])
+
+
+def test_rows_beside_one_that_is_not_finite_stay_as_they_are(products):
+    x = torch.ones(33, 34, dtype=torch.bfloat16)
+    x[16] = torch.nan
+    found = PanelWeight(torch.ones(32, 34, dtype=torch.bfloat16), WeightRoom(0)).product(x, None)
+    assert found[16].isnan().all()
+    others = torch.arange(33) != 16
+    assert (found[others] == 34).all()
+
+
+@pytest.mark.parametrize(("body", "used"), [("return 1;", True), ("return 0;", False), ("__builtin_trap();", False)])
+def test_tiles_are_used_where_they_were_seen_to_agree(body, used, tmp_path, caplog):
+    """The library is asked once, in a process of its own: to die of it is another way to say no."""
+    source, path = tmp_path / "library.cpp", tmp_path / "library.so"
+    source.write_text(f'extern "C" int tiles_agree() {{ {body} }}')
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    with caplog.at_level(logging.WARNING):
+        assert build.tiles_agree(path) is used
+    assert ("AMX is not used" in caplog.text) is not used
+    path.unlink()
+    assert build.tiles_agree(path) is used
