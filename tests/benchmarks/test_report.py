@@ -54,3 +54,15 @@ def test_a_longer_context_is_charged_for_what_it_adds(tmp_path):
     page = with_tables("<!-- table: contexts -->\n<!-- end -->", tmp_path)
     assert "| 256 | 10.0 | 1.00 |  |  |" in page
     assert "| 4,096 | 30.0 | 5.00 | 200.0 | 20.0 |" in page
+
+
+def test_adapters_are_compared_round_by_round(tmp_path):
+    point = {"samples": 64, "tokens": 2048, "new_tokens": 32, "median_seconds": 4.0, "seconds": [4.0, 5.0, 4.0]}
+    many = {**point, "adapters": 8, "alone_seconds": [3.0, 3.0, 2.0], "read_seconds_a_step": 0.005}
+    one = {**point, "adapters": 1, "alone_seconds": [4.0, 4.0, 4.0], "read_seconds_a_step": 0.0005}
+    first = {"new": [0.020, 0.030, 0.100], "used": [0.012, 0.010, 0.011]}
+    (tmp_path / "adapters.json").write_text(json.dumps({**HEADER, "points": [one, many], "first_tokens": first}))
+    page = with_tables("<!-- table: adapters -->\n<!-- end -->", tmp_path)
+    assert "| 64 = 1 x 64 | 4.00 (4.00 to 5.00) | 512 |  | 125.0 | 0.5 |" in page
+    assert "| 64 = 8 x 8 | 4.00 (4.00 to 5.00) | 512 | 0.60 | 125.0 | 5.0 |" in page
+    assert "First token of a new version, which is packed for it: 30.0 ms; to another prompt then: 11.0 ms." in page

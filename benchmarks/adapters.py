@@ -1,0 +1,123 @@
+"""Different adapters in one decode batch, against one adapter that answers the same requests.
+
+    python benchmarks/adapters.py            writes results/adapters.json
+
+1, 8 and 64 training clients in process, each with a sampler of its own weights after one optimizer step; 64, and 256, samples in all, so of 8
+clients each has 8 or 32. All requests, one prompt for each client, are under way at once; one of the clients then answers the same ones alone. What
+many adapters must cost is that their weights are read at every step: that time, at the bandwidth that memory was measured to have, stands
+beside. A new version is packed at its first use, which is not in these times: it is the first token of a new sampler, by that of one in use.
+"""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import chz
+from compare import header
+from iteration import answered, rollouts, rollouts_in_turn, tokens_of, train_step
+from limits import read_bandwidth
+from overheads import first_token
+from report import RESULTS, adapters_table
+from works import Shape, make_prompts
+
+import planish
+from planish.model.config import ModelConfig
+from planish.model.lora import LoraLayout
+from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.runs import write_whole
+from planish.types import LoraConfig
+
+ADAPTERS = (1, 8, 64)
+SAMPLES = (64, 256)
+BFLOAT16_BYTES = 2
+
+
+@chz.chz
+class Options:
+    model: str = DEFAULT_MODEL
+    rank: int = 16
+    prompt_tokens: int = 32
+    new_tokens: int = 32
+    rounds: int = 3
+    small: bool = False
+    """For trying: its times mean nothing."""
+    directory: Path = RESULTS
+
+
+def main(options: Options) -> None:
+    report = header(options)
+    counts, sizes = ((1, 2), (4,)) if options.small else (ADAPTERS, SAMPLES)
+    layout = LoraLayout(ModelConfig.from_directory(resolve_model(options.model)), LoraConfig(rank=options.rank))
+    with planish.ServiceClient() as service_client:
+        clients = [trained(service_client, options, number) for number in range(max(counts))]
+        samplers = [client.save_weights_and_get_sampling_client() for client in clients]
+        firsts = [first_tokens(sampler, options, number) for number, sampler in enumerate(samplers)]
+        report["first_tokens"] = {
+            name: [round(seconds, 6) for seconds in values]
+            for name, values in zip(("new", "used"), zip(*firsts, strict=True), strict=True)
+        }
+        report["points"] = [
+            {
+                "adapters": count,
+                "samples": samples,
+                "tokens": samples * options.new_tokens,
+                "new_tokens": options.new_tokens,
+                **measured(samplers[:count], options, samples),
+            }
+            for samples in sizes
+            for count in counts
+        ]
+    # Last: a second thread that computes in parallel has OpenMP's threads sleep between kernels, and everything takes a third longer (docs/log.md).
+    bandwidth = report["read_bandwidth"] = read_bandwidth()
+    for point in report["points"]:
+        point["read_seconds_a_step"] = point["adapters"] * layout.size * BFLOAT16_BYTES / bandwidth
+    write_whole(options.directory / "adapters.json", json.dumps(report, indent=1) + "\n")
+    print(adapters_table(report))
+
+
+def trained(service_client: planish.ServiceClient, options: Options, number: int) -> planish.TrainingClient:
+    """After one step, so that no two adapters are the same, and none does nothing."""
+    client = service_client.create_lora_training_client(base_model=options.model, rank=options.rank, seed=number)
+    work = {**work_of(client.get_tokenizer(), options, 1, 2, f"training {number}"), "new_tokens": 2}
+    train_step(client, answered(work, rollouts(client.save_weights_and_get_sampling_client(), work)))
+    return client
+
+
+def first_tokens(sampler: planish.SamplingClient, options: Options, number: int) -> tuple[float, float]:
+    """Seconds of the first token by a sampler that is new, and to another prompt by the same."""
+    prompts = work_of(sampler.get_tokenizer(), options, 2, 1, f"first {number}")["prompts"]
+    new, used = (first_token(sampler, prompt) for prompt in prompts)
+    return new, used
+
+
+def measured(samplers: Sequence[planish.SamplingClient], options: Options, samples: int) -> dict[str, Any]:
+    """Seconds of each round of all adapters, and of one alone; each is first in every second round."""
+    seconds: dict[str, list[float]] = {"seconds": [], "alone_seconds": []}
+    for number in range(options.rounds + 1):
+        contenders = [("seconds", samplers), ("alone_seconds", samplers[:1])]
+        for name, clients in contenders if number % 2 else reversed(contenders):
+            # Prompts of their own for every round: nothing of them is in a cache.
+            round_name = f"{name} {samples} {number}"
+            count = len(samplers)
+            work = work_of(samplers[0].get_tokenizer(), options, count, samples // count, round_name)
+            begun = time.perf_counter()
+            made = tokens_of(rollouts_in_turn(clients, work))
+            took = time.perf_counter() - begun
+            assert made == samples * options.new_tokens
+            if number:  # what is made for the first time is made in round 0
+                seconds[name].append(round(took, 4))
+    return {**seconds, "median_seconds": statistics.median(seconds["seconds"])}
+
+
+def work_of(tokenizer: Any, options: Options, prompts: int, samples: int, name: str) -> dict[str, Any]:
+    shape = Shape(prompts, samples, options.new_tokens, options.prompt_tokens, 0)
+    made = make_prompts(tokenizer, random.Random(name), shape)
+    return {"prompts": made, "samples": samples, "new_tokens": options.new_tokens, "seed": 0}
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(Options))
