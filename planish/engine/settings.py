@@ -12,6 +12,7 @@ from planish.engine.sampler import SamplerSettings
 from planish.engine.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
+from planish.native import cpu_products
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -72,7 +73,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of products. "auto": bfloat16 on a GPU that has it and on a CPU with AMX or AVX512-BF16, else float32."""
+    """The dtype of products. "auto": bfloat16 on a GPU that has it, on a CPU with AMX or AVX512-BF16 or where our kernels multiply it; else float32."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -101,4 +102,5 @@ def _probed(config: ModelConfig, dtype: torch.dtype, device: torch.device, _thre
 
 def _cpu_multiplies_bfloat16() -> bool:
     # The public torch.cpu.get_capabilities is younger than the oldest torch that planish runs on.
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    has_instructions = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return has_instructions or cpu_products.multiplies_bfloat16()

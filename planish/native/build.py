@@ -18,7 +18,10 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
 # Instruction sets are named one by one, rather than by -march=native: a cache may be shared by machines of several kinds.
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
-INSTRUCTIONS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+INSTRUCTIONS = {
+    "AVX512_BF16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
 SECONDS = 120
 
 
@@ -26,12 +29,12 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
-def library(cache: Path) -> Path:
-    """The compiled library, made now if it is not there yet."""
+def library(cache: Path, instructions: str) -> Path:
+    """The library for a CPU with these INSTRUCTIONS, compiled now if it is not there yet."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or name one in CXX")
-    command = [compiler, *FLAGS, *INSTRUCTIONS]
+    command = [compiler, *FLAGS, *INSTRUCTIONS[instructions]]
     texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     digest = hashlib.sha256("\0".join([*command, *texts]).encode()).hexdigest()[:16]
     path = cache / f"kernels-{digest}.so"

@@ -1,7 +1,7 @@
 """The CPU's kernels (cpp/), called on tensors. kernels.py says what each does; those of the attention, which only CPUs have, say it here.
 
 PLANISH_KERNELS=native makes it an error that there are none; by default they are used where the CPU has
-AVX-512 and a C++ compiler is found, and one line of the log says why not. Sampler and trainer ask alike, so they agree.
+AVX-512 or AVX2 and a C++ compiler is found, and one line of the log says why not. Sampler and trainer ask alike, so they agree.
 
 Shapes: T rows, D hidden, H heads, E head_dim. Types: float32 and bf16, on a CPU. Everything given must be contiguous but for what is said.
 """
@@ -113,6 +113,14 @@ class AttentionPlan:
         return self.blocks.ctypes.data, self.ranges.ctypes.data, self.visible.ctypes.data
 
 
+def instructions() -> str:
+    """Which of this CPU's the kernels are compiled for, a key of INSTRUCTIONS; ATEN_CPU_CAPABILITY=avx2 asks us, as it asks torch, for fewer than there are."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in ("AVX512", "AMX", "AVX2"):
+        raise BuildError("this CPU has no AVX2")
+    return "AVX512_BF16" if capability != "AVX2" and torch.cpu._is_avx512_bf16_supported() else "AVX2"
+
+
 @cache
 def loaded() -> ctypes.CDLL | None:
     """The library, or None where torch is to do the work."""
@@ -122,9 +130,7 @@ def loaded() -> ctypes.CDLL | None:
     if wanted in ("torch", "triton"):
         return None
     try:
-        if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AMX"):
-            raise BuildError("this CPU has no AVX-512")
-        path = library(cache_home() / "kernels")
+        path = library(cache_home() / "kernels", instructions())
         found = ctypes.CDLL(str(path))
         if found.has_tiles():
             found.use_tiles(int(tiles_agree(path)))

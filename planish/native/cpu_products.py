@@ -36,6 +36,11 @@ def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.devi
     fits = fan_out % _HALF_PANEL == 0 and fan_in % 2 == 0 and fan_in <= _MOST_COLUMNS
     if not fits or dtype != torch.bfloat16 or device.type != "cpu":
         return False
+    return multiplies_bfloat16()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has the instructions for it."""
     found = loaded()
     return found is not None and bool(found.multiplies_bf16())
 

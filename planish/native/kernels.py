@@ -1,4 +1,4 @@
-"""Which compiled kernels serve a tensor: C++ on CPUs with AVX-512 (cpu.py), Triton on GPUs (triton_*.py), or none; then torch does the work.
+"""Which compiled kernels serve a tensor: C++ on CPUs with AVX2 or AVX-512 (cpu.py), Triton on GPUs (triton_*.py), or none; then torch does the work.
 
 Both sides do the same arithmetic: float32 inside, rounded once. PLANISH_KERNELS=torch turns all of them off; =triton has Triton serve CPU tensors
 too, which is for tests: it is interpreted there (TRITON_INTERPRET=1).

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def here():
     if cpu.loaded() is None:
-        pytest.skip("this machine has no AVX-512 or no C++ compiler")
+        pytest.skip("this machine has no AVX2 or no C++ compiler")
 
 
 def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> Packed:

@@ -1,10 +1,13 @@
 import ctypes
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from planish.home import cache_home
 from planish.native import build, cpu, cpu_products
 
 
@@ -19,21 +22,49 @@ def emulated_library(tmp_path_factory) -> Path:
     """The kernels with AMX's instructions written out."""
     path = tmp_path_factory.mktemp("kernels") / "emulated.so"
     flags = ["-O1" if flag == "-O3" else flag for flag in build.FLAGS]
-    command = ["g++", *flags, *build.INSTRUCTIONS, "-DEMULATED_TILES", str(build.SOURCE), "-o", str(path)]
+    command = [
+        "g++",
+        *flags,
+        *build.INSTRUCTIONS[cpu.instructions()],
+        "-DEMULATED_TILES",
+        str(build.SOURCE),
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, check=True)
     return path
 
 
-@pytest.fixture(params=["as the CPU multiplies", "by emulated tiles"])
-def products(request, monkeypatch):
-    """Products with bf16 weights, on this machine's CPU and as one with AMX makes them."""
-    if not cpu_products.multiplies(32, 32, torch.bfloat16, torch.device("cpu")):
-        pytest.skip("this machine has no instruction for pairs of bf16")
-    if request.param == "by emulated tiles":
-        library = ctypes.CDLL(str(request.getfixturevalue("emulated_library")))
-        library.use_tiles(1)
-        for module in (cpu, cpu_products):
-            monkeypatch.setattr(module, "loaded", lambda: library)
-    cpu._function.cache_clear()
-    yield
+@pytest.fixture(params=["all instructions", "AVX2"])
+def cpu_kernels(request):
+    """The CPU's kernels, also as a CPU with no more than AVX2 has them; skips where there are none."""
+    if cpu.loaded() is None:
+        pytest.skip("this machine has no AVX2 or no C++ compiler")
+    with _served(request.param):
+        yield
+
+
+@pytest.fixture(params=["all instructions", "AVX2", "emulated tiles"])
+def products(request):
+    """Products with bf16 weights by this CPU's kernels, as one with AVX2 makes them and as one with AMX does."""
+    if not cpu_products.multiplies_bfloat16():
+        pytest.skip("this machine does not multiply bf16 by our kernels")
+    tiles = request.getfixturevalue("emulated_library") if request.param == "emulated tiles" else None
+    with _served(request.param, tiles):
+        yield
+
+
+@contextmanager
+def _served(by: str, tiles: Path | None = None) -> Iterator[None]:
+    """The kernels are those for these instructions."""
+    with pytest.MonkeyPatch.context() as patch:
+        if by != "all instructions":
+            if by == "AVX2" and cpu.instructions() == "AVX2":
+                pytest.skip("this machine has no more than AVX2")
+            library = ctypes.CDLL(str(tiles or build.library(cache_home() / "kernels", "AVX2")))
+            library.use_tiles(int(tiles is not None))
+            for module in (cpu, cpu_products):
+                patch.setattr(module, "loaded", lambda: library)
+        cpu._function.cache_clear()
+        yield
     cpu._function.cache_clear()

@@ -17,10 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(autouse=True)
-def here():
-    if cpu.loaded() is None:
-        pytest.skip("this machine has no AVX-512 or no C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

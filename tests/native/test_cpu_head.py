@@ -8,7 +8,6 @@ from planish.model.head import exact_logits, head_logits
 from planish.model.head_lora import HeadLora, Member
 from planish.model.linear import FrozenLinear
 from planish.model.lora import Site
-from planish.native import cpu
 from planish.native.cpu_head import HeadTable, SingleLogits
 from planish.native.cpu_products import AdapterPanels, adapts_forward
 
@@ -16,10 +15,7 @@ CPU = torch.device("cpu")
 WIDTH = 100
 
 
-@pytest.fixture(autouse=True)
-def _served():
-    if cpu.loaded() is None:
-        pytest.skip("this machine has no AVX-512 or no C++ compiler")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture

@@ -89,41 +89,35 @@ struct RowSum {
 // `SUMMED` rows; then these sums in their order. Columns are shared out among threads, rows are not.
 constexpr int64_t SUM_WIDTH = 256;  // columns of `wide` that a thread takes at a time: in pairs, they stay in the second cache
 constexpr int64_t SUM_AHEAD = 16;   // rows that are called for before they are needed: they lie on a page each
-constexpr int SUM_TILE = 12;        // columns of `narrow`, by 2 vectors of `wide`: 24 sums
+constexpr int SUM_VECTORS = std::min(2, tile_vectors(TILE_ROWS));                // of `wide` in a tile
+constexpr int SUM_TILE = TILE_ROWS * tile_vectors(TILE_ROWS) / SUM_VECTORS;  // by columns of `narrow`
 
 // Rows in pairs, column by column, as the instruction wants them: [count/2][stride]; a last row that is alone meets zeros.
 inline void paired(const uint16_t* rows, int64_t row_stride, int64_t count, int64_t columns, uint32_t* to, int64_t stride) {
     for (int64_t t = 0; t < count; t += 2)
         for (int64_t c = 0; c < columns; c += LANES) {
-            const __mmask16 m = tail(columns - c);
+            const int64_t left = columns - c;
             const uint16_t* from = rows + t * row_stride + c;
             _mm_prefetch((const char*)(from + SUM_AHEAD * row_stride), _MM_HINT_T0);
             _mm_prefetch((const char*)(from + (SUM_AHEAD + 1) * row_stride), _MM_HINT_T0);
-            const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, from));
-            const __m512i high = _mm512_castps_si512(load(t + 1 < count ? from + row_stride : from, t + 1 < count ? m : (__mmask16)0));
-            _mm512_mask_storeu_epi32(to + t / 2 * stride + c, m, _mm512_or_si512(low, high));
+            store_words(to + t / 2 * stride + c, load_joined(from, tail(left), from + row_stride, tail(t + 1 < count ? left : 0)), tail(left));
         }
 }
 
-// total[R][SUM_WIDTH] (+)= the sum over pairs of rows, for R columns of `narrow` and 2 vectors of `wide`.
+// total[R][SUM_WIDTH] (+)= the sum over pairs of rows, for R columns of `narrow` and some vectors of `wide`.
 template <int R>
-BF16 void row_sum_tile(const uint32_t* narrow, int64_t stride, const uint32_t* wide, int64_t pairs, bool fresh, float* total) {
-    V acc[R][2];
-    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero();
+void row_sum_tile(const uint32_t* narrow, int64_t stride, const uint32_t* wide, int64_t pairs, bool fresh, float* total) {
+    Sums<R, SUM_VECTORS> sums;
     for (int64_t t = 0; t < pairs; t++) {
-        const __m512bh w0 = (__m512bh)_mm512_loadu_si512(wide + t * SUM_WIDTH);
-        const __m512bh w1 = (__m512bh)_mm512_loadu_si512(wide + t * SUM_WIDTH + LANES);
-        for (int r = 0; r < R; r++) {
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(narrow[t * stride + r]);
-            acc[r][0] = _mm512_dpbf16_ps(acc[r][0], both, w0);
-            acc[r][1] = _mm512_dpbf16_ps(acc[r][1], both, w1);
-        }
+        auto words = [=](I* to) {
+            for (int c = 0; c < SUM_VECTORS; c++) to[c] = load_words(wide + t * SUM_WIDTH + c * LANES);
+        };
+        sums.add([=](int r) { return narrow + t * stride + r; }, words);
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < 2; c++) {
-            float* to = total + r * SUM_WIDTH + c * LANES;
-            store(to, fresh ? acc[r][c] : _mm512_add_ps(load(to), acc[r][c]));
-        }
+    sums.each([=](int r, int c, V sum) {
+        float* to = total + r * SUM_WIDTH + c * LANES;
+        store(to, fresh ? sum : add(load(to), sum));
+    });
 }
 
 struct RowSumRooms {
@@ -132,10 +126,6 @@ struct RowSumRooms {
 
 // Columns first .. first + width - 1 of `wide`, at most SUM_WIDTH.
 inline void row_sum(const RowSum& own, int64_t first, int64_t width, int64_t rows, RowSumRooms& rooms) {
-    using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, bool, float*);
-    constexpr Tile tiles[SUM_TILE] = {row_sum_tile<1>, row_sum_tile<2>, row_sum_tile<3>,  row_sum_tile<4>,  row_sum_tile<5>,  row_sum_tile<6>,
-                                      row_sum_tile<7>, row_sum_tile<8>, row_sum_tile<9>, row_sum_tile<10>, row_sum_tile<11>, row_sum_tile<12>};
-    const int64_t groups = (own.columns + SUM_TILE - 1) / SUM_TILE;
     auto* narrow = rooms.narrow.of<uint32_t>(SUMMED / 2 * own.columns);
     auto* wide = rooms.wide.of<uint32_t>(SUMMED / 2 * SUM_WIDTH);
     float* total = rooms.total.of<float>(own.columns * SUM_WIDTH);
@@ -143,11 +133,10 @@ inline void row_sum(const RowSum& own, int64_t first, int64_t width, int64_t row
         const int64_t count = std::min(SUMMED, rows - t);
         paired(own.narrow + t * own.narrow_stride, own.narrow_stride, count, own.columns, narrow, own.columns);
         paired(own.wide + t * own.wide_stride + first, own.wide_stride, count, width, wide, SUM_WIDTH);
-        for (int64_t w = 0; w < width; w += 2 * LANES)
-            for (int64_t g = 0; g < groups; g++) {
-                const int64_t c = own.columns * g / groups, stop = own.columns * (g + 1) / groups;
-                tiles[stop - c - 1](narrow + c, own.columns, wide + w, (count + 1) / 2, t == 0, total + c * SUM_WIDTH + w);
-            }
+        for (int64_t w = 0; w < width; w += SUM_VECTORS * LANES)
+            by_tiles<SUM_TILE>(own.columns, [&](int64_t c, auto size) {
+                row_sum_tile<size>(narrow + c, own.columns, wide + w, (count + 1) / 2, t == 0, total + c * SUM_WIDTH + w);
+            });
     }
     if (!rows) std::fill(total, total + own.columns * SUM_WIDTH, 0.0f);
     for (int64_t w = 0; w < width; w++)

@@ -8,7 +8,7 @@
 
 namespace {
 
-template <class Products, class X>
+template <class By, class X>
 void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, X* out, float* lse, Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e;
     int64_t shared = 0, own = 0;
@@ -17,14 +17,14 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
         for (int64_t r = 0; r < b.count; r++) own = std::max(own, a.own[b.first + r].count);
     const int64_t shared_width = (shared + 15) / 16 * 16, width = shared_width + (own + 15) / 16 * 16;
     Course course(a, b, head, sizeof(X));
-    const typename Products::Query* queries = Products::queries(a, b, head, q, scratch);
+    const typename By::Query* queries = By::queries(a, b, head, q, scratch);
     float* s = scratch.s.of<float>(m * width);
     float* o = scratch.o.of<float>(m * e);
     std::fill(o, o + m * e, 0.0f);
     const X *k[KEYS], *v[KEYS];
     int64_t at = 0;
     for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n)
-        Products::scores(a, queries, m, k, n, scratch, course, s + at, width);
+        By::scores(a, queries, m, k, n, scratch, course, s + at, width);
     for (int64_t r = 0; r < b.count; r++) {
         for (int64_t g = 0; g < a.group; g++) mask_from(s + (r * a.group + g) * width, a.visible[b.first + r], shared_width);
         if (!own) continue;
@@ -32,30 +32,30 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
         int64_t first = shared_width;
         const Range& mine = a.own[b.first + r];
         for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
-            Products::scores(a, queries + r * a.group * e, a.group, k, n, scratch, course, mine_s + first, width);
+            By::scores(a, queries + r * a.group * e, a.group, k, n, scratch, course, mine_s + first, width);
         for (int64_t g = 0; g < a.group; g++) mask_from(mine_s + g * width + shared_width, mine.count, width - shared_width);
     }
     Totals* totals = scratch.stats.of<Totals>(m);
     for (int64_t i = 0; i < m; i++) {
         float peak = largest(s + i * width, width);
         if (!(peak > -std::numeric_limits<float>::infinity())) peak = std::isnan(peak) ? peak : 0.0f;
-        totals[i] = Products::soften(s + i * width, width, peak);
-        totals[i].exact = Products::log_sum(peak, totals[i].exact);
+        totals[i] = By::soften(s + i * width, width, peak);
+        totals[i].exact = By::log_sum(peak, totals[i].exact);
     }
     at = 0;
     for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n)
-        Products::weigh_values(a, s, at, width, m, v, n, scratch, course, o);
+        By::weigh_values(a, s, at, width, m, v, n, scratch, course, o);
     if (own)
         for (int64_t r = 0; r < b.count; r++) {
             int64_t first = shared_width;
             const Range& mine = a.own[b.first + r];
             for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
-                Products::weigh_values(a, s + r * a.group * width, first, width, a.group, v, n, scratch, course, o + r * a.group * e);
+                By::weigh_values(a, s + r * a.group * width, first, width, a.group, v, n, scratch, course, o + r * a.group * e);
         }
     for (int64_t i = 0; i < m; i++) {
         int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
         V inverse = all(1.0f / totals[i].used);
-        for (int64_t c = 0; c < e; c += LANES) store(out + row * e + c, _mm512_mul_ps(load(o + i * e + c), inverse));
+        for (int64_t c = 0; c < e; c += LANES) store(out + row * e + c, mul(load(o + i * e + c), inverse));
         if (lse) lse[row] = totals[i].exact;
     }
 }
@@ -68,12 +68,7 @@ void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < n_blocks * a.heads; item++) {
             const Block& block = a.blocks[item / a.heads];
-            if constexpr (sizeof(X) == 2)
-                if (has_pairs()) {
-                    attend_block<Pairs>(a, block, item % a.heads, q, out, lse, scratch);
-                    continue;
-                }
-            attend_block<Floats<X>>(a, block, item % a.heads, q, out, lse, scratch);
+            attend_block<Products<X>>(a, block, item % a.heads, q, out, lse, scratch);
         }
     }
 }
@@ -82,19 +77,18 @@ void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse
 inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float* to, int64_t stride) {
     for (int64_t i = 0; i < rows; i += LANES)
         for (int64_t j = 0; j < n; j += LANES) {
-            const __mmask16 there = tail(rows - i);
-            __m512i x[LANES];
+            const Tail there = tail(rows - i);
+            I x[LANES];
             for (int r = 0; r < LANES; r++)
-                x[r] = i + r < rows ? _mm512_loadu_si512(from + (i + r) * row + j) : _mm512_setzero_si512();
+                x[r] = i + r < rows ? load_words(from + (i + r) * row + j) : no_words();
             turn16(x);
-            for (int c = 0; c < LANES; c++) _mm512_mask_storeu_epi32(to + (j + c) * stride + i, there, x[c]);
+            for (int c = 0; c < LANES; c++) store_words(to + (j + c) * stride + i, x[c], there);
         }
 }
 
 // Gradients of one block and head: those of its queries are written, those of keys and values added to rows of [T, Hkv, E].
-template <class X>
-void attend_block_backward(const Attention& a, const Block& b, int64_t head, const X* grad, const X* q, const X* out, const float* lse,
-                           const X* k0, X* grad_q, float* grad_k, float* grad_v, Scratch& scratch) {
+inline void attend_block_backward(const Attention& a, const Block& b, int64_t head, const float* grad, const float* q, const float* out,
+                                  const float* lse, const float* k0, float* grad_q, float* grad_k, float* grad_v, Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e;
     float* queries = scratch.q.of<float>(m * e);
     float* g = scratch.g.of<float>(m * e);
@@ -116,17 +110,13 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
         query_rows[i] = queries + i * e;
         grad_rows[i] = g + i * e;
     }
-    const X *k[KEYS], *v[KEYS];
-    const float *wide_k[KEYS], *wide_v[KEYS];
-    float *room_k = scratch.k.of<float>(KEYS * e), *room_v = scratch.v.of<float>(KEYS * e);
+    const float *k[KEYS], *v[KEYS];
     int64_t at = 0;
-    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
+    for (Walk<float> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
         const int64_t padded = (n + 15) / 16 * 16;
-        const float* const* keys = widened(k, n, e, room_k, wide_k);
-        const float* const* values = widened(v, n, e, room_v, wide_v);
         for (int64_t j = 0; j < n; j += LANES) {
-            dots(queries, m, e, keys + j, s + j, KEYS);
-            dots(g, m, e, values + j, ds + j, KEYS);
+            dots(queries, m, e, k + j, s + j, KEYS);
+            dots(g, m, e, v + j, ds + j, KEYS);
         }
         int64_t first = m;  // queries before it see nothing of this tile
         for (int64_t i = m; i-- > 0;) {
@@ -135,15 +125,15 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
             first = i;
             mask_from(s + i * KEYS, seen, padded);
             for (int64_t j = 0; j < padded; j += LANES) {
-                V p = exp_(_mm512_sub_ps(load(s + i * KEYS + j), all(stats[i])));
-                p = _mm512_maskz_mov_ps(tail(n - j), p);
+                V p = exp_(sub(load(s + i * KEYS + j), all(stats[i])));
+                p = only(tail(n - j), p);
                 store(s + i * KEYS + j, p);
-                store(ds + i * KEYS + j, _mm512_mul_ps(p, _mm512_sub_ps(load(ds + i * KEYS + j), all(stats[m + i]))));
+                store(ds + i * KEYS + j, mul(p, sub(load(ds + i * KEYS + j), all(stats[m + i]))));
             }
         }
         const int64_t live = m - first;
         if (!live) continue;
-        add_weighted(ds + first * KEYS, KEYS, live, keys, n, dq + first * e, e);
+        add_weighted(ds + first * KEYS, KEYS, live, k, n, dq + first * e, e);
         // Sums over queries: the tile's weights turned, so that a key's lie in a row.
         turn(s + first * KEYS, KEYS, live, padded, column, m);
         turn(ds + first * KEYS, KEYS, live, padded, column + KEYS * m, m);
@@ -176,7 +166,7 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
     }
     for (int64_t i = 0; i < m; i++) {
         int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
-        for (int64_t c = 0; c < e; c += LANES) store(grad_q + row * e + c, _mm512_mul_ps(load(dq + i * e + c), all(a.scale)));
+        for (int64_t c = 0; c < e; c += LANES) store(grad_q + row * e + c, mul(load(dq + i * e + c), all(a.scale)));
     }
 }
 
@@ -184,51 +174,49 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
 inline void turn_pairs(const uint32_t* from, int64_t row, int64_t pairs, int64_t n, uint32_t* to, int64_t stride) {
     for (int64_t i = 0; i < pairs; i += LANES)
         for (int64_t j = 0; j < n; j += LANES) {
-            __m512i x[LANES];
+            I x[LANES];
             for (int p = 0; p < LANES; p++) {
                 const uint16_t* first = (const uint16_t*)(from + 2 * (i + p) * row) + j;
                 if (i + p < pairs)
                     two_rows<1>(first, first + 2 * row, 0, x + p);
                 else
-                    x[p] = _mm512_setzero_si512();
+                    x[p] = no_words();
             }
             turn16(x);
-            for (int c = 0; c < LANES; c++) _mm512_storeu_si512(to + (j + c) * stride + i, x[c]);
+            for (int c = 0; c < LANES; c++) store_words(to + (j + c) * stride + i, x[c]);
         }
 }
 
 // One query's weights p = exp(score - lse), in the place of s as pairs of bf16 that add up to them, and in the place of dp its gradients of
 // scores, scale * p * (dp - the mean of dp by p), as bf16, side by side; 0 from `seen` on. n is a multiple of 16. The mean is taken of these
 // very numbers, lane by lane, then over lanes: nearer to the truth than the product of the output, which was rounded, with its gradient.
-BF16 void slopes(float* s, float* dp, int64_t seen, int64_t n, float lse, float scale) {
+void slopes(float* s, float* dp, int64_t seen, int64_t n, float lse, float scale) {
     V total = zero();
     for (int64_t j = 0; j < seen; j += LANES) {
-        const __mmask16 there = tail(seen - j);
-        V p = _mm512_maskz_mov_ps(there, exp2_(_mm512_sub_ps(load(s + j), all(lse * Pairs::PER_LN))));
-        total = fma(p, _mm512_maskz_mov_ps(there, load(dp + j)), total);
+        const Tail there = tail(seen - j);
+        V p = only(there, exp2_(sub(load(s + j), all(lse * Pairs::PER_LN))));
+        total = fma(p, only(there, load(dp + j)), total);
         store(s + j, p);
     }
     const V mean = all(sum(total));
     for (int64_t j = 0; j < n; j += LANES) {
-        const __mmask16 there = tail(std::max<int64_t>(seen - j, 0));
-        V p = _mm512_maskz_mov_ps(there, load(s + j));
-        V ds = _mm512_maskz_mov_ps(there, _mm512_mul_ps(_mm512_mul_ps(p, all(scale)), _mm512_sub_ps(load(dp + j), mean)));
-        const __m256i high = (__m256i)_mm512_cvtneps_pbh(p);
-        const __m512i wide = _mm512_cvtepu16_epi32(high);
-        const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(p, _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))));
-        _mm512_storeu_si512(s + j, _mm512_or_si512(wide, _mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16)));
-        _mm256_storeu_si256((__m256i*)((uint16_t*)dp + j), (__m256i)_mm512_cvtneps_pbh(ds));
+        const Tail there = tail(std::max<int64_t>(seen - j, 0));
+        V p = only(there, load(s + j));
+        V ds = only(there, mul(mul(p, all(scale)), sub(load(dp + j), mean)));
+        const H high = narrowed_fast(p), low = narrowed_fast(sub(p, widened(high)));
+        store_words(s + j, joined(high, low));
+        store((uint16_t*)dp + j, narrowed_fast(ds));
     }
 }
 
 // Adds to rows of gradients, which lie like the keys `k` of a tile from k0 on, the rows that `values` holds, weighted by columns.
-inline void weigh_keys(const uint32_t* columns, int64_t stride, const Laid& values, int64_t pairs, const uint16_t* const* k, int64_t n,
-                       const uint16_t* k0, float* out, int64_t row_size) {
+inline void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values, int64_t pairs, int64_t e, const uint16_t* const* k,
+                       int64_t n, const uint16_t* k0, float* out, int64_t row_size) {
     for (int64_t j = 0; j < n;) {
         // Neighbouring keys of one range are neighbours in the gradients too; runs of them share the loads of the values.
         int64_t run = 1;
         while (j + run < n && k[j + run] == k[j + run - 1] + row_size) run++;
-        weigh(columns + j * stride, stride, run, values, pairs, values.e, out + (k[j] - k0), row_size);
+        weigh(Laid(columns + j * stride, stride, run, pairs, values, e), run, pairs, e, out + (k[j] - k0), row_size);
         j += run;
     }
 }
@@ -260,8 +248,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         slopes(s + i * width, ds + i * width, std::min(a.visible[b.first + i / a.group], at), width, lse[row], a.scale);
         twice[2 * i] = twice[2 * i + 1] = g + i * e;
     }
-    const Laid of_queries = laid(pairs.data(), even, e, scratch.pairs.of<uint32_t>(even / 2 * e));
-    const Laid of_grads = laid(twice.data(), 2 * m, e, scratch.twice.of<uint32_t>(m * e));
+    const uint32_t* of_queries = laid(pairs.data(), even, e, scratch.pairs.of<uint32_t>(even / 2 * e));
+    const uint32_t* of_grads = laid(twice.data(), 2 * m, e, scratch.twice.of<uint32_t>(m * e));
     const int64_t stride = (m + LANES - 1) / LANES * LANES;
     uint32_t* columns = scratch.v.of<uint32_t>(KEYS * stride);
     float* dq = scratch.o.of<float>(m * e);
@@ -273,11 +261,12 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         if (first == m) continue;
         const int64_t padded = (n + 15) / 16 * 16, blind = first / 2;
         const uint32_t* d = (const uint32_t*)ds + at / 2;
-        weigh(d + first * width, width, m - first, laid(k, n, e, scratch.k.of<uint32_t>(KEYS / 2 * e)), (n + 1) / 2, e, dq + first * e, e);
+        const uint32_t* keys = laid(k, n, e, scratch.k.of<uint32_t>(KEYS / 2 * e));
+        weigh(Laid(d + first * width, width, m - first, (n + 1) / 2, keys, e), m - first, (n + 1) / 2, e, dq + first * e, e);
         turn(s + first * width + at, width, m - first, padded, (float*)columns, stride);
-        weigh_keys(columns, stride, {of_grads.at + first * e, e}, m - first, k, n, k0, grad_v, row_size);
+        weigh_keys(columns, stride, of_grads + first * e, m - first, e, k, n, k0, grad_v, row_size);
         turn_pairs(d + 2 * blind * width, width, even / 2 - blind, padded, columns, stride);
-        weigh_keys(columns, stride, {of_queries.at + blind * e, e}, even / 2 - blind, k, n, k0, grad_k, row_size);
+        weigh_keys(columns, stride, of_queries + blind * e, even / 2 - blind, e, k, n, k0, grad_k, row_size);
     }
     for (int64_t i = 0; i < m; i++) {
         const int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
@@ -318,11 +307,9 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
                     for (float* to : {gk, gv}) std::fill(to + t * row + head * a.e, to + t * row + (head + 1) * a.e, 0.0f);
             for (int64_t b = part ? part_ends[part - 1] : 0; b < part_ends[part]; b++) {
                 if constexpr (sizeof(X) == 2)
-                    if (has_pairs()) {
-                        attend_block_backward(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk, gv, scratch);
-                        continue;
-                    }
-                attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q, gk, gv, scratch);
+                    attend_block_backward(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk, gv, scratch);
+                else
+                    attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q, gk, gv, scratch);
             }
         }
 #pragma omp for schedule(static)
@@ -331,8 +318,8 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
                 V gk = zero(), gv = zero();
                 for (int64_t p = 0; p < parts; p++) {
                     if (!read[p][t]) continue;
-                    gk = _mm512_add_ps(gk, load(sums + p * 2 * size + i));
-                    gv = _mm512_add_ps(gv, load(sums + p * 2 * size + size + i));
+                    gk = add(gk, load(sums + p * 2 * size + i));
+                    gv = add(gv, load(sums + p * 2 * size + size + i));
                 }
                 store(grad_k + i, gk);
                 store(grad_v + i, gv);

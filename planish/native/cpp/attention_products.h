@@ -68,17 +68,6 @@ class Course {
     }
 };
 
-// Element pairs of sixteen vectors added up: lane j of the result is the sum over the lanes of x[j], by a tree over lanes.
-inline V sums16(V* x) {
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++)
-            x[i] = _mm512_add_ps(_mm512_permutex2var_ps(x[2 * i], even, x[2 * i + 1]),
-                                 _mm512_permutex2var_ps(x[2 * i], odd, x[2 * i + 1]));
-    return x[0];
-}
-
 // out[i * stride ...] = dot(q_i, key_j) for N rows of q and 16 keys: lanes of 16 elements, then their tree. E is a multiple of 16.
 template <int N>
 inline void dots16(const float* q, int64_t e, const float* const* keys, float* out, int64_t stride) {
@@ -182,113 +171,62 @@ struct Walk {
     }
 };
 
-// The rows in float32: as they lie, or widened into `room` [KEYS, E]. A tile fits the first cache, and is read by many queries.
-inline const float* const* widened(const float* const* rows, int64_t, int64_t, float*, const float**) { return rows; }
-inline const float* const* widened(const uint16_t* const* rows, int64_t n, int64_t e, float* room, const float** wide) {
-    for (int64_t j = 0; j < (n + 15) / 16 * 16; j++) {
-        float* to = room + j * e;
-        for (int64_t c = 0; c < e; c += LANES) store(to + c, load(rows[j] + c));
-        wide[j] = to;
-    }
-    return wide;
-}
-
 // Dot products of pairs are added one after another, in one sum, whatever the number of rows; there are no sums over lanes.
 
 // A tile of at most KEYS rows [E], in sixteens, so that a pair of columns lies side by side for all: [E/2][KEYS] pairs.
 inline void turned(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
     for (int64_t j = 0; j < n; j += LANES)
         for (int64_t c = 0; c < e; c += 2 * LANES) {
-            const __mmask16 there = tail((e - c) / 2);
-            __m512i x[LANES];
-            for (int i = 0; i < LANES; i++) x[i] = _mm512_maskz_loadu_epi32(there, rows[j + i] + c);
+            I x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load_words(rows[j + i] + c, e - c);
             turn16(x);
-            for (int i = 0; i < std::min<int64_t>(LANES, (e - c) / 2); i++) _mm512_storeu_si512(to + (c / 2 + i) * KEYS + j, x[i]);
+            for (int i = 0; i < std::min<int64_t>(LANES, (e - c) / 2); i++) store_words(to + (c / 2 + i) * KEYS + j, x[i]);
         }
 }
 
 template <int R, int C>
-BF16 void pair_dots_tile(const uint16_t* q, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
-    V acc[R][C];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) acc[r][c] = zero();
-    for (int64_t i = 0; i < e / 2; i++) {
-        __m512bh k[C];
-        for (int c = 0; c < C; c++) k[c] = (__m512bh)_mm512_loadu_si512(keys + i * KEYS + c * LANES);
-        for (int r = 0; r < R; r++) {
-            int32_t pair;
-            std::memcpy(&pair, q + r * e + 2 * i, 4);
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            for (int c = 0; c < C; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], both, k[c]);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(out + r * stride + c * LANES, _mm512_mul_ps(acc[r][c], all(scale)));
+void pair_dots_tile(const Operand& queries, int64_t row, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
+    Sums<R, C> sums;
+    queries.multiply(row, (const uint16_t*)keys, 2 * KEYS, 0, e, sums);
+    sums.each([=](int r, int c, V sum) { store(out + r * stride + c * LANES, mul(sum, all(scale))); });
 }
 
 template <int C>
 void pair_dots(const uint16_t* q, int64_t rows, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
-    using Tile = void (*)(const uint16_t*, int64_t, const uint32_t*, float, float*, int64_t);
-    const Tile tiles[] = {pair_dots_tile<1, C>, pair_dots_tile<2, C>, pair_dots_tile<3, C>,
-                          pair_dots_tile<4, C>, pair_dots_tile<5, C>, pair_dots_tile<6, C>};
-    for (int64_t r = 0; r < rows;) {
-        const int64_t left = (rows - r + 5) / 6, take = (rows - r + left - 1) / left;
-        tiles[take - 1](q + r * e, e, keys, scale, out + r * stride, stride);
-        r += take;
-    }
-}
-
-// Sixteen elements of each of sixteen rows, turned: to[i] holds pair i of all.
-__attribute__((always_inline)) inline void turn_keys(const uint16_t* const* rows, int64_t c, __m512i* to) {
-    constexpr int HALF_LANES = LANES / 2;
-    __m512i x[HALF_LANES], y[HALF_LANES];
-    for (int i = 0; i < HALF_LANES; i++) {
-        const int row = i / 4 * 8 + i % 4;
-        const __m256i low = _mm256_loadu_si256((const __m256i*)(rows[row] + c));
-        x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256((const __m256i*)(rows[row + 4] + c)), 1);
-    }
-    for (int i = 0; i < HALF_LANES; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < HALF_LANES; i += 4)
-        for (int h = 0; h < 2; h++) {
-            x[i + 2 * h] = _mm512_unpacklo_epi64(y[i + h], y[i + 2 + h]);
-            x[i + 2 * h + 1] = _mm512_unpackhi_epi64(y[i + h], y[i + 2 + h]);
-        }
-    for (int i = 0; i < 4; i++) {
-        to[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-        to[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    }
+    const Operand queries(q, e, rows, e);
+    by_tiles(rows, [&](int64_t r, auto size) {
+        constexpr int R = size, W = std::min(C, tile_vectors(R));
+        float* to = out + r * stride;
+        int c = 0;
+        for (; c + W <= C; c += W) pair_dots_tile<R, W>(queries, r, e, keys + c * LANES, scale, to + c * LANES, stride);
+        if constexpr (C % W) pair_dots_tile<R, C % W>(queries, r, e, keys + c * LANES, scale, to + c * LANES, stride);
+    });
 }
 
 // The same for R queries and G * 16 keys, too few queries to be worth laying keys out for: these are turned in registers.
 template <int R, int G>
-BF16 inline void few_dots_tile(const uint16_t* q, int64_t e, const uint16_t* const* keys, float scale, float* out, int64_t stride) {
-    V acc[G][R];
-    for (int g = 0; g < G; g++)
-        for (int r = 0; r < R; r++) acc[g][r] = zero();
+inline void few_dots_tile(const uint16_t* q, int64_t e, const uint16_t* const* keys, float scale, float* out, int64_t stride) {
+    Sums<R, G> sums;
     for (int64_t c = 0; c < e; c += LANES) {
-        __m512i k[G][LANES / 2];
-        for (int g = 0; g < G; g++) turn_keys(keys + g * LANES, c, k[g]);
-        for (int i = 0; i < LANES / 2; i++)
-            for (int r = 0; r < R; r++) {
-                int32_t pair;
-                std::memcpy(&pair, q + r * e + c + 2 * i, 4);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                for (int g = 0; g < G; g++) acc[g][r] = _mm512_dpbf16_ps(acc[g][r], both, (__m512bh)k[g][i]);
-            }
+        I k[G][LANES / 2];
+        for (int g = 0; g < G; g++) turn_rows(keys + g * LANES, c, k[g]);
+        for (int i = 0; i < LANES / 2; i++) {
+            auto words = [&](I* to) {
+                for (int g = 0; g < G; g++) to[g] = k[g][i];
+            };
+            sums.add([=](int r) { return q + r * e + c + 2 * i; }, words);
+        }
     }
-    for (int g = 0; g < G; g++)
-        for (int r = 0; r < R; r++) store(out + r * stride + g * LANES, _mm512_mul_ps(acc[g][r], all(scale)));
+    sums.each([=](int r, int g, V sum) { store(out + r * stride + g * LANES, mul(sum, all(scale))); });
 }
 
 template <int R>
-BF16 void few_dots(const uint16_t* q, int64_t e, const uint16_t* const* keys, int64_t n, float scale, float* out, int64_t stride, Course& course) {
+void few_dots(const uint16_t* q, int64_t e, const uint16_t* const* keys, int64_t n, float scale, float* out, int64_t stride, Course& course) {
+    constexpr int G = std::min(2, tile_vectors(R));
     int64_t j = 0;
-    for (; j + LANES < n; j += 2 * LANES) {
-        course.fetch(std::min<int64_t>(n - j, 2 * LANES));
-        few_dots_tile<R, 2>(q, e, keys + j, scale, out + j, stride);
+    for (; j + (G - 1) * LANES < n; j += G * LANES) {
+        course.fetch(std::min<int64_t>(n - j, G * LANES));
+        few_dots_tile<R, G>(q, e, keys + j, scale, out + j, stride);
     }
     if (j < n) {
         course.fetch(n - j);
@@ -296,114 +234,87 @@ BF16 void few_dots(const uint16_t* q, int64_t e, const uint16_t* const* keys, in
     }
 }
 
-// Rows two by two: a pair of them lies side by side for each of C * 16 columns from `c` on.
-template <int C>
-inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, __m512i* to) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,
-                                         34, 2, 33, 1, 32, 0);
-    if constexpr (C == 1) {
-        const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(first + c)));
-        const __m512i y = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(second + c)));
-        to[0] = _mm512_permutex2var_epi16(x, low, y);
-    } else {
-        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-        for (int i = 0; i < C; i += 2) {
-            const __m512i x = _mm512_loadu_si512(first + c + i * LANES), y = _mm512_loadu_si512(second + c + i * LANES);
-            to[i] = _mm512_permutex2var_epi16(x, low, y);
-            to[i + 1] = _mm512_permutex2var_epi16(x, high, y);
-        }
-    }
-}
-
-// Rows of a tile as they lie.
-struct Apart {
+// Rows of weights, `stride` pairs apart, and what they multiply: rows of a tile as they lie,
+class Apart {
+    const uint32_t* w;
+    int64_t stride;
     const uint16_t* const* rows;
 
-    template <int C>
-    inline void get(int64_t pair, int64_t c, __m512i* to) const {
-        two_rows<C>(rows[2 * pair], rows[2 * pair + 1], c, to);
+  public:
+    Apart(const uint32_t* w, int64_t stride, const uint16_t* const* rows) : w(w), stride(stride), rows(rows) {}
+
+    template <int R, int C>
+    ALWAYS_INLINE void multiply(int64_t row, int64_t pairs, int64_t c, Sums<R, C>& sums) const {
+        for (int64_t j = 0; j < pairs; j++)
+            sums.add([=](int r) { return w + (row + r) * stride + j; }, [=](I* to) { two_rows<C>(rows[2 * j], rows[2 * j + 1], c, to); });
     }
 };
 
-// Rows of a tile laid out as pairs, [n/2][E], to be read by many.
-struct Laid {
+// or laid out as pairs, [n/2][E], to be read by many.
+class Laid {
+    Operand w;
     const uint32_t* at;
     int64_t e;
 
-    template <int C>
-    inline void get(int64_t pair, int64_t c, __m512i* to) const {
-        for (int i = 0; i < C; i++) to[i] = _mm512_loadu_si512(at + pair * e + c + i * LANES);
+  public:
+    Laid(const uint32_t* w, int64_t stride, int64_t rows, int64_t pairs, const uint32_t* at, int64_t e)
+        : w((const uint16_t*)w, 2 * stride, rows, 2 * pairs), at(at), e(e) {}
+
+    template <int R, int C>
+    ALWAYS_INLINE void multiply(int64_t row, int64_t pairs, int64_t c, Sums<R, C>& sums) const {
+        w.multiply(row, (const uint16_t*)(at + c), 2 * e, 0, 2 * pairs, sums);
     }
 };
 
-inline Laid laid(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+inline const uint32_t* laid(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
     for (int64_t j = 0; j < n; j += 2)
         for (int64_t c = 0; c < e; c += LANES) {
-            __m512i x;
+            I x;
             two_rows<1>(rows[j], rows[j + 1], c, &x);
-            _mm512_storeu_si512(to + j / 2 * e + c, x);
+            store_words(to + j / 2 * e + c, x);
         }
-    return {to, e};
+    return to;
 }
 
-// out[r * out_stride + ...] += sum over j of w_rj * value_j for pairs of j one after another, in the instruction's own order within a pair:
-// R rows of weights, `stride` pairs apart, by C * 16 columns from `c` on.
-template <int R, int C, class Values>
-BF16 void weigh_tile(const uint32_t* w, int64_t stride, const Values& values, int64_t pairs, int64_t c, float* out, int64_t out_stride) {
-    V acc[R][C];
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < C; i++) acc[r][i] = load(out + r * out_stride + c + i * LANES);
-    for (int64_t j = 0; j < pairs; j++) {
-        __m512i v[C];
-        values.template get<C>(j, c, v);
-        for (int r = 0; r < R; r++) {
-            const __m512bh x = (__m512bh)_mm512_set1_epi32(w[r * stride + j]);
-            for (int i = 0; i < C; i++) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], x, (__m512bh)v[i]);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < C; i++) store(out + r * out_stride + c + i * LANES, acc[r][i]);
+// out[r * out_stride + ...] += sum over j of w_rj * value_j for pairs of j one after another: R rows of weights by C * 16 columns from `c` on.
+template <int R, int C, class Weighted>
+void weigh_tile(const Weighted& values, int64_t row, int64_t pairs, int64_t c, float* out, int64_t out_stride) {
+    Sums<R, C> sums(out + c, out_stride);
+    values.multiply(row, pairs, c, sums);
+    sums.each([=](int r, int i, V sum) { store(out + r * out_stride + c + i * LANES, sum); });
 }
 
-template <int C, class Values>
-void weigh_columns(const uint32_t* w, int64_t stride, int64_t rows, const Values& values, int64_t pairs, int64_t c, float* out,
-                   int64_t out_stride) {
-    using Tile = void (*)(const uint32_t*, int64_t, const Values&, int64_t, int64_t, float*, int64_t);
-    constexpr Tile tiles[] = {weigh_tile<1, C, Values>, weigh_tile<2, C, Values>, weigh_tile<3, C, Values>,
-                              weigh_tile<4, C, Values>, weigh_tile<5, C, Values>, weigh_tile<6, C, Values>};
-    for (int64_t r = 0; r < rows;) {
-        const int64_t left = (rows - r + 5) / 6, take = (rows - r + left - 1) / left;
-        tiles[take - 1](w + r * stride, stride, values, pairs, c, out + r * out_stride, out_stride);
-        r += take;
-    }
-}
-
-template <class Values>
-void weigh(const uint32_t* w, int64_t stride, int64_t rows, const Values& values, int64_t pairs, int64_t e, float* out, int64_t out_stride) {
-    int64_t c = 0;
-    for (; c + 64 <= e; c += 64) weigh_columns<4>(w, stride, rows, values, pairs, c, out, out_stride);
-    for (; c + 32 <= e; c += 32) weigh_columns<2>(w, stride, rows, values, pairs, c, out, out_stride);
-    if (c < e) weigh_columns<1>(w, stride, rows, values, pairs, c, out, out_stride);
+template <class Weighted>
+void weigh(const Weighted& values, int64_t rows, int64_t pairs, int64_t e, float* out, int64_t out_stride) {
+    by_tiles(rows, [&](int64_t r, auto size) {
+        constexpr int R = size, W = tile_vectors(R);
+        float* to = out + r * out_stride;
+        int64_t c = 0;
+        for (; c + W * LANES <= e; c += W * LANES) weigh_tile<R, W>(values, r, pairs, c, to, out_stride);
+        if constexpr (W > 2)
+            for (; c + 2 * LANES <= e; c += 2 * LANES) weigh_tile<R, 2>(values, r, pairs, c, to, out_stride);
+        if constexpr (W > 1)
+            if (c < e) weigh_tile<R, 1>(values, r, pairs, c, to, out_stride);
+    });
 }
 
 struct Scratch {
     Room q, s, o, g, d, stats, k, v, pairs, twice;
 };
 
-// Queries of a block's rows for one key head, row by row, each with its group: scaled, float32 [count * group, E].
-template <class X>
-void gather(const Attention& a, const Block& b, int64_t head, const X* x, float scale, float* to) {
+// Queries of a block's rows for one key head, row by row, each with its group: scaled [count * group, E].
+inline void gather(const Attention& a, const Block& b, int64_t head, const float* x, float scale, float* to) {
     for (int64_t r = 0; r < b.count; r++)
         for (int64_t g = 0; g < a.group; g++) {
-            const X* from = x + (a.rows[b.first + r] * a.heads * a.group + head * a.group + g) * a.e;
-            for (int64_t i = 0; i < a.e; i += LANES) store(to + (r * a.group + g) * a.e + i, _mm512_mul_ps(load(from + i), all(scale)));
+            const float* from = x + (a.rows[b.first + r] * a.heads * a.group + head * a.group + g) * a.e;
+            for (int64_t i = 0; i < a.e; i += LANES) store(to + (r * a.group + g) * a.e + i, mul(load(from + i), all(scale)));
         }
 }
 
 inline float largest(const float* w, int64_t n) {
     V top = all(-std::numeric_limits<float>::infinity());
-    for (int64_t j = 0; j < n; j += LANES) top = _mm512_max_ps(load(w + j), top);
-    return _mm512_reduce_max_ps(top);
+    for (int64_t j = 0; j < n; j += LANES) top = larger(load(w + j), top);
+    return largest_lane(top);
 }
 
 inline void mask_from(float* s, int64_t first, int64_t n) {
@@ -415,49 +326,45 @@ struct Totals {
     float used, exact;
 };
 
-// Attention's products in float32, of bf16 widened exactly. Scores: by dots16; sums of values: in the order of positions.
-template <class X>
+// Attention's products in float32. Scores: by dots16; sums of values: in the order of positions.
 struct Floats {
     using Query = float;
 
     // Scaled.
-    static const float* queries(const Attention& a, const Block& b, int64_t head, const X* q, Scratch& scratch) {
+    static const float* queries(const Attention& a, const Block& b, int64_t head, const float* q, Scratch& scratch) {
         float* to = scratch.q.of<float>(b.count * a.group * a.e);
         gather(a, b, head, q, a.scale, to);
         return to;
     }
 
     // out[i * stride + j] = score of query i and key j, for a tile of n keys.
-    static void scores(const Attention& a, const float* q, int64_t rows, const X* const* keys, int64_t n, Scratch& scratch, Course& course, float* out,
+    static void scores(const Attention& a, const float* q, int64_t rows, const float* const* keys, int64_t n, Scratch&, Course& course, float* out,
                        int64_t stride) {
         course.fetch(n);
-        const float* wide[KEYS];
-        const float* const* there = widened(keys, n, a.e, scratch.k.of<float>(KEYS * a.e), wide);
-        for (int64_t j = 0; j < n; j += LANES) dots(q, rows, a.e, there + j, out + j, stride);
+        for (int64_t j = 0; j < n; j += LANES) dots(q, rows, a.e, keys + j, out + j, stride);
     }
 
     // s[0 .. n) become weights exp(s - peak), summed lane by lane, then over lanes. n is a multiple of 16.
     static Totals soften(float* s, int64_t n, float peak) {
         V total = zero();
         for (int64_t j = 0; j < n; j += LANES) {
-            V x = exp_(_mm512_sub_ps(load(s + j), all(peak)));
+            V x = exp_(sub(load(s + j), all(peak)));
             store(s + j, x);
-            total = _mm512_add_ps(total, x);
+            total = add(total, x);
         }
         return {sum(total), sum(total)};
     }
     static float log_sum(float peak, float total) { return peak + std::log(total); }
 
     // Adds to out [rows, E] the n values weighted by entries first .. of each row of weights.
-    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride, int64_t rows, const X* const* values, int64_t n,
-                             Scratch& scratch, Course& course, float* out) {
+    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride, int64_t rows, const float* const* values, int64_t n,
+                             Scratch&, Course& course, float* out) {
         course.fetch(n);
-        const float* wide[KEYS];
-        add_weighted(s + first, stride, rows, widened(values, n, a.e, scratch.k.of<float>(KEYS * a.e), wide), n, out, a.e);
+        add_weighted(s + first, stride, rows, values, n, out, a.e);
     }
 };
 
-// The same of bf16, where the CPU multiplies pairs: of elements for scores, of positions for sums of values, whose weights are rounded to
+// The same of bf16, by pairs: of elements for scores, of positions for sums of values, whose weights are rounded to
 // bf16 for it (in the place of the scores: a row of weights begins where its scores began). Few queries and many have the same bits.
 struct Pairs {
     using Query = uint16_t;
@@ -492,14 +399,14 @@ struct Pairs {
         many[(n - 1) / LANES](q, rows, e, room, scale, out, stride);
     }
 
-    BF16 static Totals soften(float* s, int64_t n, float peak) {
+    static Totals soften(float* s, int64_t n, float peak) {
         V used = zero(), exact = zero();
         for (int64_t j = 0; j < n; j += LANES) {
-            V x = exp2_(_mm512_sub_ps(load(s + j), all(peak)));
-            exact = _mm512_add_ps(exact, x);
-            const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(x);
-            _mm256_storeu_si256((__m256i*)((uint16_t*)s + j), narrow);
-            used = _mm512_add_ps(used, load((const uint16_t*)&narrow));
+            V x = exp2_(sub(load(s + j), all(peak)));
+            exact = add(exact, x);
+            const H rounded = narrowed_fast(x);
+            store((uint16_t*)s + j, rounded);
+            used = add(used, widened(rounded));
         }
         return {sum(used), sum(exact)};
     }
@@ -509,9 +416,14 @@ struct Pairs {
                              int64_t n, Scratch& scratch, Course& course, float* out) {
         const uint32_t* w = (const uint32_t*)s + first / 2;
         course.fetch(n);
-        if (rows <= FEW) return weigh(w, stride, rows, Apart{values}, (n + 1) / 2, a.e, out, a.e);
-        weigh(w, stride, rows, laid(values, n, a.e, scratch.k.of<uint32_t>(KEYS / 2 * a.e)), (n + 1) / 2, a.e, out, a.e);
+        const int64_t pairs = (n + 1) / 2;
+        if (rows <= FEW) return weigh(Apart(w, stride, values), rows, pairs, a.e, out, a.e);
+        const uint32_t* there = laid(values, n, a.e, scratch.k.of<uint32_t>(KEYS / 2 * a.e));
+        weigh(Laid(w, stride, rows, pairs, there, a.e), rows, pairs, a.e, out, a.e);
     }
 };
+
+template <class X>
+using Products = std::conditional_t<sizeof(X) == 2, Pairs, Floats>;
 
 }  // namespace

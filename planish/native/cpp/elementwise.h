@@ -16,10 +16,10 @@ void rms_norm(const float* x, const Y* y, const float* w, float eps, float* x_ou
             float* xo = x_out ? x_out + t * d : nullptr;
             V s = zero();
             for (int64_t i = 0; i < d; i += LANES) {
-                __mmask16 m = tail(d - i);
+                Tail m = tail(d - i);
                 V v = load(xs + i, m);
                 if (y) {
-                    v = _mm512_add_ps(v, load(y + t * d + i, m));
+                    v = add(v, load(y + t * d + i, m));
                     store(xo + i, v, m);
                 }
                 s = fma(v, v, s);
@@ -28,30 +28,30 @@ void rms_norm(const float* x, const Y* y, const float* w, float eps, float* x_ou
             if (scale) scale[t] = k;
             const float* from = y ? xo : xs;
             for (int64_t i = 0; i < d; i += LANES) {
-                __mmask16 m = tail(d - i);
-                store(out + t * d + i, _mm512_mul_ps(_mm512_mul_ps(load(from + i, m), all(k)), load(w + i, m)), m);
+                Tail m = tail(d - i);
+                store(out + t * d + i, mul(mul(load(from + i, m), all(k)), load(w + i, m)), m);
             }
         }
     });
 }
 
-// d/dx of the norm: scale * (g w - x * scale^2 * mean(g w x)), added to `add` if given.
+// d/dx of the norm: scale * (g w - x * scale^2 * mean(g w x)), added to `more` if given.
 template <class G>
-void rms_norm_backward(const G* g, const float* x, const float* w, const float* scale, const float* add, float* out, int64_t rows,
+void rms_norm_backward(const G* g, const float* x, const float* w, const float* scale, const float* more, float* out, int64_t rows,
                        int64_t d, int threads) {
     parallel(rows, rows * d, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++) {
             V s = zero();
             for (int64_t i = 0; i < d; i += LANES) {
-                __mmask16 m = tail(d - i);
-                s = fma(_mm512_mul_ps(load(g + t * d + i, m), load(w + i, m)), load(x + t * d + i, m), s);
+                Tail m = tail(d - i);
+                s = fma(mul(load(g + t * d + i, m), load(w + i, m)), load(x + t * d + i, m), s);
             }
             float k = scale[t], inner = sum(s) / (float)d * k * k;
             for (int64_t i = 0; i < d; i += LANES) {
-                __mmask16 m = tail(d - i);
-                V gw = _mm512_mul_ps(load(g + t * d + i, m), load(w + i, m));
-                V v = _mm512_mul_ps(_mm512_fnmadd_ps(load(x + t * d + i, m), all(inner), gw), all(k));
-                if (add) v = _mm512_add_ps(v, load(add + t * d + i, m));
+                Tail m = tail(d - i);
+                V gw = mul(load(g + t * d + i, m), load(w + i, m));
+                V v = mul(fnma(load(x + t * d + i, m), all(inner), gw), all(k));
+                if (more) v = add(v, load(more + t * d + i, m));
                 store(out + t * d + i, v, m);
             }
         }
@@ -69,11 +69,11 @@ void rotate(const X* x, int64_t x_stride, const float* cos, const float* sin, fl
                 const X* from = x + t * x_stride + h * e;
                 X* to = out + (t * heads + h) * e;
                 for (int64_t i = 0; i < half; i += LANES) {
-                    __mmask16 m = tail(half - i);
-                    V c = load(cos + t * half + i, m), s = _mm512_mul_ps(load(sin + t * half + i, m), all(sign));
+                    Tail m = tail(half - i);
+                    V c = load(cos + t * half + i, m), s = mul(load(sin + t * half + i, m), all(sign));
                     V p = load(from + i, m), q = load(from + half + i, m);
-                    store(to + i, _mm512_fnmadd_ps(q, s, _mm512_mul_ps(p, c)), m);
-                    store(to + half + i, fma(p, s, _mm512_mul_ps(q, c)), m);
+                    store(to + i, fnma(q, s, mul(p, c)), m);
+                    store(to + half + i, fma(p, s, mul(q, c)), m);
                 }
             }
     });
@@ -85,9 +85,9 @@ void swiglu(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
     parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++)
             for (int64_t i = 0; i < d; i += LANES) {
-                __mmask16 m = tail(d - i);
+                Tail m = tail(d - i);
                 V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
-                store(out + t * d + i, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid(g)), u), m);
+                store(out + t * d + i, mul(mul(g, sigmoid(g)), u), m);
             }
     });
 }
@@ -97,12 +97,12 @@ void swiglu_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int6
     parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++)
             for (int64_t i = 0; i < d; i += LANES) {
-                __mmask16 m = tail(d - i);
+                Tail m = tail(d - i);
                 V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
                 V dy = load(grad + t * d + i, m), s = sigmoid(g);
-                V slope = fma(_mm512_mul_ps(g, s), _mm512_sub_ps(all(1.0f), s), s);  // silu' = s + g s (1 - s)
-                store(out + t * 2 * d + i, _mm512_mul_ps(_mm512_mul_ps(dy, u), slope), m);
-                store(out + t * 2 * d + d + i, _mm512_mul_ps(dy, _mm512_mul_ps(g, s)), m);
+                V slope = fma(mul(g, s), sub(all(1.0f), s), s);  // silu' = s + g s (1 - s)
+                store(out + t * 2 * d + i, mul(mul(dy, u), slope), m);
+                store(out + t * 2 * d + d + i, mul(dy, mul(g, s)), m);
             }
     });
 }

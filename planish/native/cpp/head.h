@@ -13,8 +13,8 @@ template <class X>
 inline void scaled_row(const X* from, const int64_t* tokens, const float* exact, int64_t k, float temperature, float* to, int64_t v) {
     V t = all(temperature);
     for (int64_t i = 0; i < v; i += LANES) {
-        __mmask16 m = tail(v - i);
-        store(to + i, _mm512_div_ps(load(from + i, m), t), m);
+        Tail m = tail(v - i);
+        store(to + i, div(load(from + i, m), t), m);
     }
     for (int64_t i = 0; i < k; i++) to[tokens[i]] = exact[i] / temperature;
 }
@@ -24,26 +24,22 @@ inline void scaled_row(const X* from, const int64_t* tokens, const float* exact,
 inline float log_sum(float* row, int64_t v) {
     V top = all(-std::numeric_limits<float>::infinity());
     for (int64_t i = 0; i < v; i += LANES) {
-        __mmask16 m = tail(v - i);
-        top = _mm512_mask_max_ps(top, m, load(row + i, m), top);
+        Tail m = tail(v - i);
+        top = only(m, larger(load(row + i, m), top), top);
     }
-    const float peak = _mm512_reduce_max_ps(top);
-    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+    const float peak = largest_lane(top);
+    Doubles total;
     for (int64_t first = 0; first < v; first += 128) {
         V run = zero();
         for (int64_t i = first; i < std::min(first + 128, v); i += LANES) {
-            __mmask16 m = tail(v - i);
-            V x = exp_(_mm512_sub_ps(load(row + i, m), all(peak)));
+            Tail m = tail(v - i);
+            V x = exp_(sub(load(row + i, m), all(peak)));
             store(row + i, x, m);
-            run = _mm512_add_ps(run, _mm512_maskz_mov_ps(m, x));
+            run = add(run, only(m, x));
         }
-        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(run)));
-        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(run, 1)));
+        total.add(run);
     }
-    double lanes[8], total = 0;
-    _mm512_storeu_pd(lanes, _mm512_add_pd(low, high));
-    for (double lane : lanes) total += lane;
-    return (float)(peak + std::log(total));
+    return (float)(peak + std::log(total.total()));
 }
 
 // Each row's log-sum-exp; `weights` [R, v], if given, takes exp(row - its largest entry), and may be the logits themselves.
@@ -68,7 +64,7 @@ inline int64_t inverted(const float* weights, int64_t v, double uniform, double*
     double total = 0;
     for (int64_t r = 0; r < runs; r++) {
         V s = zero();
-        for (int64_t i = r * RUN; i < std::min(r * RUN + RUN, v); i += LANES) s = _mm512_add_ps(s, load(weights + i, tail(v - i)));
+        for (int64_t i = r * RUN; i < std::min(r * RUN + RUN, v); i += LANES) s = add(s, load(weights + i, tail(v - i)));
         ends[r] = total += sum(s);
     }
     const double goal = uniform * total;
@@ -119,8 +115,8 @@ void normalizers_backward(X* logits, const int64_t* tokens, const float* exact, 
             float total = 0;
             for (int64_t p = first[r]; p < first[r + 1]; p++) total += grads[p];
             for (int64_t i = 0; i < v; i += LANES) {
-                __mmask16 m = tail(v - i);
-                store(row + i, _mm512_mul_ps(exp_(_mm512_sub_ps(load(row + i, m), all(log_total[r]))), all(-total)), m);
+                Tail m = tail(v - i);
+                store(row + i, mul(exp_(sub(load(row + i, m), all(log_total[r]))), all(-total)), m);
             }
             for (int64_t p = first[r]; p < first[r + 1]; p++) row[targets[p]] += grads[p];
             for (int64_t i = 0; i < v; i += LANES) store(logits + r * v + i, load(row + i, tail(v - i)), tail(v - i));
@@ -135,31 +131,21 @@ struct HeadRows {
     int64_t rank, columns, first, count;
 };
 
-// bf16 as integers of the same order: -0 is below 0, and NaNs are beyond the infinities.
-inline __m512i ordered(__m512i bits) {
-    return _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1));
-}
-
 // The k largest entries of a row, k <= v: the largest first, of equal ones the first.
 inline void largest_entries(const uint16_t* row, int64_t v, int64_t k, int64_t* tokens) {
-    constexpr int WIDE = 32, CLASSES = 4;
-    const __m512i least = _mm512_set1_epi16(-32768);
-    auto there = [=](int64_t i) { return v - i >= WIDE ? (__mmask32)~0u : (__mmask32)((1u << (v - i)) - 1); };
+    constexpr int WIDE = Ordered::COUNT, CLASSES = 4;
     // Entries are in 128 classes by their place: those below the k-th largest of the classes' largest are passed over, so few are looked at singly.
-    __m512i tops[CLASSES] = {least, least, least, least};
+    Ordered tops[CLASSES];
     for (int64_t i = 0; i < v; i += WIDE * CLASSES)
-        for (int c = 0; c < CLASSES && i + c * WIDE < v; c++) {
-            const __mmask32 m = there(i + c * WIDE);
-            tops[c] = _mm512_mask_max_epi16(tops[c], m, tops[c], ordered(_mm512_maskz_loadu_epi16(m, row + i + c * WIDE)));
-        }
+        for (int c = 0; c < CLASSES && i + c * WIDE < v; c++) tops[c].rise(Ordered(row + i + c * WIDE, v - i - c * WIDE));
     int16_t classes[WIDE * CLASSES];
-    for (int c = 0; c < CLASSES; c++) _mm512_storeu_si512(classes + c * WIDE, tops[c]);
+    for (int c = 0; c < CLASSES; c++) tops[c].to(classes + c * WIDE);
     std::nth_element(classes, classes + k - 1, classes + WIDE * CLASSES, [](int16_t a, int16_t b) { return a > b; });
     int16_t bar = classes[k - 1], keys[WIDE * CLASSES];
     int64_t found = 0;
     for (int64_t i = 0; i < v; i += WIDE) {
-        const __m512i x = ordered(_mm512_maskz_loadu_epi16(there(i), row + i));
-        for (__mmask32 m = _mm512_mask_cmpge_epi16_mask(there(i), x, _mm512_set1_epi16(bar)); m; m &= m - 1) {
+        const uint32_t there = v - i >= WIDE ? ~0u : (1u << (v - i)) - 1;
+        for (uint32_t m = there & Ordered(row + i, v - i).at_least(bar); m; m &= m - 1) {
             const int64_t token = i + __builtin_ctz(m);
             const int16_t key = (int16_t)(row[token] ^ ((int16_t)row[token] >> 15 & 0x7fff));
             if (found == k && key <= keys[k - 1]) continue;

@@ -1,4 +1,4 @@
-// Kernels for CPUs with AVX-512: norms, rotations, SwiGLU, attention, products with bf16 weights. Every function has a twin in torch,
+// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, SwiGLU, attention, products with bf16 weights. Every function has a twin in torch,
 // which the tests compare.
 //
 // A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how they are cut into blocks, nor on the
@@ -62,7 +62,7 @@ FOR_TYPES(f, float)
 FOR_TYPES(h, uint16_t)
 
 // Whether the CPU multiplies pairs of bf16; one with AMX by that, or not at all: oneDNN is faster then.
-EXPORT int multiplies_bf16() { return __builtin_cpu_supports("avx512bf16") && tiles::there_are() == uses_tiles; }
+EXPORT int multiplies_bf16() { return tiles::there_are() == uses_tiles; }
 EXPORT int has_tiles() { return tiles::there_are(); }
 EXPORT void use_tiles(int used) { uses_tiles = used && tiles::there_are(); }
 // Whether tiles and VDPBF16PS multiply whole numbers to the same products, which are exact in both; 16 and more rows, ends of all kinds.

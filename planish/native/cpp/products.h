@@ -13,7 +13,6 @@ namespace {
 // last panel has too many is 0. Of an output, pairs of columns are added one after another, in the instruction's own order within a pair,
 // a fresh sum for each `SUMMED` columns; then these sums in their order, then the bias. (By AMX: tiles.h.)
 constexpr int64_t PANEL = 64, HALF = PANEL / 2, SUMMED = 512;
-constexpr int TILE_ROWS = 6;                  // by 4 vectors of outputs: 24 sums, and 4 vectors of weights, fill 28 of 32 registers
 constexpr int64_t CACHED_INPUTS = 1 << 18;  // numbers of x that stay in the second cache, beside a panel
 
 // A matrix [n, k] to panels of its n outputs; the matrix is [k, n] if it is to be turned. Of an odd k, the pair of the last column has a zero.
@@ -32,22 +31,19 @@ inline void pack_panel(const Packing& given, int64_t first, uint16_t* panel, boo
     if (turned) {
         for (int64_t i = 0; i < k; i += 2)
             for (int64_t c = 0; c < outputs; c += LANES) {
-                const __mmask16 m = first + c < n ? tail(n - first - c) : 0;
+                const int64_t left = n - first - c;
                 const uint16_t* from = given.matrix + i * n + first + c;
-                const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, from));
-                const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(i + 1 < k ? m : 0, from + n));
-                _mm512_stream_si512((__m512i*)(panel + i * PANEL + c * 2), _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+                stream_words(panel + i * PANEL + c * 2, load_joined(from, tail(left), from + n, tail(i + 1 < k ? left : 0)));
             }
         return;
     }
     for (int64_t i = 0; i < k; i += 2 * LANES) {
-        const __mmask32 m = k - i >= 2 * LANES ? ~0u : (1u << (k - i)) - 1;
         for (int64_t c = 0; c < outputs; c += LANES) {
-            __m512i x[LANES];
+            I x[LANES];
             for (int r = 0; r < LANES; r++)
-                x[r] = first + c + r < n ? _mm512_maskz_loadu_epi16(m, given.matrix + (first + c + r) * k + i) : _mm512_setzero_si512();
+                x[r] = first + c + r < n ? load_words(given.matrix + (first + c + r) * k + i, k - i) : no_words();
             turn16(x);
-            for (int j = 0; j < LANES && i + 2 * j < k; j++) _mm512_stream_si512((__m512i*)(panel + (i + 2 * j) * PANEL + c * 2), x[j]);
+            for (int j = 0; j < LANES && i + 2 * j < k; j++) stream_words(panel + (i + 2 * j) * PANEL + c * 2, x[j]);
         }
     }
 }
@@ -83,34 +79,20 @@ struct Rows {
 
 // R rows by W vectors of outputs.
 template <int R, int W>
-BF16 void product_tile(const uint16_t* weight, const Rows& rows, int64_t k) {
+void product_tile(const uint16_t* weight, const Operand& x, int64_t row, const Rows& rows, int64_t k) {
     V total[R][W];
     // What the next tile writes is called for: it lies on a page for each row, where the CPU foresees nothing.
     for (int r = 0; r < R; r++)
         for (int c = 0; c < W; c += 2) _mm_prefetch((const char*)(rows.out + (r + TILE_ROWS) * rows.out_stride + c * LANES), _MM_HINT_T0);
     for (int64_t first = 0; first < k; first += SUMMED) {
-        V acc[R][W];
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < W; c++) acc[r][c] = zero();
-        const int64_t last = std::min(k, first + SUMMED);
-        for (int64_t i = first; i < last; i += 2) {
-            __m512bh w[W];
-            for (int c = 0; c < W; c++) w[c] = (__m512bh)_mm512_loadu_si512(weight + i * PANEL + c * 2 * LANES);
-            for (int r = 0; r < R; r++) {
-                int32_t pair;
-                std::memcpy(&pair, rows.x + r * rows.x_stride + i, 4);
-                for (int c = 0; c < W; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)_mm512_set1_epi32(pair), w[c]);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < W; c++) total[r][c] = first ? _mm512_add_ps(total[r][c], acc[r][c]) : acc[r][c];
+        Sums<R, W> sums;
+        x.multiply(row, weight, 2 * PANEL, first, std::min(k, first + SUMMED), sums);
+        sums.each([&](int r, int c, V sum) { total[r][c] = first ? add(total[r][c], sum) : sum; });
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < W; c++) {
-            const V found = rows.addend ? _mm512_add_ps(total[r][c], load(rows.addend + r * rows.addend_stride + c * LANES)) : total[r][c];
-            // The instruction rounds as `rounded` does, in one step for ten, but makes 0 of what is below 2^-126.
-            const __m256bh narrow = _mm512_cvtneps_pbh(found);
-            std::memcpy(rows.out + r * rows.out_stride + c * LANES, &narrow, sizeof narrow);
+            const V found = rows.addend ? add(total[r][c], load(rows.addend + r * rows.addend_stride + c * LANES)) : total[r][c];
+            store(rows.out + r * rows.out_stride + c * LANES, narrowed_fast(found));
         }
 }
 
@@ -128,29 +110,26 @@ void amx_rows(const uint16_t* weight, const Rows& rows, int64_t count, int64_t k
             for (int64_t r = 0; r < size; r++)
                 for (int v = 0; v < 2 * LANES; v += LANES) {
                     V total = load(sums + r * tiles::BLOCK + v);
-                    if (own.addend) total = _mm512_add_ps(total, load(own.addend + r * own.addend_stride + v));
+                    if (own.addend) total = add(total, load(own.addend + r * own.addend_stride + v));
                     store(own.out + r * own.out_stride + v, total);
                 }
         }
 }
 
 template <int W>
-void product_rows(const uint16_t* weight, const Rows& rows, int64_t count, int64_t k) {
+void product_rows(const uint16_t* weight, const Operand& x, const Rows& rows, int64_t count, int64_t k) {
     if (uses_tiles) return amx_rows<W>(weight, rows, count, k);
-    using Tile = void (*)(const uint16_t*, const Rows&, int64_t);
-    constexpr Tile tiles[TILE_ROWS] = {product_tile<1, W>, product_tile<2, W>, product_tile<3, W>,
-                                       product_tile<4, W>, product_tile<5, W>, product_tile<6, W>};
-    const int64_t groups = (count + TILE_ROWS - 1) / TILE_ROWS;
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t first = count * g / groups, last = count * (g + 1) / groups;
-        tiles[last - first - 1](weight, rows.from(first), k);
-    }
+    by_tiles(count, [&](int64_t first, auto size) {
+        constexpr int R = size, C = std::min(W, tile_vectors(R));
+        for (int c = 0; c < W; c += C) product_tile<R, C>(weight + c * 2 * LANES, x, first, rows.from(first).at(c * LANES), k);
+    });
 }
 
 // All n outputs, a multiple of HALF, of `count` rows.
 void product_part(const uint16_t* panels, const Rows& rows, int64_t count, int64_t n, int64_t k) {
+    const Operand x(rows.x, rows.x_stride, count, k);
     for (int64_t at = 0; at < n; at += PANEL)
-        (at + PANEL <= n ? product_rows<4> : product_rows<2>)(panels + at * k, rows.at(at), count, k);
+        (at + PANEL <= n ? product_rows<4> : product_rows<2>)(panels + at * k, x, rows.at(at), count, k);
 }
 
 // x [T, K] by panels to [T, N]. Parts of the rows by half panels: a part's inputs are cached while the weights stream by, and halves are
@@ -162,13 +141,17 @@ void product(const uint16_t* panels, const uint16_t* x, const uint16_t* bias, ui
     parallel(parts * halves, rows * n * k, threads, [=](int64_t a, int64_t b) {
         const tiles::Use use(uses_tiles);
         for (int64_t item = a; item < b;) {
-            const int64_t part = item / halves, at = item % halves * HALF;
-            const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
-            const uint16_t* weight = panels + at / PANEL * PANEL * k + at % PANEL * 2;
-            const bool whole = at % PANEL == 0 && at + PANEL <= n && item + 2 <= b;
-            const Rows all{x, k, bias, 0, out, n};
-            (whole ? product_rows<4> : product_rows<2>)(weight, all.from(first).at(at), last - first, k);
-            item += whole ? 2 : 1;
+            const int64_t part = item / halves, end = std::min(b, (part + 1) * halves);
+            const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
+            const Rows own = Rows{x, k, bias, 0, out, n}.from(first);
+            const Operand inputs(own.x, k, count, k);
+            while (item < end) {
+                const int64_t at = item % halves * HALF;
+                const uint16_t* weight = panels + at / PANEL * PANEL * k + at % PANEL * 2;
+                const bool whole = at % PANEL == 0 && item + 2 <= end;
+                (whole ? product_rows<4> : product_rows<2>)(weight, inputs, own.at(at), count, k);
+                item += whole ? 2 : 1;
+            }
         }
     });
 }

@@ -97,6 +97,7 @@ TILES inline void configuration(Shapes& to) {
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 
 // Whether the CPU has them, and the kernel saves them for this process, which has to ask.
+#ifdef __AVX512F__
 inline bool there_are() {
     static const bool found = [] {
         unsigned a, b, c, d;
@@ -106,6 +107,9 @@ inline bool there_are() {
     }();
     return found;
 }
+#else
+inline bool there_are() { return false; }  // every CPU with AMX has AVX-512
+#endif
 
 #endif
 

@@ -1,0 +1,393 @@
+// The names of vectors.h (avx512.h has them first, and says what they mean) for CPUs with AVX2 and FMA: a vector of 16 is two of 8.
+// There is no instruction for pairs of bf16; widened they cost as many multiplications as float32, and half its memory.
+
+#pragma once
+
+#include <immintrin.h>
+#include <cstdint>
+#include <algorithm>
+#include <cstring>
+
+#include "room.h"
+
+namespace {
+
+constexpr int LANES = 16, HALF_LANES = 8;
+struct V {
+    __m256 low, high;
+};
+using H = __m256i;
+struct I {
+    __m256i low, high;
+};
+struct Tail {
+    int count;
+    bool whole() const { return count >= LANES; }
+};
+
+// Of 16 registers, two for a vector of sums.
+constexpr int TILE_ROWS = 5;
+constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+inline Tail tail(int64_t left) { return {left >= LANES ? LANES : left > 0 ? (int)left : 0}; }
+
+#define EACH(call_low, call_high) \
+    { (call_low), (call_high) }
+inline V zero() { return EACH(_mm256_setzero_ps(), _mm256_setzero_ps()); }
+inline V all(float x) { return EACH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+inline V add(V a, V b) { return EACH(_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)); }
+inline V sub(V a, V b) { return EACH(_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)); }
+inline V mul(V a, V b) { return EACH(_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)); }
+inline V div(V a, V b) { return EACH(_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)); }
+inline V fma(V a, V b, V c) { return EACH(_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)); }
+inline V fnma(V a, V b, V c) { return EACH(_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)); }
+inline V larger(V a, V b) { return EACH(_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)); }
+inline V smaller(V a, V b) { return EACH(_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)); }
+inline V nearest(V x) {
+    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return EACH(_mm256_round_ps(x.low, NEAREST), _mm256_round_ps(x.high, NEAREST));
+}
+// In two steps, of which only the second can round, as the exponent of one number goes no further than 2^-126.
+inline __m256 times_power(__m256 x, __m256 n) {
+    const __m256i whole = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
+    auto power = [=](__m256i by) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(by, bias), 23)); };
+    return _mm256_mul_ps(_mm256_mul_ps(x, power(first)), power(_mm256_sub_epi32(whole, first)));
+}
+inline V times_power(V x, V n) { return EACH(times_power(x.low, n.low), times_power(x.high, n.high)); }
+inline V unless_below(V x, V bar, V y) {
+    return EACH(_mm256_andnot_ps(_mm256_cmp_ps(x.low, bar.low, _CMP_LT_OQ), y.low),
+                _mm256_andnot_ps(_mm256_cmp_ps(x.high, bar.high, _CMP_LT_OQ), y.high));
+}
+inline V only(Tail m, V x, V otherwise) {
+    if (m.whole()) return x;
+    const __m256i count = _mm256_set1_epi32(m.count), lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i low = _mm256_cmpgt_epi32(count, lane), high = _mm256_cmpgt_epi32(count, _mm256_add_epi32(lane, _mm256_set1_epi32(HALF_LANES)));
+    return EACH(_mm256_blendv_ps(otherwise.low, x.low, _mm256_castsi256_ps(low)), _mm256_blendv_ps(otherwise.high, x.high, _mm256_castsi256_ps(high)));
+}
+inline V only(Tail m, V x) { return only(m, x, zero()); }
+inline float largest_lane(V x) {
+    const __m256 h = _mm256_max_ps(x.low, x.high);
+    __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+inline float sum(V x) {
+    const __m256 h = _mm256_add_ps(x.low, x.high);
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+class Doubles {
+    __m256d quarter[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+
+  public:
+    void add(V x) {
+        quarter[0] = _mm256_add_pd(quarter[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x.low)));
+        quarter[1] = _mm256_add_pd(quarter[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x.low, 1)));
+        quarter[2] = _mm256_add_pd(quarter[2], _mm256_cvtps_pd(_mm256_castps256_ps128(x.high)));
+        quarter[3] = _mm256_add_pd(quarter[3], _mm256_cvtps_pd(_mm256_extractf128_ps(x.high, 1)));
+    }
+    double total() const {
+        double lanes[HALF_LANES], found = 0;
+        _mm256_storeu_pd(lanes, _mm256_add_pd(quarter[0], quarter[2]));
+        _mm256_storeu_pd(lanes + 4, _mm256_add_pd(quarter[1], quarter[3]));
+        for (double lane : lanes) found += lane;
+        return found;
+    }
+};
+
+inline __m256 widened(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+inline V widened(H x) { return EACH(widened(_mm256_castsi256_si128(x)), widened(_mm256_extracti128_si256(x, 1))); }
+// Words of which the upper half is the number.
+inline __m256i rounded(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(up, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+inline H narrowed(V x) {
+    const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(rounded(x.low), 16), _mm256_srli_epi32(rounded(x.high), 16));
+    return _mm256_permute4x64_epi64(packed, 0xd8);
+}
+inline H narrowed_fast(V x) { return narrowed(x); }
+
+// The first numbers from `p` on, then zeros.
+template <class X>
+inline void copied(const X* p, int count, X* to) {
+    std::memset(to, 0, LANES * sizeof(X));
+    std::memcpy(to, p, count * sizeof(X));
+}
+
+inline V load(const float* p) { return EACH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + HALF_LANES)); }
+inline V load(const float* p, Tail m) {
+    if (m.whole()) return load(p);
+    float there[LANES];
+    copied(p, m.count, there);
+    return load(there);
+}
+inline H load_narrow(const uint16_t* p, Tail m) {
+    if (m.whole()) return _mm256_loadu_si256((const __m256i*)p);
+    uint16_t there[LANES];
+    copied(p, m.count, there);
+    return _mm256_loadu_si256((const __m256i*)there);
+}
+inline V load(const uint16_t* p) { return widened(_mm256_loadu_si256((const __m256i*)p)); }
+inline V load(const uint16_t* p, Tail m) { return widened(load_narrow(p, m)); }
+inline void store(float* p, V x) {
+    _mm256_storeu_ps(p, x.low);
+    _mm256_storeu_ps(p + HALF_LANES, x.high);
+}
+inline void store(uint16_t* p, H x) { _mm256_storeu_si256((__m256i*)p, x); }
+inline void store(uint16_t* p, V x) { store(p, narrowed(x)); }
+template <class X>
+inline void store(X* p, V x, Tail m) {
+    if (m.whole()) return store(p, x);
+    X there[LANES];
+    store(there, x);
+    std::memcpy(p, there, m.count * sizeof(X));
+}
+
+inline I no_words() { return EACH(_mm256_setzero_si256(), _mm256_setzero_si256()); }
+inline I load_words(const void* p) { return EACH(_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)); }
+inline I load_words(const uint16_t* p, int64_t left) {
+    if (left >= 2 * LANES) return load_words(p);
+    uint16_t there[2 * LANES] = {};
+    if (left > 0) std::memcpy(there, p, left * sizeof(uint16_t));
+    return load_words(there);
+}
+inline void store_words(void* p, I x) {
+    _mm256_storeu_si256((__m256i*)p, x.low);
+    _mm256_storeu_si256((__m256i*)p + 1, x.high);
+}
+inline void store_words(void* p, I x, Tail m) {
+    if (m.whole()) return store_words(p, x);
+    uint32_t there[LANES];
+    store_words(there, x);
+    std::memcpy(p, there, m.count * sizeof(uint32_t));
+}
+inline void stream_words(void* p, I x) {
+    _mm256_stream_si256((__m256i*)p, x.low);
+    _mm256_stream_si256((__m256i*)p + 1, x.high);
+}
+inline I joined(H even, H odd) {
+    const __m256i first = _mm256_unpacklo_epi16(even, odd), second = _mm256_unpackhi_epi16(even, odd);
+    return EACH(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31));
+}
+inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) { return joined(load_narrow(even, m), load_narrow(odd, n)); }
+
+template <int C>
+inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
+    for (int i = 0; i < C; i++, c += LANES)
+        to[i] = joined(_mm256_loadu_si256((const __m256i*)(first + c)), _mm256_loadu_si256((const __m256i*)(second + c)));
+}
+
+// Vectors of 8 as members rather than in an array, which the compiler would keep in memory.
+template <int N>
+struct Vectors {
+    __m256 first;
+    Vectors<N - 1> rest;
+
+    ALWAYS_INLINE void clear() { first = _mm256_setzero_ps(), rest.clear(); }
+    ALWAYS_INLINE void load(const float* from) { first = _mm256_loadu_ps(from), rest.load(from + HALF_LANES); }
+    ALWAYS_INLINE void even_of(const __m256i* words) {
+        first = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(words), 16)), rest.even_of(words + 1);
+    }
+    ALWAYS_INLINE void odd_of(const __m256i* words) {
+        first = _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(words), _mm256_set1_epi32(0xffff0000))), rest.odd_of(words + 1);
+    }
+    ALWAYS_INLINE void add(__m256 same, const Vectors& x) { first = _mm256_fmadd_ps(same, x.first, first), rest.add(same, x.rest); }
+    template <class F>
+    ALWAYS_INLINE void each(int r, int c, F f) const {
+        f(r, c, V{first, rest.first}), rest.rest.each(r, c + 1, f);
+    }
+};
+template <>
+struct Vectors<0> {
+    void clear() {}
+    void load(const float*) {}
+    void even_of(const __m256i*) {}
+    void odd_of(const __m256i*) {}
+    void add(__m256, const Vectors&) {}
+    template <class F>
+    void each(int, int, F) const {}
+};
+template <int R, int N>
+struct Matrix {
+    Vectors<N> row;
+    Matrix<R - 1, N> rest;
+
+    ALWAYS_INLINE void clear() { row.clear(), rest.clear(); }
+    ALWAYS_INLINE void load(const float* from, int64_t stride) { row.load(from), rest.load(from + stride, stride); }
+    // number_of(r): what row r multiplies the vectors with.
+    template <class F>
+    ALWAYS_INLINE void add(int r, F number_of, const Vectors<N>& x) {
+        row.add(number_of(r), x), rest.add(r + 1, number_of, x);
+    }
+    template <class F>
+    ALWAYS_INLINE void each(int r, F f) const {
+        row.each(r, 0, f), rest.each(r + 1, f);
+    }
+};
+template <int N>
+struct Matrix<0, N> {
+    void clear() {}
+    void load(const float*, int64_t) {}
+    template <class F>
+    void add(int, F, const Vectors<N>&) {}
+    template <class F>
+    void each(int, F) const {}
+};
+
+// Of a pair the even number's product is added first, then the odd one's.
+template <int R, int W>
+class Sums {
+    Matrix<R, 2 * W> sums;
+
+    static __m256i same_words(const void* pair) {
+        int32_t word;
+        std::memcpy(&word, pair, 4);
+        return _mm256_set1_epi32(word);
+    }
+
+  public:
+    ALWAYS_INLINE Sums() { sums.clear(); }
+    ALWAYS_INLINE Sums(const float* from, int64_t stride) { sums.load(from, stride); }
+    template <class P, class F>
+    ALWAYS_INLINE void add(P pair_of, F words) {
+        I w[W];
+        Vectors<2 * W> x;
+        words(w);
+        x.even_of((const __m256i*)w);
+        sums.add(0, [=](int r) { return _mm256_castsi256_ps(_mm256_slli_epi32(same_words(pair_of(r)), 16)); }, x);
+        x.odd_of((const __m256i*)w);
+        sums.add(0, [=](int r) { return _mm256_castsi256_ps(_mm256_and_si256(same_words(pair_of(r)), _mm256_set1_epi32(0xffff0000))); }, x);
+    }
+    // The same with two numbers of float32 for each row, `stride` from row to row.
+    ALWAYS_INLINE void add(const float* pair, int64_t stride, const __m256i* words) {
+        Vectors<2 * W> x;
+        x.even_of(words);
+        sums.add(0, [=](int r) { return _mm256_broadcast_ss(pair + r * stride); }, x);
+        asm("" : "+r"(words));  // read again: no registers are left to keep them
+        x.odd_of(words);
+        sums.add(0, [=](int r) { return _mm256_broadcast_ss(pair + r * stride + 1); }, x);
+    }
+    template <class F>
+    ALWAYS_INLINE void each(F f) const {
+        sums.each(0, f);
+    }
+};
+
+// The rows are widened, once for all weights. In memory of the thread's own: until it makes the next one.
+class Operand {
+    static constexpr int64_t AHEAD = 16;
+    int64_t stride;
+    const float* x;
+
+  public:
+    Operand(const uint16_t* from, int64_t row_stride, int64_t rows, int64_t columns) : stride((columns + LANES - 1) / LANES * LANES + LANES) {
+        static thread_local Room room;
+        float* to = room.of<float>(rows * stride);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < columns; i += LANES) store(to + r * stride + i, load(from + r * row_stride + i, tail(columns - i)));
+        x = to;
+    }
+
+    template <int R, int W>
+    ALWAYS_INLINE void multiply(int64_t row, const uint16_t* weight, int64_t step, int64_t first, int64_t last, Sums<R, W>& sums) const {
+        const float* from = x + row * stride;
+        const uint16_t* words = weight + first / 2 * step;
+        for (int64_t i = first; i < last; i += 2, words += step) {
+            _mm_prefetch((const char*)(words + AHEAD * step), _MM_HINT_T0);
+            sums.add(from + i, stride, (const __m256i*)words);
+        }
+    }
+};
+
+// Eight vectors of words as a matrix, turned.
+ALWAYS_INLINE void turn8(__m256i* x) {
+    __m256i y[HALF_LANES];
+    for (int i = 0; i < HALF_LANES; i += 2) {
+        y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < HALF_LANES; i += 4)
+        for (int h = 0; h < 2; h++) {
+            x[i + 2 * h] = _mm256_unpacklo_epi64(y[i + h], y[i + 2 + h]);
+            x[i + 2 * h + 1] = _mm256_unpackhi_epi64(y[i + h], y[i + 2 + h]);
+        }
+    for (int i = 0; i < 4; i++) {
+        y[i] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
+        y[i + 4] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
+    }
+    for (int i = 0; i < HALF_LANES; i++) x[i] = y[i];
+}
+
+ALWAYS_INLINE void turn16(I* x) {
+    __m256i part[4][HALF_LANES];
+    for (int i = 0; i < HALF_LANES; i++) {
+        part[0][i] = x[i].low;
+        part[1][i] = x[i].high;
+        part[2][i] = x[i + HALF_LANES].low;
+        part[3][i] = x[i + HALF_LANES].high;
+    }
+    for (auto& matrix : part) turn8(matrix);
+    for (int i = 0; i < HALF_LANES; i++) {
+        x[i] = EACH(part[0][i], part[2][i]);
+        x[i + HALF_LANES] = EACH(part[1][i], part[3][i]);
+    }
+}
+
+ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
+    __m256i part[2][HALF_LANES];
+    for (int i = 0; i < LANES; i++) part[i / HALF_LANES][i % HALF_LANES] = _mm256_loadu_si256((const __m256i*)(rows[i] + c));
+    for (auto& matrix : part) turn8(matrix);
+    for (int i = 0; i < HALF_LANES; i++) to[i] = EACH(part[0][i], part[1][i]);
+}
+
+inline V sums16(V* x) {
+    auto neighbours = [](V v) {
+        return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_hadd_ps(v.low, v.high)), 0xd8));
+    };
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) x[i] = EACH(neighbours(x[2 * i]), neighbours(x[2 * i + 1]));
+    return x[0];
+}
+
+class Ordered {
+    __m256i low = _mm256_set1_epi16(-32768), high = low;
+
+    static __m256i ordered(__m256i bits) { return _mm256_xor_si256(bits, _mm256_srli_epi16(_mm256_srai_epi16(bits, 15), 1)); }
+
+  public:
+    static constexpr int COUNT = 32;
+    Ordered() = default;
+    Ordered(const uint16_t* p, int64_t left) {
+        uint16_t there[COUNT];
+        if (left < COUNT) {
+            for (uint16_t& x : there) x = 0xffff;  // a NaN, the least
+            std::memcpy(there, p, left * sizeof(uint16_t));
+            p = there;
+        }
+        low = ordered(_mm256_loadu_si256((const __m256i*)p));
+        high = ordered(_mm256_loadu_si256((const __m256i*)p + 1));
+    }
+    void rise(const Ordered& other) {
+        low = _mm256_max_epi16(low, other.low);
+        high = _mm256_max_epi16(high, other.high);
+    }
+    void to(int16_t* p) const {
+        _mm256_storeu_si256((__m256i*)p, low);
+        _mm256_storeu_si256((__m256i*)p + 1, high);
+    }
+    uint32_t at_least(int16_t bar) const {
+        const __m256i limit = _mm256_set1_epi16(bar);
+        const __m256i below = _mm256_packs_epi16(_mm256_cmpgt_epi16(limit, low), _mm256_cmpgt_epi16(limit, high));
+        return ~(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(below, 0xd8));
+    }
+};
+#undef EACH
+
+}  // namespace

@@ -1,0 +1,259 @@
+// The names of vectors.h for CPUs with AVX-512: F, BW, VL, DQ and BF16, whose VDPBF16PS does twice the multiplications of float32.
+
+#pragma once
+
+#include <immintrin.h>
+#include <cstdint>
+
+namespace {
+
+using V = __m512;   // 16 numbers of float32
+using H = __m256i;  // 16 numbers of bf16
+using I = __m512i;  // 16 words of 32 bits: of two bf16 each, the even one in the lower half
+using Tail = __mmask16;
+constexpr int LANES = 16;
+
+// Of tiles that multiply rows by vectors: the sums fill the 32 registers beside what is multiplied.
+constexpr int TILE_ROWS = 6;
+constexpr int tile_vectors(int) { return 4; }  // for so many rows
+
+inline Tail tail(int64_t left) { return left >= LANES ? (Tail)0xffff : left > 0 ? (Tail)((1u << left) - 1) : (Tail)0; }
+
+inline V zero() { return _mm512_setzero_ps(); }
+inline V all(float x) { return _mm512_set1_ps(x); }
+inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+inline V div(V a, V b) { return _mm512_div_ps(a, b); }
+inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+inline V fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
+// Where one is NaN: the second.
+inline V larger(V a, V b) { return _mm512_max_ps(a, b); }
+inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }
+inline V nearest(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline V times_power(V x, V n) { return _mm512_scalef_ps(x, n); }  // x 2^n, n whole
+inline V unless_below(V x, V bar, V y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, bar, _CMP_LT_OQ), zero()); }
+inline V only(Tail m, V x) { return _mm512_maskz_mov_ps(m, x); }
+inline V only(Tail m, V x, V otherwise) { return _mm512_mask_mov_ps(otherwise, m, x); }
+inline float largest_lane(V x) { return _mm512_reduce_max_ps(x); }
+
+// Lane 0 + 8, 1 + 9, ...; then halves of halves: one order for every sum over lanes.
+inline float sum(V x) {
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+// Sums in double, lane by lane.
+class Doubles {
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+
+  public:
+    void add(V x) {
+        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
+        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+    }
+    // Lane 0 + 8, 1 + 9, ...; these eight in their order.
+    double total() const {
+        double lanes[8], found = 0;
+        _mm512_storeu_pd(lanes, _mm512_add_pd(low, high));
+        for (double lane : lanes) found += lane;
+        return found;
+    }
+};
+
+inline V widened(H x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline H narrowed(V x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    // A NaN must stay one: rounding could carry its bits away.
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+}
+// Rounds as `narrowed` does, in one step for ten, but makes 0 of what is below 2^-126.
+ALWAYS_INLINE H narrowed_fast(V x) { return (H)_mm512_cvtneps_pbh(x); }
+
+inline V load(const float* p) { return _mm512_loadu_ps(p); }
+inline V load(const float* p, Tail m) { return _mm512_maskz_loadu_ps(m, p); }
+inline V load(const uint16_t* p) { return widened(_mm256_loadu_si256((const __m256i*)p)); }
+inline V load(const uint16_t* p, Tail m) { return widened(_mm256_maskz_loadu_epi16(m, p)); }
+inline void store(float* p, V x) { _mm512_storeu_ps(p, x); }
+inline void store(float* p, V x, Tail m) { _mm512_mask_storeu_ps(p, m, x); }
+inline void store(uint16_t* p, H x) { _mm256_storeu_si256((__m256i*)p, x); }
+inline void store(uint16_t* p, V x) { store(p, narrowed(x)); }
+inline void store(uint16_t* p, V x, Tail m) { _mm256_mask_storeu_epi16(p, m, narrowed(x)); }
+
+inline I no_words() { return _mm512_setzero_si512(); }
+inline I load_words(const void* p) { return _mm512_loadu_si512(p); }
+// Of 32 bf16 the first `left`, then zeros.
+inline I load_words(const uint16_t* p, int64_t left) {
+    return _mm512_maskz_loadu_epi16(left >= 2 * LANES ? ~0u : left > 0 ? (1u << left) - 1 : 0u, p);
+}
+inline void store_words(void* p, I x) { _mm512_storeu_si512(p, x); }
+inline void store_words(void* p, I x, Tail m) { _mm512_mask_storeu_epi32(p, m, x); }
+inline void stream_words(void* p, I x) { _mm512_stream_si512((__m512i*)p, x); }
+inline I joined(H even, H odd) { return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)); }
+// Numbers that lie apart, those of the second beside those of the first.
+inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) {
+    return joined(_mm256_maskz_loadu_epi16(m, even), _mm256_maskz_loadu_epi16(n, odd));
+}
+
+// Two rows, joined, for C * 16 columns from `c` on.
+template <int C>
+inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,
+                                         34, 2, 33, 1, 32, 0);
+    if constexpr (C == 1) {
+        const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(first + c)));
+        const __m512i y = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(second + c)));
+        to[0] = _mm512_permutex2var_epi16(x, low, y);
+    } else {
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        for (int i = 0; i < C; i += 2) {
+            const __m512i x = _mm512_loadu_si512(first + c + i * LANES), y = _mm512_loadu_si512(second + c + i * LANES);
+            to[i] = _mm512_permutex2var_epi16(x, low, y);
+            to[i + 1] = _mm512_permutex2var_epi16(x, high, y);
+        }
+    }
+}
+
+// The same pair, of two bf16, for all lanes.
+ALWAYS_INLINE I both(const void* pair) {
+    int32_t word;
+    __builtin_memcpy(&word, pair, 4);
+    return _mm512_set1_epi32(word);
+}
+
+// Sums of products of pairs, one after another, in the instruction's own order within a pair: of R rows by W vectors.
+template <int R, int W>
+class Sums {
+    V sums[R][W];
+
+  public:
+    ALWAYS_INLINE Sums() {
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < W; c++) sums[r][c] = zero();
+    }
+    ALWAYS_INLINE Sums(const float* from, int64_t stride) {
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < W; c++) sums[r][c] = load(from + r * stride + c * LANES);
+    }
+    // pair_of(row): where its pair is. words(to): puts the vectors' pairs there; it may be called more than once.
+    template <class P, class F>
+    ALWAYS_INLINE void add(P pair_of, F words) {
+        I w[W];
+        words(w);
+        for (int r = 0; r < R; r++) {
+            const I pair = both(pair_of(r));
+            for (int c = 0; c < W; c++) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], (__m512bh)pair, (__m512bh)w[c]);
+        }
+    }
+    // f(row, vector, sums)
+    template <class F>
+    ALWAYS_INLINE void each(F f) const {
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < W; c++) f(r, c, sums[r][c]);
+    }
+};
+
+// Rows of bf16, `row_stride` apart, to be multiplied with weights of which a pair of columns lies side by side for all outputs.
+class Operand {
+    const uint16_t* x;
+    int64_t stride;
+
+  public:
+    Operand(const uint16_t* x, int64_t row_stride, int64_t, int64_t) : x(x), stride(row_stride) {}
+
+    // Adds the products of rows `row` .. and columns first .. last - 1; the next pair's weights are `step` numbers on.
+    template <int R, int W>
+    ALWAYS_INLINE void multiply(int64_t row, const uint16_t* weight, int64_t step, int64_t first, int64_t last, Sums<R, W>& sums) const {
+        const uint16_t* from = x + row * stride;
+        const uint16_t* words = weight + first / 2 * step;
+        for (int64_t i = first; i < last; i += 2, words += step)
+            sums.add([=](int r) { return from + r * stride + i; },
+                     [=](I* to) {
+                         for (int c = 0; c < W; c++) to[c] = load_words(words + c * 2 * LANES);
+                     });
+    }
+};
+
+// Sixteen vectors of words as a matrix, turned.
+ALWAYS_INLINE void turn16(I* x) {
+    I y[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int h = 0; h < 2; h++) {
+            x[i + 2 * h] = _mm512_unpacklo_epi64(y[i + h], y[i + 2 + h]);
+            x[i + 2 * h + 1] = _mm512_unpackhi_epi64(y[i + h], y[i + 2 + h]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int h = 0; h < 2; h++) {
+            y[i + 8 * h] = _mm512_shuffle_i32x4(x[i + 8 * h], x[i + 4 + 8 * h], 0x88);
+            y[i + 4 + 8 * h] = _mm512_shuffle_i32x4(x[i + 8 * h], x[i + 4 + 8 * h], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
+// Sixteen elements of each of sixteen rows, turned: to[i] holds pair i of all.
+ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
+    constexpr int HALF_LANES = LANES / 2;
+    I x[HALF_LANES], y[HALF_LANES];
+    for (int i = 0; i < HALF_LANES; i++) {
+        const int row = i / 4 * 8 + i % 4;
+        const __m256i low = _mm256_loadu_si256((const __m256i*)(rows[row] + c));
+        x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256((const __m256i*)(rows[row + 4] + c)), 1);
+    }
+    for (int i = 0; i < HALF_LANES; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < HALF_LANES; i += 4)
+        for (int h = 0; h < 2; h++) {
+            x[i + 2 * h] = _mm512_unpacklo_epi64(y[i + h], y[i + 2 + h]);
+            x[i + 2 * h + 1] = _mm512_unpackhi_epi64(y[i + h], y[i + 2 + h]);
+        }
+    for (int i = 0; i < 4; i++) {
+        to[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        to[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    }
+}
+
+// Neighbours of sixteen vectors added up: lane j of the result is the sum over the lanes of x[j], by a tree over lanes.
+inline V sums16(V* x) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            x[i] = _mm512_add_ps(_mm512_permutex2var_ps(x[2 * i], even, x[2 * i + 1]),
+                                 _mm512_permutex2var_ps(x[2 * i], odd, x[2 * i + 1]));
+    return x[0];
+}
+
+// bf16 as whole numbers of the same order: -0 is below 0, and NaNs are beyond the infinities. 32 of them.
+class Ordered {
+    __m512i x = _mm512_set1_epi16(-32768);
+
+  public:
+    static constexpr int COUNT = 32;
+    Ordered() = default;  // the least
+    // The first `left` from `p` on, then the least.
+    Ordered(const uint16_t* p, int64_t left) {
+        const __mmask32 there = left >= COUNT ? (__mmask32)~0u : (__mmask32)((1u << left) - 1);
+        const __m512i bits = _mm512_maskz_loadu_epi16(there, p);
+        x = _mm512_mask_mov_epi16(x, there, _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1)));
+    }
+    void rise(const Ordered& other) { x = _mm512_max_epi16(x, other.x); }
+    void to(int16_t* p) const { _mm512_storeu_si512(p, x); }
+    uint32_t at_least(int16_t bar) const { return _mm512_cmpge_epi16_mask(x, _mm512_set1_epi16(bar)); }
+};
+
+}  // namespace
