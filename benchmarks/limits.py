@@ -3,7 +3,8 @@
     python benchmarks/compare.py name=limits peers=limit works=all
 
 It is a peer like the others (peers/serving.py), so that it is measured in the same run. What it times are the products of the base model's
-linears that the work cannot do without, in bf16 with distinct weights for every layer, by the fastest of torch's ways for each shape:
+linears that the work cannot do without, in bf16 (in float32 on a CPU that has no instructions for it) with distinct weights for every layer,
+by the fastest of torch's ways for each shape:
 
 * decoding: at every step one product a linear for all running samples, and the head;
 * prompts: every distinct token once, what prompts share once for all, no head;
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers.serving import Peer, serve
+from peers.serving import Peer, quickest_dtype, serve
 from torch import Tensor
 
 from planish.model.config import ModelConfig
@@ -107,7 +108,7 @@ class Limit:
 
     def alone(self, work: Mapping[str, Any]) -> float:
         weights = [w for site in self._weights for w in site] + [self._head]
-        read = sum(w.numel() * w.element_size() for w in weights) / read_bandwidth()
+        read = sum(w.numel() * torch.bfloat16.itemsize for w in weights) / read_bandwidth()
         return (work["new_tokens"] - 1) * read + self._prompts(work)
 
     def training(self, work: Mapping[str, Any]) -> float:
@@ -251,7 +252,7 @@ def read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
 
 
 def random_matrix(rows: int, columns: int) -> Tensor:
-    return torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_(0, 0.02)
+    return torch.empty(rows, columns, dtype=quickest_dtype(), device=DEVICE).normal_(0, 0.02)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def spread(peer: Mapping[str, Any]) -> str:
 def provenance(report: Mapping[str, Any]) -> str:
     """On what it was measured, as a line above the table."""
     machine = report["machine"]
-    flags = ", ".join(machine["flags"]) or "no bf16 instructions"
+    flags = ", ".join(machine["flags"]) or "no AVX2"
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({flags}), {machine['memory_gib']:.0f} GiB; {report['date']}, "
         f"commit {report['commit']}, load average before {report['load_average_before']:.1f}\n\n"

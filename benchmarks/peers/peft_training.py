@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from serving import Peer, serve
+from serving import Peer, quickest_dtype, serve
 
 MICRO_BATCH = int(os.environ.get("PEFT_MICRO_BATCH", "16"))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -20,7 +20,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def load(path: str) -> Peer:
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
     lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules=LINEARS, lora_dropout=0.0)
     model = peft.get_peft_model(base.to(DEVICE), lora, autocast_adapter_dtype=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, weight_decay=0.0)

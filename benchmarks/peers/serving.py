@@ -53,6 +53,14 @@ def serve(load: Callable[[str], Peer]) -> None:
         wire.say({"seconds": seconds, "cpu_seconds": time.process_time() - used, "peak_gib": peak_gib(), **facts})
 
 
+def quickest_dtype() -> Any:
+    """bf16, but float32 on a CPU on which torch takes several times as long for products of bf16."""
+    import torch
+
+    has_bfloat16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
 def peak_gib() -> float:
     """Largest resident memory of this process so far; of a process that computes on a GPU, the most of its memory that torch held."""
     torch: Any = sys.modules.get("torch")

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 import transformers
-from serving import Peer, serve
+from serving import Peer, quickest_dtype, serve
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(path: str) -> Peer:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
     model.to(DEVICE)
 
     @torch.inference_mode()

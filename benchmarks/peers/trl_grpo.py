@@ -16,7 +16,7 @@ import peft
 import torch
 import transformers
 import trl  # pyright: ignore[reportMissingImports]
-from serving import Peer, serve
+from serving import Peer, quickest_dtype, serve
 
 MICRO_BATCH = int(os.environ.get("TRL_MICRO_BATCH", "16"))
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -45,7 +45,7 @@ class RandomReward:
 
 
 def load(path: str) -> Peer:
-    base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
     lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules=LINEARS, lora_dropout=0.0)
     model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
