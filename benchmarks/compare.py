@@ -133,7 +133,8 @@ def main(options: Options) -> None:
             measured = interleaved(contenders, work, options.rounds, model, Path(scratch))
             check_same_work(work, rounds[work], measured)
             report["works"][work] = {one.contender.name: one.row() for one in measured}
-    write_whole(options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n")
+            # After each work: a peer that dies later, of too little memory say, takes none of this along.
+            write_whole(options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n")
     print(peers_table(report))
 
 

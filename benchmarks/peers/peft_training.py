@@ -13,7 +13,8 @@ import torch
 import transformers
 from serving import Peer, quickest_dtype, serve
 
-MICRO_BATCH = int(os.environ.get("PEFT_MICRO_BATCH", "16"))
+# In float32, 16 sequences need more than 20 GiB.
+MICRO_BATCH = int(os.environ.get("PEFT_MICRO_BATCH", "16" if quickest_dtype() == torch.bfloat16 else "4"))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMPILE = os.environ.get("PEFT_COMPILE") == "1"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

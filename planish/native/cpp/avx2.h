@@ -300,7 +300,7 @@ class Operand {
         const float* from = x + row * stride;
         const uint16_t* words = weight + first / 2 * step;
         for (int64_t i = first; i < last; i += 2, words += step) {
-            _mm_prefetch((const char*)(words + AHEAD * step), _MM_HINT_T0);
+            for (int c = 0; c < W; c++) _mm_prefetch((const char*)(words + AHEAD * step + c * 2 * LANES), _MM_HINT_T0);
             sums.add(from + i, stride, (const __m256i*)words);
         }
     }
