@@ -1,6 +1,6 @@
-"""transformers and PEFT: W2 in bf16 in micro-batches, eager or with `torch.compile`.
+"""transformers and PEFT: W2 in micro-batches, eager or with `torch.compile`, in the dtype that torch multiplies quickest.
 
-The model's head runs on the positions of completions only, and adapters are in bf16 as the base weights are.
+The model's head runs on the positions of completions only, and adapters have the dtype of the base weights.
 `PEFT_MICRO_BATCH` sequences at a time; `PEFT_COMPILE=1` compiles the model.
 """
 

@@ -85,14 +85,14 @@ struct RowSum {
     int64_t column_step, width_step;  // where (c, w) goes: out[c * column_step + w * width_step]
 };
 
-// Of a sum over rows, pairs of rows are added one after another, in the instruction's own order within a pair, a fresh sum for each
+// Of a sum over rows, pairs of rows are added one after another (`Sums`), a fresh sum for each
 // `SUMMED` rows; then these sums in their order. Columns are shared out among threads, rows are not.
 constexpr int64_t SUM_WIDTH = 256;  // columns of `wide` that a thread takes at a time: in pairs, they stay in the second cache
 constexpr int64_t SUM_AHEAD = 16;   // rows that are called for before they are needed: they lie on a page each
 constexpr int SUM_VECTORS = std::min(2, tile_vectors(TILE_ROWS));                // of `wide` in a tile
 constexpr int SUM_TILE = TILE_ROWS * tile_vectors(TILE_ROWS) / SUM_VECTORS;  // by columns of `narrow`
 
-// Rows in pairs, column by column, as the instruction wants them: [count/2][stride]; a last row that is alone meets zeros.
+// Rows in pairs, column by column: [count/2][stride]; a last row that is alone meets zeros.
 inline void paired(const uint16_t* rows, int64_t row_stride, int64_t count, int64_t columns, uint32_t* to, int64_t stride) {
     for (int64_t t = 0; t < count; t += 2)
         for (int64_t c = 0; c < columns; c += LANES) {

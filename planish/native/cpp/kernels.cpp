@@ -65,7 +65,7 @@ FOR_TYPES(h, uint16_t)
 EXPORT int multiplies_bf16() { return tiles::there_are() == uses_tiles; }
 EXPORT int has_tiles() { return tiles::there_are(); }
 EXPORT void use_tiles(int used) { uses_tiles = used && tiles::there_are(); }
-// Whether tiles and VDPBF16PS multiply whole numbers to the same products, which are exact in both; 16 and more rows, ends of all kinds.
+// Whether tiles and vectors multiply whole numbers to the same products, which are exact in both; 16 and more rows, ends of all kinds.
 EXPORT int tiles_agree() {
     uint32_t state = 1;
     auto fill = [&](std::vector<uint16_t>& x) {

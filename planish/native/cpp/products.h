@@ -10,7 +10,7 @@
 namespace {
 
 // Weights are [N, K] in panels of 64 outputs, [N/64][K/2][64][2], so that a pair of columns meets 16 outputs in one instruction; what the
-// last panel has too many is 0. Of an output, pairs of columns are added one after another, in the instruction's own order within a pair,
+// last panel has too many is 0. Of an output, pairs of columns are added one after another (`Sums`),
 // a fresh sum for each `SUMMED` columns; then these sums in their order, then the bias. (By AMX: tiles.h.)
 constexpr int64_t PANEL = 64, HALF = PANEL / 2, SUMMED = 512;
 constexpr int64_t CACHED_INPUTS = 1 << 18;  // numbers of x that stay in the second cache, beside a panel
@@ -96,7 +96,7 @@ void product_tile(const uint16_t* weight, const Operand& x, int64_t row, const R
         }
 }
 
-// Which instruction multiplies: AMX's tiles if the CPU has them and they were seen to multiply right (use_tiles), else VDPBF16PS. They add in different orders.
+// What multiplies: AMX's tiles if the CPU has them and they were seen to multiply right (use_tiles), else vectors. They add in different orders.
 bool uses_tiles = false;
 
 template <int W>
