@@ -65,38 +65,8 @@ inline V only(Tail m, V x, V otherwise) {
     return EACH(_mm256_blendv_ps(otherwise.low, x.low, _mm256_castsi256_ps(low)), _mm256_blendv_ps(otherwise.high, x.high, _mm256_castsi256_ps(high)));
 }
 inline V only(Tail m, V x) { return only(m, x, zero()); }
-inline float largest_lane(V x) {
-    const __m256 h = _mm256_max_ps(x.low, x.high);
-    __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    q = _mm_max_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
-}
-
-inline float sum(V x) {
-    const __m256 h = _mm256_add_ps(x.low, x.high);
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
-
-class Doubles {
-    __m256d quarter[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
-
-  public:
-    void add(V x) {
-        quarter[0] = _mm256_add_pd(quarter[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x.low)));
-        quarter[1] = _mm256_add_pd(quarter[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x.low, 1)));
-        quarter[2] = _mm256_add_pd(quarter[2], _mm256_cvtps_pd(_mm256_castps256_ps128(x.high)));
-        quarter[3] = _mm256_add_pd(quarter[3], _mm256_cvtps_pd(_mm256_extractf128_ps(x.high, 1)));
-    }
-    double total() const {
-        double lanes[HALF_LANES], found = 0;
-        _mm256_storeu_pd(lanes, _mm256_add_pd(quarter[0], quarter[2]));
-        _mm256_storeu_pd(lanes + 4, _mm256_add_pd(quarter[1], quarter[3]));
-        for (double lane : lanes) found += lane;
-        return found;
-    }
-};
+inline __m256 low_half(V x) { return x.low; }
+inline __m256 high_half(V x) { return x.high; }
 
 inline __m256 widened(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 inline V widened(H x) { return EACH(widened(_mm256_castsi256_si128(x)), widened(_mm256_extracti128_si256(x, 1))); }

@@ -35,33 +35,8 @@ inline V times_power(V x, V n) { return _mm512_scalef_ps(x, n); }  // x 2^n, n w
 inline V unless_below(V x, V bar, V y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, bar, _CMP_LT_OQ), zero()); }
 inline V only(Tail m, V x) { return _mm512_maskz_mov_ps(m, x); }
 inline V only(Tail m, V x, V otherwise) { return _mm512_mask_mov_ps(otherwise, m, x); }
-inline float largest_lane(V x) { return _mm512_reduce_max_ps(x); }
-
-// Lane 0 + 8, 1 + 9, ...; then halves of halves: one order for every sum over lanes.
-inline float sum(V x) {
-    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
-
-// Sums in double, lane by lane.
-class Doubles {
-    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
-
-  public:
-    void add(V x) {
-        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
-        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
-    }
-    // Lane 0 + 8, 1 + 9, ...; these eight in their order.
-    double total() const {
-        double lanes[8], found = 0;
-        _mm512_storeu_pd(lanes, _mm512_add_pd(low, high));
-        for (double lane : lanes) found += lane;
-        return found;
-    }
-};
+inline __m256 low_half(V x) { return _mm512_castps512_ps256(x); }
+inline __m256 high_half(V x) { return _mm512_extractf32x8_ps(x, 1); }
 
 inline V widened(H x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline H narrowed(V x) {
@@ -180,18 +155,25 @@ class Operand {
     }
 };
 
-// Sixteen vectors of words as a matrix, turned.
-ALWAYS_INLINE void turn16(I* x) {
-    I y[LANES];
-    for (int i = 0; i < LANES; i += 2) {
+// Each four of N vectors, whose quarters are matrices of four by four words: all of them turned.
+template <int N>
+ALWAYS_INLINE void turn_quarters(I* x) {
+    I y[N];
+    for (int i = 0; i < N; i += 2) {
         y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
         y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
     }
-    for (int i = 0; i < LANES; i += 4)
+    for (int i = 0; i < N; i += 4)
         for (int h = 0; h < 2; h++) {
             x[i + 2 * h] = _mm512_unpacklo_epi64(y[i + h], y[i + 2 + h]);
             x[i + 2 * h + 1] = _mm512_unpackhi_epi64(y[i + h], y[i + 2 + h]);
         }
+}
+
+// Sixteen vectors of words as a matrix, turned.
+ALWAYS_INLINE void turn16(I* x) {
+    I y[LANES];
+    turn_quarters<LANES>(x);
     for (int i = 0; i < 4; i++)
         for (int h = 0; h < 2; h++) {
             y[i + 8 * h] = _mm512_shuffle_i32x4(x[i + 8 * h], x[i + 4 + 8 * h], 0x88);
@@ -206,21 +188,13 @@ ALWAYS_INLINE void turn16(I* x) {
 // Sixteen elements of each of sixteen rows, turned: to[i] holds pair i of all.
 ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
     constexpr int HALF_LANES = LANES / 2;
-    I x[HALF_LANES], y[HALF_LANES];
+    I x[HALF_LANES];
     for (int i = 0; i < HALF_LANES; i++) {
         const int row = i / 4 * 8 + i % 4;
         const __m256i low = _mm256_loadu_si256((const __m256i*)(rows[row] + c));
         x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256((const __m256i*)(rows[row + 4] + c)), 1);
     }
-    for (int i = 0; i < HALF_LANES; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < HALF_LANES; i += 4)
-        for (int h = 0; h < 2; h++) {
-            x[i + 2 * h] = _mm512_unpacklo_epi64(y[i + h], y[i + 2 + h]);
-            x[i + 2 * h + 1] = _mm512_unpackhi_epi64(y[i + h], y[i + 2 + h]);
-        }
+    turn_quarters<HALF_LANES>(x);
     for (int i = 0; i < 4; i++) {
         to[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
         to[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);

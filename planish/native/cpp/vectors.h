@@ -24,6 +24,43 @@
 
 namespace {
 
+inline float largest_lane(V x) {
+    const __m256 h = _mm256_max_ps(low_half(x), high_half(x));
+    __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+// Lane 0 + 8, 1 + 9, ...; then halves of halves: one order for every sum over lanes.
+inline float sum(V x) {
+    const __m256 h = _mm256_add_ps(low_half(x), high_half(x));
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+
+// Sums in double, lane by lane.
+class Doubles {
+    __m256d quarter[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+
+  public:
+    void add(V x) {
+        const __m256 low = low_half(x), high = high_half(x);
+        quarter[0] = _mm256_add_pd(quarter[0], _mm256_cvtps_pd(_mm256_castps256_ps128(low)));
+        quarter[1] = _mm256_add_pd(quarter[1], _mm256_cvtps_pd(_mm256_extractf128_ps(low, 1)));
+        quarter[2] = _mm256_add_pd(quarter[2], _mm256_cvtps_pd(_mm256_castps256_ps128(high)));
+        quarter[3] = _mm256_add_pd(quarter[3], _mm256_cvtps_pd(_mm256_extractf128_ps(high, 1)));
+    }
+    // Lane 0 + 8, 1 + 9, ...; these eight in their order.
+    double total() const {
+        double lanes[8], found = 0;
+        _mm256_storeu_pd(lanes, _mm256_add_pd(quarter[0], quarter[2]));
+        _mm256_storeu_pd(lanes + 4, _mm256_add_pd(quarter[1], quarter[3]));
+        for (double lane : lanes) found += lane;
+        return found;
+    }
+};
+
 // exp(x) within 1 ulp or so, for x <= 88; 0 below -87.3 (Cephes: range reduction by ln 2, polynomial of degree 5).
 inline V exp_(V x) {
     const V given = x;
