@@ -6,8 +6,8 @@ the library was seen to give the same bits. `probe` looks, on the model's own sh
 of it agree from some number of rows on; where there is none, products run in tiles of a fixed number of rows, which is the same by
 construction, and slower.
 
-Our own products (native/cpu_products.py) need none of this: they have one order for any number of rows. Those on other CPUs do, and adapters of a head
-whose vocabulary is no multiple of 32. Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
+Our own products (native/cpu_products.py) need none of this, and are not looked at: they have one order for any number of rows. Those on other CPUs do, and
+a head whose vocabulary is no multiple of 32. Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
 matrices (up to 16 ** 3 multiplications, so few rows of a LoRA of low rank) by itself.
 """
 
@@ -25,6 +25,8 @@ from planish.engine.positions import SPAN
 from planish.model.config import ModelConfig
 from planish.model.linear import FrozenLinear
 from planish.model.lora import LAYER_SITES, LoraWeights, adapts_in_panels, head_adapts_in_panels, linear_shape
+from planish.native import cpu
+from planish.native.cpu_products import LOW_COLUMNS, multiplies
 
 _MULTIPLES = (1, 4, 16)
 _LEAST = (1, 2, 4, 8, 16, 32)
@@ -51,14 +53,14 @@ class RowTiling:
     multiple: int = 1
     tile: int | None = None
     query_rows: int = QUERY_ROWS
-    """Products of the attention, in float32, are padded to at least this many rows."""
+    """Products of the attention by torch, in float32, are padded to at least this many rows."""
     least: int = 1
     """Fewest rows of products with the base weights."""
     lora_least: tuple[tuple[int, int], ...] = ()
     """(rank, fewest rows of products with an adapter of this rank or more), by rising rank."""
 
     stacks: bool = False
-    """Whether products of several adapters at once have the bits of separate ones."""
+    """Whether torch's products of several adapters at once have the bits of separate ones; False where it makes none."""
 
     def padded(self, rows: int, weights: LoraWeights | None) -> int:
         """How many rows products take for `rows` of this adapter."""
@@ -78,23 +80,24 @@ def probe(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowT
     """The cheapest padding under which this machine's products were seen to have the same bits; None if none was found."""
     look = _Look(dtype, device, torch.Generator().manual_seed(0))
     shapes = _shapes(config)
-    base = look.agreeing(_base_shapes(config), 1, frozen=True)
+    others = {shape for shape in _base_shapes(config) if not multiplies(*shape, dtype, device)}
+    base = look.agreeing(others, 1, frozen=True)
     ranks = (*_LOW_RANKS, *_LORA_RANKS)
-    adapted = shapes
-    if adapts_in_panels(config, dtype, device):
+    adapted, grouped = shapes, adapts_in_panels(config, dtype, device)
+    if grouped:
         adapted = set() if head_adapts_in_panels(config, dtype, device) else {_head_shape(config)}
     by_rank = {rank: base & look.agreeing(_lora_shapes(adapted, rank), _LORA_ROWS) for rank in ranks}
     for multiple in _MULTIPLES:
         least = _least(base, multiple)
         lora_least = {rank: need for rank, rows in by_rank.items() if (need := _least(rows, multiple))}
         if least and all(rank in lora_least for rank in _LORA_RANKS):
-            query_rows = _probe_query_rows(config, device)
+            native = cpu.attends(config.head_dim, dtype, device)
             return RowTiling(
                 multiple,
-                query_rows=query_rows,
+                query_rows=QUERY_ROWS if native else _probe_query_rows(config, device),
                 least=least,
                 lora_least=tuple(lora_least.items()),
-                stacks=_stacks_agree(look, shapes),
+                stacks=not grouped and _stacks_agree(look, shapes),
             )
     return None
 
@@ -192,7 +195,8 @@ def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
 
 
 def _head_shape(config: ModelConfig) -> tuple[int, int]:
-    return min(config.vocab_size, _PROBE_COLUMNS), config.hidden_size
+    """Served by our own kernel where the whole is."""
+    return min(config.vocab_size, _PROBE_COLUMNS + config.vocab_size % LOW_COLUMNS), config.hidden_size
 
 
 def _lora_shapes(shapes: Iterable[tuple[int, int]], rank: int) -> Iterable[tuple[int, int]]:

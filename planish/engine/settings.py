@@ -24,7 +24,7 @@ class EngineSettings:
     device: str = "auto"
     """"cpu", "cuda", "cuda:N", or "auto": a GPU if there is one."""
     deterministic: bool | None = None
-    """A sample's bits do not depend on what else runs. None: where it costs next to nothing, which is looked up on a CPU."""
+    """A sample's bits do not depend on what else runs. None: where it costs next to nothing: with the CPU's own kernels, and where torch's products allow it."""
     micro_batch_tokens: int | None = None
     kv_cache_bytes: int | None = None
     prefix_cache_bytes: int | None = None

@@ -368,7 +368,7 @@ def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, room: W
     def linear(*names: str) -> FrozenLinear:
         biases = [weights.get(f"{prefix}{name}.bias") for name in names]
         # Taken out, so that on a GPU nothing but what lies side by side is left of them.
-        return FrozenLinear([weights.pop(f"{prefix}{name}.weight") for name in names], biases, room)
+        return FrozenLinear([weights.pop(f"{prefix}{name}.weight") for name in names], biases, room, keeps=False)
 
     def norm(name: str) -> Tensor:
         return weights[f"{prefix}{name}.weight"].float()

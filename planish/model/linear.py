@@ -1,8 +1,9 @@
-"""Frozen linears that read one input, as one product; on a CPU in bf16 with the weights as its kernels want them.
+"""Frozen linears that read one input, as one product; on a CPU with the weights as its kernels want them.
 
-Weights are brought into blocks once: for our own product where the CPU has its instructions (native/cpp/products.h), elsewhere for oneDNN's,
-which does so at every call otherwise (measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a
-copy; the original stays as it is, mapped from its file, for what reads single rows of it, and costs memory only as far as it is read.
+Weights are brought into blocks once: for our own product where the CPU has its instructions (native/cpp/products.h), elsewhere those of bf16 for
+oneDNN's, which does so at every call otherwise (measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a
+copy. In bf16 the original stays as it is, mapped from its file, for what reads single rows of it, and costs memory only as far as it is read; in
+float32, which files seldom have, it is let go of unless it is asked for.
 
 Shapes: T rows, `in` columns of the input, `out` those of all linears together.
 """
@@ -25,8 +26,13 @@ class FrozenLinear:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None] = (None,),
         room: WeightRoom | None = None,
+        *,
+        keeps: bool = True,
     ) -> None:
-        """`weights` [out_i, in] each; all of them have a bias, or none. `room`: where their blocks may lie beside those of others."""
+        """`weights` [out_i, in] each; all of them have a bias, or none. `room`: where their blocks may lie beside those of others.
+
+        `keeps`: whether `weight` will be asked for.
+        """
         self.sizes = [len(weight) for weight in weights]
         given = [bias for bias in biases if bias is not None]
         assert len(given) in (0, len(weights))
@@ -36,7 +42,7 @@ class FrozenLinear:
         self._packed_back: _Packed | None = None
         if weights[0].device.type != "cpu":  # what is not mapped from a file can as well lie side by side
             weights = torch.cat(tuple(weights)).split(self.sizes)
-        self._weights = tuple(weights)
+        self._weights: tuple[Tensor, ...] = tuple(weights) if keeps or self._float_panels is None else ()
 
     @property
     def weight(self) -> Tensor:
@@ -57,6 +63,9 @@ class FrozenLinear:
 
     def product_back(self, grad: Tensor) -> Tensor:
         """grad [T, out] times the weights: [T, in], the gradient of the input."""
+        if self._float_panels is not None:
+            # No blocks for the way back: float32 is large, and for many rows torch is as fast.
+            return grad @ (self.weight if len(self._weights) == 1 else self._float_panels.matrix())
         if self._packed is not None and self._packed_back is None:
             self._packed_back = _packed([torch.cat([weight.t() for weight in self._weights], 1)], self._room)
         if self._packed_back is not None:
@@ -65,6 +74,11 @@ class FrozenLinear:
             return grad @ (self.weight if len(self._weights) == 1 else self._whole)
         parts = [part @ weight for part, weight in zip(grad.split(self.sizes, 1), self._weights, strict=True)]
         return torch.stack(parts).sum(0)
+
+    @property
+    def _float_panels(self) -> PanelWeight | None:
+        found = self._packed
+        return found if isinstance(found, PanelWeight) and found.dtype == torch.float32 else None
 
     @property
     def _whole(self) -> Tensor:

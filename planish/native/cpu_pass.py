@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from planish.native import cpu
@@ -60,11 +59,11 @@ class _Pass(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class PanelPass:
-    """The layers of a model in bf16 whose products all are in panels."""
+    """The layers of a model whose products all are in panels."""
 
     layers: Sequence[PanelLayer]
     embedding: Tensor
-    """bf16 [V, D]"""
+    """[V, D], in the dtype of the products."""
     final_norm: Tensor
     cos: Tensor
     """Like sin: float32 [positions, E/2]."""
@@ -98,7 +97,7 @@ class PanelPass:
             adapters=adapters.table.ctypes.data if adapters is not None else None,
             n_adapters=adapters.table.shape[1] if adapters is not None else 0,
         )
-        cpu.call("decode", torch.bfloat16, ctypes.byref(given), out)
+        cpu.call("decode", out.dtype, ctypes.byref(given), out)
         return out
 
     @cached_property

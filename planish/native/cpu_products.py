@@ -1,4 +1,4 @@
-"""Products with bf16 weights in the CPU's own kernel (cpp/products.h, adapters.h): frozen ones, and those of adapters.
+"""Products with bf16 or float32 weights in the CPU's own kernel (cpp/products.h, adapters.h): frozen ones, and those of adapters.
 
 Weights are packed once, into panels. A row's bits depend on that row and its weights alone: on no other row, nor on how many there are.
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.native.cpu import call, loaded
+from planish.native import cpu
 
 _PANEL = 64
 LOW_COLUMNS = _HALF_PANEL = 32
@@ -34,14 +34,16 @@ MOST_LINEARS = 3
 def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there is a product with weights of this shape. It is at least as fast as oneDNN's for any number of rows (docs/log.md; by AMX not measured)."""
     fits = fan_out % _HALF_PANEL == 0 and fan_in % 2 == 0 and fan_in <= _MOST_COLUMNS
-    if not fits or dtype != torch.bfloat16 or device.type != "cpu":
+    if not fits or device.type != "cpu":
         return False
-    return multiplies_bfloat16()
+    if dtype == torch.bfloat16:
+        return multiplies_bfloat16()
+    return dtype == torch.float32 and cpu.loaded() is not None
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has the instructions for it."""
-    found = loaded()
+    """Whether this CPU has the instructions for it, and none with which oneDNN would be faster."""
+    found = cpu.loaded()
     return found is not None and bool(found.multiplies_bf16())
 
 
@@ -50,13 +52,13 @@ class WeightRoom:
 
     def __init__(self, least: int = _ROOM) -> None:
         self._least = least
-        self._left = torch.empty(0, dtype=torch.bfloat16)
+        self._left = torch.empty(0)
 
-    def take(self, size: int) -> Tensor:
+    def take(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory for `size` numbers, from which nothing else is taken."""
-        if size > len(self._left):
-            self._left = torch.empty(max(size, self._least), dtype=torch.bfloat16)
-            found = loaded()
+        if size > len(self._left) or self._left.dtype != dtype:
+            self._left = torch.empty(max(size, self._least), dtype=dtype)
+            found = cpu.loaded()
             assert found is not None
             found.on_huge_pages(ctypes.c_void_p(self._left.data_ptr()), ctypes.c_int64(self._left.nbytes))
         taken, self._left = self._left[:size], self._left[size:]
@@ -64,17 +66,27 @@ class WeightRoom:
 
 
 class PanelWeight:
-    """A weight [out, in], bf16, for products in a kernel of our own. A row's bits depend on that row alone."""
+    """A weight [out, in] for products in a kernel of our own. A row's bits depend on that row alone."""
 
     def __init__(self, weight: Tensor, room: WeightRoom) -> None:
         self._fan_out, self._fan_in = weight.shape
         self._panels = _packed([weight.contiguous()], room)[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._panels.dtype
+
+    def matrix(self) -> Tensor:
+        """The weight once more, as a copy: [out, in]. float32 only."""
+        assert self.dtype == torch.float32
+        panels = self._panels.view(-1, self._fan_in, _PANEL)
+        return panels.transpose(1, 2).reshape(-1, self._fan_in)[: self._fan_out]
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0], self._fan_out)
-        call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
+        cpu.call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
         return out
 
     @property
@@ -183,7 +195,7 @@ class PanelSite:
         adapters = _whole(self._panels.turned[self._index : self._index + 1], grad)
         columns = np.array(sizes, np.int64)
         given = (grad.contiguous(), columns.ctypes.data, len(columns), low, grad_x, grad_x.shape[1])
-        call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
+        cpu.call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
         return low[:, : self._columns]
 
     def gradients(
@@ -194,7 +206,7 @@ class PanelSite:
         grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
         grad_bs = torch.empty(int(columns.sum()), rank, dtype=torch.float32)
         given = (low, grad.contiguous(), columns.ctypes.data, len(columns), low_grad, rank, grad_a, grad_bs, len(x))
-        call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *given)
+        cpu.call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *given)
         return grad_a, list(grad_bs.split(list(sizes)))
 
 
@@ -219,17 +231,18 @@ def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = Fals
     """The panels of each of these contiguous matrices [n, k], or [k, n] if turned, one behind the other."""
     shapes = [matrix.shape[::-1] if turned else matrix.shape for matrix in matrices]
     sizes = [(n + -n % _PANEL) * (k + k % 2) for n, k in shapes]
-    panels = list(room.take(sum(sizes)).split(sizes))
+    dtype = matrices[0].dtype if matrices else torch.bfloat16
+    panels = list(room.take(sum(sizes), dtype).split(sizes))
     rows = zip(matrices, panels, shapes, strict=True)
     table = np.array([(matrix.data_ptr(), own.data_ptr(), *shape) for matrix, own, shape in rows], _Packing)
-    call("pack_panels", torch.bfloat16, table.ctypes.data, len(table), int(turned))
+    cpu.call("pack_panels", dtype, table.ctypes.data, len(table), int(turned))
     return panels
 
 
 def _add(adapters: np.ndarray, x: Tensor, out: Tensor, sizes: Sequence[int], kept: Tensor | None) -> None:
     x, columns = x.contiguous(), np.array(sizes, np.int64)
     given = (x, x.shape[1], out, columns.ctypes.data, len(columns), kept)
-    call("add_lora", x.dtype, adapters.ctypes.data, len(adapters), *given)
+    cpu.call("add_lora", x.dtype, adapters.ctypes.data, len(adapters), *given)
 
 
 def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:

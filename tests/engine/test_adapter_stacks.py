@@ -1,5 +1,6 @@
 """Adapters that share products draw what each draws alone, and a stack lives as long as its adapters are together."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -11,11 +12,20 @@ from planish.engine.row_tiling import probe
 from planish.engine.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, StackRows
+from planish.native import cpu
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SamplingParams
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_multiplies() -> Iterator[None]:
+    """The CPU's own kernels serve all adapters in one call, and stack nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "loaded", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="module")

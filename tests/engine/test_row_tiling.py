@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from planish.engine import row_tiling
 from planish.engine.row_tiling import FIXED, RowTiling, cancelling, probe
 from planish.model.config import ModelConfig
 from planish.model.linear import FrozenLinear
 from planish.model.lora import LoraLayout, LoraWeights
+from planish.native.cpu_products import multiplies
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
@@ -44,6 +46,26 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
         for fan_out, fan_in in ((rank, 64), (rank, 1536), (64, rank)):
             x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in))
             assert not disagreeing(tiling, weights, x, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "looked_at"), [(4128, set()), (32001, {(4097, 64)})])
+def test_what_our_own_kernels_multiply_is_not_looked_at(tmp_path, monkeypatch, dtype, vocab_size, looked_at):
+    """A head that they do not serve is looked at in a part which they do not serve either."""
+    config = ModelConfig.from_directory(tiny_model(tmp_path, vocab_size=vocab_size))
+    if not multiplies(64, 64, dtype, CPU):
+        pytest.skip("this machine has no kernels of our own")
+    seen = []
+    look = row_tiling._Look.agreeing
+    monkeypatch.setattr(
+        row_tiling._Look, "agreeing", lambda *given, **how: seen.append(given[1]) or look(*given, **how)
+    )
+    tiling = probe(config, dtype, CPU)
+    assert seen[0] == looked_at
+    if not looked_at:
+        assert tiling is not None
+        assert tiling.padded(1, None) == 1
+        assert not any(map(set, seen))
 
 
 def test_rows_are_padded_to_the_least_then_to_the_multiple(tmp_path):

@@ -99,8 +99,10 @@ def _kernels(request, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_float32(tmp_path, family, temperature):
-    tiny_model(tmp_path, family=family)
-    assert np.abs(gap(Decoder.load(tmp_path, torch.float32, CPU), temperature)).max() < 3e-5
+    """To the last bit where our own kernels serve."""
+    tiny_model(tmp_path, family=family, vocab_size=320)
+    found = np.abs(gap(Decoder.load(tmp_path, torch.float32, CPU), temperature)).max()
+    assert found == 0 if cpu.loaded() is not None else found < 3e-5
 
 
 @pytest.mark.usefixtures("_kernels")

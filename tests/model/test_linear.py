@@ -19,7 +19,7 @@ def linears(dtype: torch.dtype, biased: bool) -> tuple[list[torch.Tensor], list[
 
 @pytest.fixture(params=["own", "onednn", "plain"])
 def route(request, monkeypatch):
-    """By each way to multiply by weights in bf16 that this machine has."""
+    """By each way to multiply by weights that this machine has."""
     if request.param == "own":
         if not multiplies(64, 64, torch.bfloat16, torch.device("cpu")):
             pytest.skip("this machine has no kernels of our own")
@@ -34,9 +34,10 @@ def route(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 70])
-def test_as_one_product(dtype, biased, rows, route):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_as_one_product(dtype, biased, rows, keeps, route):
     weights, biases = linears(dtype, biased)
-    frozen = FrozenLinear(weights, biases)
+    frozen = FrozenLinear(weights, biases, keeps=keeps)
     x, grad = torch.randn(rows, 64).to(dtype).requires_grad_(), torch.randn(rows, sum(SIZES)).to(dtype)
     each = torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], 1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02

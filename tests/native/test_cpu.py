@@ -158,7 +158,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
 def panels(weight: Tensor) -> PanelWeight:
     fan_out, fan_in = weight.shape
     if not multiplies(fan_out, fan_in, weight.dtype, weight.device):
-        pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
+        pytest.skip("this machine has no kernels of our own")
     return PanelWeight(weight, WeightRoom())
 
 
@@ -167,28 +167,37 @@ def panels(weight: Tensor) -> PanelWeight:
     [(1, 32, 2), (3, 64, 30), (7, 96, 512), (13, 160, 514), (70, 32, 1538), (700, 96, 1100)],
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_products(rows, fan_out, fan_in, biased):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(rows, fan_out, fan_in, biased, dtype):
     """Of numbers whose terms cancel: what is missing or twice there shows."""
-    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(rows, fan_out, fan_in))
-    bias = normal(fan_out, dtype=torch.bfloat16) if biased else None
+    x, weight = (tensor.to(dtype) for tensor in cancelling(rows, fan_out, fan_in))
+    bias = normal(fan_out, dtype=dtype) if biased else None
     found = panels(weight).product(x, bias)
     expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=1e-4)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6, atol=1e-4)
 
 
 def test_weights_of_one_room_keep_apart():
-    weights = [normal(fan_out, 64, dtype=torch.bfloat16) for fan_out in (32, 64, 96)]
-    if not multiplies(32, 64, torch.bfloat16, torch.device("cpu")):
-        pytest.skip("this machine has no instruction for pairs of bf16, or AMX")
-    room, x = WeightRoom(), normal(5, 64, dtype=torch.bfloat16)
+    weights = [normal(fan_out, 64, dtype=dtype) for dtype in DTYPES for fan_out in (32, 64, 96)]
+    if not all(multiplies(32, 64, dtype, torch.device("cpu")) for dtype in DTYPES):
+        pytest.skip("this machine has no kernels of our own")
+    room, x = WeightRoom(), normal(5, 64)
     together = [PanelWeight(weight, room) for weight in weights]
     for weight, packed in zip(weights, together, strict=True):
-        assert torch.equal(packed.product(x, None), panels(weight).product(x, None))
+        given = x.to(weight.dtype)
+        assert torch.equal(packed.product(given, None), panels(weight).product(given, None))
 
 
-def test_a_row_of_a_product_has_the_same_bits_in_any_company_and_with_any_threads():
-    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(1500, 224, 576))
+@pytest.mark.parametrize(("fan_out", "fan_in"), [(32, 2), (96, 50), (160, 576)])
+def test_a_matrix_comes_back_from_its_panels(fan_out, fan_in):
+    weight = normal(fan_out, fan_in)
+    assert torch.equal(panels(weight).matrix(), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
+    x, weight = (tensor.to(dtype) for tensor in cancelling(1500, 224, 576))
     packed = panels(weight)
     whole = packed.product(x, None)
     threads = torch.get_num_threads()

@@ -50,23 +50,24 @@ class Running:
         return [*pool.keys, *pool.values]
 
 
-def adapters(decoder: Decoder) -> list[AdapterRows]:
+def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRows]:
     """Of two shapes, and rows without."""
     found, stop = [], 2
     for seed, rank in enumerate((4, 16)):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))
         master = layout.init(seed) + 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
-        found.append(AdapterRows(stop, stop + 4, LoraWeights(layout, master, torch.bfloat16, CPU)))
+        found.append(AdapterRows(stop, stop + 4, LoraWeights(layout, master, dtype, CPU)))
         stop += 4
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_one_call_has_the_bits_of_many(family, adapted, tmp_path, monkeypatch):
-    decoder = Decoder.load(tiny_model(tmp_path, family, kv_heads=1, head_dim=32), torch.bfloat16, CPU)
+def test_one_call_has_the_bits_of_many(family, adapted, dtype, tmp_path, monkeypatch):
+    decoder = Decoder.load(tiny_model(tmp_path, family, kv_heads=1, head_dim=32), dtype, CPU)
     running = Running(decoder)
-    given = adapters(decoder) if adapted else ()
+    given = adapters(decoder, dtype) if adapted else ()
     tokens, positions = torch.arange(14) * 7, torch.arange(14) * 3
     calls = []
     whole = PanelPass.decoded

@@ -185,7 +185,7 @@ inline void turned(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* 
 }
 
 template <int R, int C>
-void pair_dots_tile(const Operand& queries, int64_t row, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
+void pair_dots_tile(const Operand<uint16_t>& queries, int64_t row, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
     Sums<R, C> sums;
     queries.multiply(row, (const uint16_t*)keys, 2 * KEYS, 0, e, sums);
     sums.each([=](int r, int c, V sum) { store(out + r * stride + c * LANES, mul(sum, all(scale))); });
@@ -193,7 +193,7 @@ void pair_dots_tile(const Operand& queries, int64_t row, int64_t e, const uint32
 
 template <int C>
 void pair_dots(const uint16_t* q, int64_t rows, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
-    const Operand queries(q, e, rows, e);
+    const Operand<uint16_t> queries(q, e, rows, e);
     by_tiles(rows, [&](int64_t r, auto size) {
         constexpr int R = size, W = std::min(C, tile_vectors(R));
         float* to = out + r * stride;
@@ -252,7 +252,7 @@ class Apart {
 
 // or laid out as pairs, [n/2][E], to be read by many.
 class Laid {
-    Operand w;
+    Operand<uint16_t> w;
     const uint32_t* at;
     int64_t e;
 

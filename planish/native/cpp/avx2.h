@@ -235,7 +235,12 @@ class Sums {
         x.odd_of((const __m256i*)w);
         sums.add(0, [=](int r) { return _mm256_castsi256_ps(_mm256_and_si256(same_words(pair_of(r)), _mm256_set1_epi32(0xffff0000))); }, x);
     }
-    // The same with two numbers of float32 for each row, `stride` from row to row.
+    ALWAYS_INLINE void add(const float* number, int64_t stride, const float* vectors) {
+        Vectors<2 * W> x;
+        x.load(vectors);
+        sums.add(0, [=](int r) { return _mm256_broadcast_ss(number + r * stride); }, x);
+    }
+    // Pairs of which the rows' are of float32, `stride` from row to row.
     ALWAYS_INLINE void add(const float* pair, int64_t stride, const __m256i* words) {
         Vectors<2 * W> x;
         x.even_of(words);
@@ -251,7 +256,10 @@ class Sums {
 };
 
 // The rows are widened, once for all weights. In memory of the thread's own: until it makes the next one.
-class Operand {
+template <class X>
+class Operand;
+template <>
+class Operand<uint16_t> {
     static constexpr int64_t AHEAD = 16;
     int64_t stride;
     const float* x;

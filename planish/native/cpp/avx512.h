@@ -102,7 +102,7 @@ ALWAYS_INLINE I both(const void* pair) {
     return _mm512_set1_epi32(word);
 }
 
-// Sums of products of pairs, one after another, in the instruction's own order within a pair: of R rows by W vectors.
+// Sums of products, one after another, of pairs in the instruction's own order within each: of R rows by W vectors.
 template <int R, int W>
 class Sums {
     V sums[R][W];
@@ -126,6 +126,15 @@ class Sums {
             for (int c = 0; c < W; c++) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], (__m512bh)pair, (__m512bh)w[c]);
         }
     }
+    // Of float32: row r's number lies r * stride behind the first one's; the vectors lie side by side.
+    ALWAYS_INLINE void add(const float* number, int64_t stride, const float* vectors) {
+        V w[W];
+        for (int c = 0; c < W; c++) w[c] = load(vectors + c * LANES);
+        for (int r = 0; r < R; r++) {
+            const V x = all(number[r * stride]);
+            for (int c = 0; c < W; c++) sums[r][c] = fma(x, w[c], sums[r][c]);
+        }
+    }
     // f(row, vector, sums)
     template <class F>
     ALWAYS_INLINE void each(F f) const {
@@ -134,8 +143,11 @@ class Sums {
     }
 };
 
-// Rows of bf16, `row_stride` apart, to be multiplied with weights of which a pair of columns lies side by side for all outputs.
-class Operand {
+// Rows of numbers, `row_stride` apart, to be multiplied with weights: of bf16, a pair of columns lies side by side for each of the outputs.
+template <class X>
+class Operand;
+template <>
+class Operand<uint16_t> {
     const uint16_t* x;
     int64_t stride;
 

@@ -126,8 +126,9 @@ void normalizers_backward(X* logits, const int64_t* tokens, const float* exact, 
 
 // The head's adapters: rows first .. first + count - 1 of a batch have this one. B [V, rank] as it is, and A [rank, in] and B as panels (products.h)
 // if products are to be made with them; then `columns` is the rank or, if that is odd, one more.
+template <class X>
 struct HeadRows {
-    const uint16_t *b, *a_panels, *b_panels;
+    const X *b, *a_panels, *b_panels;
     int64_t rank, columns, first, count;
 };
 
@@ -171,7 +172,7 @@ inline float dot(const uint16_t* x, const uint16_t* y, int64_t n) {
 struct ExactLogits {
     const uint16_t *x, *weight;
     int64_t d;
-    const HeadRows* adapters;
+    const HeadRows<uint16_t>* adapters;
     int64_t n;
     const uint16_t* low;
     int64_t low_stride;
@@ -179,7 +180,7 @@ struct ExactLogits {
     // The base model's, then the adapter's.
     float at(int64_t row, int64_t token) const {
         const float base = dot(x + row * d, weight + token * d, d);
-        for (const HeadRows* own = adapters; own < adapters + n; own++)
+        for (const HeadRows<uint16_t>* own = adapters; own < adapters + n; own++)
             if (row >= own->first && row < own->first + own->count)
                 return base + dot(low + row * low_stride, own->b + token * own->rank, own->rank);
         return base;

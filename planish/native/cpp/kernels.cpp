@@ -1,5 +1,5 @@
-// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, SwiGLU, attention, products with bf16 weights. Every function has a twin in torch,
-// which the tests compare.
+// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, SwiGLU, attention, products with frozen weights and with adapters. Every
+// function has a twin in torch, which the tests compare.
 //
 // A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how they are cut into blocks, nor on the
 // number of threads. So every sum has one order, written where it is made, and every multiply-add is an explicit instruction.
@@ -56,7 +56,33 @@
                                     const X* q, const X* out, const float* lse, const X* k0, X* grad_q, X* grad_k, X* grad_v,           \
                                     float* sums, int64_t size, int threads) {                                                                \
         attend_backward<X>(*a, part_ends, parts, grad, q, out, lse, k0, grad_q, grad_k, grad_v, sums, size, threads);             \
-    }
+    }                                                                                                                                       \
+    EXPORT void pack_panels_##S(const Packing<X>* matrices, int64_t count, int64_t turned, int threads) {                                   \
+        pack_panels(matrices, count, turned, threads);                                                                                      \
+    }                                                                                                                                       \
+    EXPORT void product_##S(const X* panels, const X* x, const X* bias, X* out, int64_t rows, int64_t n, int64_t k, int threads) {          \
+        product(panels, x, bias, out, rows, n, k, threads);                                                                                 \
+    }                                                                                                                                       \
+    EXPORT void add_lora_##S(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in, X* out, const int64_t* sizes, int64_t linears, \
+                             X* low, int threads) {                                                                                         \
+        add_lora(adapters, n, x, in, out, sizes, linears, low, threads);                                                                    \
+    }                                                                                                                                       \
+    EXPORT void lora_backward_##S(const LoraRows<X>* adapters, int64_t n, const X* grad, const int64_t* sizes, int64_t linears, X* low_grad,\
+                                  X* grad_x, int64_t in, int threads) {                                                                     \
+        lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads);                                                    \
+    }                                                                                                                                       \
+    EXPORT void lora_gradients_##S(const X* x, int64_t in, const X* low, const X* grad, const int64_t* sizes, int64_t linears,              \
+                                   const X* low_grad, int64_t rank, float* grad_a, float* grad_bs, int64_t rows, int threads) {             \
+        lora_gradients(x, in, low, grad, sizes, linears, low_grad, rank, grad_a, grad_bs, rows, threads);                                   \
+    }                                                                                                                                       \
+    EXPORT void head_low_##S(const HeadRows<X>* adapters, int64_t n, const X* x, int64_t in, X* low, int64_t low_stride, int64_t rows,      \
+                             int threads) {                                                                                                 \
+        head_low(adapters, n, x, in, low, low_stride, rows, threads);                                                                       \
+    }                                                                                                                                       \
+    EXPORT void add_head_##S(const HeadRows<X>* adapters, int64_t n, const X* low, int64_t low_stride, X* logits, int64_t v, int threads) { \
+        add_head(adapters, n, low, low_stride, logits, v, threads);                                                                         \
+    }                                                                                                                                       \
+    EXPORT void decode_##S(const Pass<X>* pass, X* out, int threads) { decode(*pass, out, threads); }
 
 FOR_TYPES(f, float)
 FOR_TYPES(h, uint16_t)
@@ -88,7 +114,7 @@ EXPORT int tiles_agree() {
                 std::vector<uint16_t> x(rows * k), weight(n * k), bias(n), out[2];
                 std::vector<Line> panels((n + PANEL - 1) / PANEL * PANEL * k / 32);
                 fill(x), fill(weight), fill(bias);
-                const Packing packing{weight.data(), panels.data()->numbers, n, k};
+                const Packing<uint16_t> packing{weight.data(), panels.data()->numbers, n, k};
                 pack_panels(&packing, 1, false, 1);
                 for (int with = 0; with < 2; with++) {
                     uses_tiles = with;
@@ -106,26 +132,6 @@ EXPORT void on_huge_pages(uintptr_t address, int64_t bytes) {
     const uintptr_t first = (address + PAGE - 1) / PAGE * PAGE, last = (address + bytes) / PAGE * PAGE;
     if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 }
-EXPORT void pack_panels_h(const Packing* matrices, int64_t count, int64_t turned, int threads) {
-    pack_panels(matrices, count, turned, threads);
-}
-EXPORT void product_h(const uint16_t* panels, const uint16_t* x, const uint16_t* bias, uint16_t* out, int64_t rows, int64_t n, int64_t k,
-                      int threads) {
-    product(panels, x, bias, out, rows, n, k, threads);
-}
-EXPORT void add_lora_h(const LoraRows* adapters, int64_t n, const uint16_t* x, int64_t in, uint16_t* out, const int64_t* sizes,
-                       int64_t linears, uint16_t* low, int threads) {
-    add_lora(adapters, n, x, in, out, sizes, linears, low, threads);
-}
-EXPORT void lora_backward_h(const LoraRows* adapters, int64_t n, const uint16_t* grad, const int64_t* sizes, int64_t linears,
-                            uint16_t* low_grad, uint16_t* grad_x, int64_t in, int threads) {
-    lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads);
-}
-EXPORT void lora_gradients_h(const uint16_t* x, int64_t in, const uint16_t* low, const uint16_t* grad, const int64_t* sizes, int64_t linears,
-                             const uint16_t* low_grad, int64_t rank, float* grad_a, float* grad_bs, int64_t rows, int threads) {
-    lora_gradients(x, in, low, grad, sizes, linears, low_grad, rank, grad_a, grad_bs, rows, threads);
-}
-EXPORT void decode_h(const Pass* pass, uint16_t* out, int threads) { decode(*pass, out, threads); }
 EXPORT void invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int threads) {
     invert(weights, uniforms, tokens, rows, v, threads);
 }
@@ -139,11 +145,4 @@ EXPORT void likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_
 }
 EXPORT void single_logits_h(const ExactLogits* exact, const int64_t* rows, const int64_t* tokens, float* out, int64_t pairs, int threads) {
     single_logits(*exact, rows, tokens, out, pairs, threads);
-}
-EXPORT void head_low_h(const HeadRows* adapters, int64_t n, const uint16_t* x, int64_t in, uint16_t* low, int64_t low_stride, int64_t rows,
-                       int threads) {
-    head_low(adapters, n, x, in, low, low_stride, rows, threads);
-}
-EXPORT void add_head_h(const HeadRows* adapters, int64_t n, const uint16_t* low, int64_t low_stride, uint16_t* logits, int64_t v, int threads) {
-    add_head(adapters, n, low, low_stride, logits, v, threads);
 }

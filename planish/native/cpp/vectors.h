@@ -93,6 +93,32 @@ inline V exp2_(V x) {
 
 inline V sigmoid(V x) { return div(all(1.0f), add(all(1.0f), exp_(sub(zero(), x)))); }
 
+// What sums become: rounded in one step.
+inline void store_sums(uint16_t* p, V x) { store(p, narrowed_fast(x)); }
+inline void store_sums(float* p, V x) { store(p, x); }
+
+// Of float32, a column of the weights lies side by side for all outputs, and behind it the other one of its pair.
+template <>
+class Operand<float> {
+    static constexpr int64_t AHEAD = 16;
+    const float* x;
+    int64_t stride;
+
+  public:
+    Operand(const float* x, int64_t row_stride, int64_t, int64_t) : x(x), stride(row_stride) {}
+
+    template <int R, int W>
+    ALWAYS_INLINE void multiply(int64_t row, const float* weight, int64_t step, int64_t first, int64_t last, Sums<R, W>& sums) const {
+        const float* from = x + row * stride;
+        const int64_t column = step / 2;
+        weight += first * column;
+        for (int64_t i = first; i < last; i++, weight += column) {
+            for (int c = 0; c < W; c++) _mm_prefetch((const char*)(weight + AHEAD * column + c * LANES), _MM_HINT_T0);
+            sums.add(from + i, stride, weight);
+        }
+    }
+};
+
 // f(first, last) over 0 .. n - 1, by threads if the work is worth waking them.
 template <class F>
 void parallel(int64_t n, int64_t work, int threads, F f) {
