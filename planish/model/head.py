@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.head_lora import HeadLora, Member
-from planish.model.linear import FrozenLinear, onednn_multiplies_bfloat16
+from planish.model.linear import FrozenLinear
 from planish.model.lora import Site
 from planish.native import kernels
 from planish.native.cpu_head import HeadTable, SingleLogits
@@ -29,7 +29,6 @@ _EXACT = 16  # likeliest tokens of a row that are computed again in float32
 _RUN = 128
 _BLOCK = 32  # vocabulary entries behind one candidate in the search for them
 _CHUNK = 256  # rows of one product on a CPU
-_WIDE_TOKENS = 8192  # of a part of the vocabulary that is widened
 _LARGE_CHUNK = 2048  # and on a GPU, which fewer would not fill
 _FEW = 32  # with fewer rows left, they join the last chunk: products of few rows may have other bits (engine/row_tiling.py)
 _TILE = 16  # rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as long
@@ -167,42 +166,30 @@ class _HeadGrads:
         self._sums = [torch.zeros(matrix.shape, dtype=_wide(hidden), device=hidden.device) for matrix in matrices]
 
     def add(self, where: Tensor, grad_logits: Tensor) -> None:
-        if _is_rounded(grad_logits) and not onednn_multiplies_bfloat16():
-            return self._add_widened(where, grad_logits)
         grad_hidden = self._head.product_back(grad_logits)
         if self._site is not None and self._lora is not None:
-            a, b = self._site.a, self._site.bs[0]
-            grad_low = grad_logits @ b
-            grad_hidden = torch.addmm(grad_hidden, grad_low, a)
-            self._sums[0] += grad_low.t() @ self._source[where]
-            self._sums[1] += grad_logits.t() @ self._lora.low[where, : len(a)]
+            for total, own in zip(self._sums, self._add_lora_(where, grad_logits, grad_hidden), strict=True):
+                total += own
         self.hidden[where] = grad_hidden
 
-    def _add_widened(self, where: Tensor, grad_logits: Tensor) -> None:
-        """The same in float32, a part of the vocabulary at a time."""
-        hidden = self._source[where].float()
-        grad_hidden = torch.zeros_like(hidden)
-        low, grad_low = None, hidden.new_zeros(0)
-        if self._site is not None and self._lora is not None:
-            low = self._lora.low[where, : len(self._site.a)].float()
-            grad_low = torch.zeros_like(low)
-        for tokens in _spans(grad_logits.shape[1], _WIDE_TOKENS):
-            grad = grad_logits[:, tokens].float()
-            grad_hidden.addmm_(grad, self._head.weight[tokens].float())
-            if self._site is not None and low is not None:
-                grad_low.addmm_(grad, self._site.bs[0][tokens].float())
-                self._sums[1][tokens].addmm_(grad.t(), low)
-        if self._site is not None and low is not None:
-            self._sums[0].addmm_(grad_low.t(), hidden)
-            grad_hidden.addmm_(grad_low, self._site.a.float())
-        self.hidden[where] = grad_hidden.to(self.hidden.dtype)
+    def _add_lora_(self, where: Tensor, grad_logits: Tensor, grad_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds what goes back through the adapter to grad_hidden; returns the gradients of A and B."""
+        site, lora = self._site, self._lora
+        assert site is not None
+        assert lora is not None
+        hidden, low, sizes = self._source[where], lora.low[where], [grad_logits.shape[1]]
+        if site.panels is not None and site.panels.goes_back:
+            grad_low = site.panels.backward_(grad_logits, grad_hidden, sizes)
+            grad_a, (grad_b,) = site.panels.gradients(hidden, low, grad_logits, grad_low, sizes)
+            return grad_a, grad_b
+        grad_low = grad_logits @ site.bs[0]
+        grad_hidden.addmm_(grad_low, site.a)
+        return grad_low.t() @ hidden, grad_logits.t() @ low[:, : len(site.a)]
 
     @property
     def matrices(self) -> tuple[Tensor | None, Tensor | None]:
         """Of A and B."""
-        if not self._sums:
-            return None, None
-        a, b = (total.to(self._source.dtype) for total in self._sums)
+        a, b = self._sums or (None, None)
         return a, b
 
 

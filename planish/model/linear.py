@@ -52,8 +52,9 @@ class FrozenLinear:
 
     @property
     def panels(self) -> tuple[PanelWeight, Tensor | None] | None:
-        """The weights and the bias of all linears, where a kernel of our own multiplies by them."""
-        return (self._packed, self._bias) if isinstance(self._packed, PanelWeight) else None
+        """The weights and the bias of all linears, where kernels of our own multiply by them."""
+        found = self._packed
+        return (found, self._bias) if isinstance(found, PanelWeight) and found.address is not None else None
 
     def product(self, x: Tensor, tile: int | None = None) -> Tensor:
         """x [T, in] times the weights transposed: [T, out]; no gradient. `tile`: in tiles of so many rows."""
@@ -67,7 +68,7 @@ class FrozenLinear:
             # No blocks for the way back: float32 is large, and for many rows torch is as fast.
             return grad @ (self.weight if len(self._weights) == 1 else self._float_panels.matrix())
         if self._packed is not None and self._packed_back is None:
-            self._packed_back = _packed([torch.cat([weight.t() for weight in self._weights], 1)], self._room)
+            self._packed_back = _packed(self._weights, self._room, turned=True)
         if self._packed_back is not None:
             return self._packed_back.product(grad, None)
         if len(self._weights) == 1 or grad.device.type != "cpu":
@@ -108,13 +109,16 @@ class _BlockedWeight:
 _Packed = PanelWeight | _BlockedWeight
 
 
-def _packed(weights: Sequence[Tensor], room: WeightRoom) -> _Packed | None:
+def _packed(weights: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> _Packed | None:
+    """`turned`: for products with the matrix as it is, rather than transposed."""
     first = weights[0]
-    own = multiplies(sum(map(len, weights)), first.shape[1], first.dtype, first.device)
+    rows, columns = sum(map(len, weights)), first.shape[1]
+    fan_out, fan_in = (columns, rows) if turned else (rows, columns)
+    own = multiplies(fan_out, fan_in, first.dtype, first.device)
     if not own and not _packs(first.device, first.dtype):
         return None
     whole = first if len(weights) == 1 else torch.cat(tuple(weights))
-    return PanelWeight(whole, room) if own else _BlockedWeight(whole)
+    return PanelWeight(whole, room, turned=turned) if own else _BlockedWeight(whole.t() if turned else whole)
 
 
 @cache

@@ -111,5 +111,6 @@ class PanelPass:
 
 def _address(x: Tensor | PanelWeight | None) -> int:
     if isinstance(x, PanelWeight):
+        assert x.address is not None
         return x.address
     return 0 if x is None else x.data_ptr()

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from planish.native import cpu
@@ -20,8 +21,6 @@ from planish.native import cpu
 _PANEL = 64
 LOW_COLUMNS = _HALF_PANEL = 32
 """What lies between the matrices of an adapter has a multiple of so many columns."""
-_MOST_COLUMNS = 1 << 14
-"""Of weights in a product: rows are taken whole, so with more of them neither a panel nor a few inputs would stay in a cache."""
 _ROOM = 1 << 25
 """Numbers that a room has at least: what is not used of it costs no memory."""
 _Packing = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "k")])
@@ -32,9 +31,8 @@ MOST_LINEARS = 3
 
 
 def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a product with weights of this shape. It is at least as fast as oneDNN's for any number of rows (docs/log.md; by AMX not measured)."""
-    fits = fan_out % _HALF_PANEL == 0 and fan_in % 2 == 0 and fan_in <= _MOST_COLUMNS
-    if not fits or device.type != "cpu":
+    """Whether there is a product with frozen weights of this shape. It is at least as fast as oneDNN's for any number of rows (docs/log.md; by AMX not measured)."""
+    if fan_out < 1 or fan_in % 2 or device.type != "cpu":
         return False
     if dtype == torch.bfloat16:
         return multiplies_bfloat16()
@@ -68,9 +66,10 @@ class WeightRoom:
 class PanelWeight:
     """A weight [out, in] for products in a kernel of our own. A row's bits depend on that row alone."""
 
-    def __init__(self, weight: Tensor, room: WeightRoom) -> None:
-        self._fan_out, self._fan_in = weight.shape
-        self._panels = _packed([weight.contiguous()], room)[0]
+    def __init__(self, weight: Tensor, room: WeightRoom, *, turned: bool = False) -> None:
+        """`turned`: the matrix that is given is [in, out]."""
+        self._fan_out, self._fan_in = weight.shape[::-1] if turned else weight.shape
+        self._panels = _packed([weight.contiguous()], room, turned=turned)[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,25 +83,27 @@ class PanelWeight:
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._fan_out)
+        x, missing = x.contiguous(), -self._fan_out % _HALF_PANEL
+        if bias is not None and missing:
+            bias = F.pad(bias, (0, missing))
+        out = x.new_empty(x.shape[0], self._fan_out + missing)
         cpu.call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
-        return out
+        return out[:, : self._fan_out].contiguous() if missing else out
 
     @property
-    def address(self) -> int:
-        return self._panels.data_ptr()
+    def address(self) -> int | None:
+        """Where the panels lie, for kernels that multiply by them; those have no room for outputs beyond a multiple of half a panel."""
+        return None if self._fan_out % _HALF_PANEL else self._panels.data_ptr()
 
 
 def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel serves adapters of linears of these shapes (out, in), forward and backward."""
-    return adapts_forward(shapes, dtype, device) and all(
-        multiplies(fan_in, fan_out, dtype, device) for fan_out, fan_in in shapes
-    )
+    turned = [(fan_in, fan_out) for fan_out, fan_in in shapes]
+    return adapts_forward(shapes, dtype, device) and adapts_forward(turned, dtype, device)
 
 
 def adapts_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
-    return all(multiplies(fan_out, fan_in, dtype, device) for fan_out, fan_in in shapes)
+    return all(fan_out % _HALF_PANEL == 0 and multiplies(fan_out, fan_in, dtype, device) for fan_out, fan_in in shapes)
 
 
 Matrices = tuple[Tensor, Sequence[Tensor]]

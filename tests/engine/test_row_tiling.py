@@ -49,23 +49,28 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocab_size", "looked_at"), [(4128, set()), (32001, {(4097, 64)})])
+@pytest.mark.parametrize(("vocab_size", "looked_at"), [(4128, set()), (32001, {(8, 64), (4097, 8)})])
 def test_what_our_own_kernels_multiply_is_not_looked_at(tmp_path, monkeypatch, dtype, vocab_size, looked_at):
-    """A head that they do not serve is looked at in a part which they do not serve either."""
+    """Of adapters of a head that they do not serve, a part is looked at which they would not serve either."""
     config = ModelConfig.from_directory(tiny_model(tmp_path, vocab_size=vocab_size))
     if not multiplies(64, 64, dtype, CPU):
         pytest.skip("this machine has no kernels of our own")
     seen = []
     look = row_tiling._Look.agreeing
-    monkeypatch.setattr(
-        row_tiling._Look, "agreeing", lambda *given, **how: seen.append(given[1]) or look(*given, **how)
-    )
+
+    def agreeing(self, shapes, *how, **named):
+        seen.append(set(shapes))
+        return look(self, seen[-1], *how, **named)
+
+    monkeypatch.setattr(row_tiling._Look, "agreeing", agreeing)
     tiling = probe(config, dtype, CPU)
-    assert seen[0] == looked_at
+    base, *by_rank = seen
+    assert not base
+    assert looked_at in by_rank
     if not looked_at:
+        assert not any(by_rank)
         assert tiling is not None
         assert tiling.padded(1, None) == 1
-        assert not any(map(set, seen))
 
 
 def test_rows_are_padded_to_the_least_then_to_the_multiple(tmp_path):

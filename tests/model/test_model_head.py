@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from planish.engine.row_tiling import cancelling
-from planish.model import head as module
 from planish.model.head import _top_tokens, exact_logits, head_logits, scored_logprobs
 from planish.model.linear import FrozenLinear
 from planish.model.lora import Site
@@ -40,24 +39,12 @@ def plain_logprobs(states, weight, lora, rows, targets, temperature):
     return torch.log_softmax(logits / temperature, -1)[rows, targets]
 
 
-@pytest.mark.parametrize("vocab", [2500, 2560])
+@pytest.mark.parametrize("vocab", [2500, 2501, 2560, 5024])
 @pytest.mark.parametrize("rank", [None, 1, 8])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_gradients_equal_those_of_the_plain_formula(vocab, rank, recompute: bool, dtype, tolerance: float):
-    assert_gradients_are_plain(vocab, rank, recompute, dtype, tolerance)
-
-
-@pytest.mark.parametrize("rank", [None, 8])
-@pytest.mark.parametrize("widened", [False, True])
-def test_gradients_of_bfloat16_are_right_with_torch_s_products_of_it_and_without(rank, widened, monkeypatch):
-    """Both ways, on every machine; the vocabulary in three parts, the last one smaller."""
-    monkeypatch.setattr(module, "onednn_multiplies_bfloat16", lambda: not widened)
-    monkeypatch.setattr(module, "_WIDE_TOKENS", 1000)
-    assert_gradients_are_plain(2500, rank, False, torch.bfloat16, 2e-2)
-
-
-def assert_gradients_are_plain(vocab: int, rank: int | None, recompute: bool, dtype: torch.dtype, tolerance: float):
+    """Our own kernels serve adapters of 2560 tokens, a multiple of 32; torch those of 2500."""
     states, weight, lora = head(300, 32, vocab, rank, dtype)
     generator = torch.Generator().manual_seed(9)
     rows, targets = (

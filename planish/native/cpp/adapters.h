@@ -47,10 +47,10 @@ void add_lora(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in, X*
         const int64_t columns = low_width(own.columns);
         std::vector<X> room(kept ? 0 : count * columns);
         X* low = kept ? kept + first * columns : room.data();
-        product_part(own.a, Rows<X>{x + first * in, in, nullptr, 0, low, columns}, count, columns, in);
+        product_part(own.a, Rows<X>{x + first * in, in, nullptr, 0, low, columns}, count, 0, columns, in);
         X* to = out + first * width;
         for (int64_t l = 0; l < linears; to += sizes[l++])
-            product_part(own.b[l], Rows<X>{low + l * (own.columns / linears), columns, to, width, to, width}, count, sizes[l], own.rank);
+            product_part(own.b[l], Rows<X>{low + l * (own.columns / linears), columns, to, width, to, width}, count, 0, sizes[l], own.rank);
     });
 }
 
@@ -67,14 +67,14 @@ void lora_backward(const LoraRows<X>* adapters, int64_t n, const X* grad, const 
         std::vector<X> room(count * low_width(rank));
         const X* from = grad + first * width;
         for (int64_t l = 0; l < linears; from += sizes[l++]) {
-            product_part(own.b[l], Rows<X>{from, width, nullptr, 0, room.data(), low_width(rank)}, count, low_width(rank), sizes[l]);
+            product_part(own.b[l], Rows<X>{from, width, nullptr, 0, room.data(), low_width(rank)}, count, 0, low_width(rank), sizes[l]);
             for (int64_t r = 0; r < count; r++)
                 std::memcpy(low_grad + (first + r) * columns + l * rank, room.data() + r * low_width(rank), rank * sizeof(X));
         }
         for (int64_t r = 0; r < count; r++)
             std::fill(low_grad + (first + r) * columns + own.columns, low_grad + (first + r + 1) * columns, 0);
         X* to = grad_x + first * in;
-        product_part(own.a, Rows<X>{low_grad + first * columns, columns, to, in, to, in}, count, in, (own.columns + 1) / 2 * 2);
+        product_part(own.a, Rows<X>{low_grad + first * columns, columns, to, in, to, in}, count, 0, in, (own.columns + 1) / 2 * 2);
     });
 }
 
@@ -206,7 +206,7 @@ void head_low(const HeadRows<X>* adapters, int64_t n, const X* x, int64_t in, X*
         for (const HeadRows<X>* own = adapters; own < adapters + n; own++) {
             const int64_t first = std::max(a, own->first), last = std::min(b, own->first + own->count);
             const Rows<X> all{x, in, nullptr, 0, low, low_stride};
-            if (first < last) product_part(own->a_panels, all.from(first), last - first, low_width(own->rank), in);
+            if (first < last) product_part(own->a_panels, all.from(first), last - first, 0, low_width(own->rank), in);
         }
     });
 }
@@ -225,7 +225,7 @@ void add_head(const HeadRows<X>* adapters, int64_t n, const X* low, int64_t low_
             for (int64_t at = a * PANEL; at < std::min(b * PANEL, v); at += COLUMNS) {
                 const int64_t columns = std::min(COLUMNS, std::min(b * PANEL, v) - at);
                 for (int64_t r = 0; r < own->count; r += FEW)
-                    product_part(own->b_panels + at * own->columns, all.from(own->first + r).at(at), std::min(FEW, own->count - r), columns,
+                    product_part(own->b_panels + at * own->columns, all.from(own->first + r).at(at), std::min(FEW, own->count - r), 0, columns,
                                  own->columns);
             }
     });

@@ -14,6 +14,7 @@ namespace {
 // a fresh sum for each `SUMMED` columns; then these sums in their order, then the bias. (By AMX: tiles.h.)
 constexpr int64_t PANEL = 64, HALF = PANEL / 2;
 constexpr int64_t CACHED_INPUTS = 1 << 19;  // bytes of x that stay in the second cache, beside a panel
+constexpr int64_t STRETCH = 2048;           // columns that are multiplied at a time, for the same reason: a head's way back has 100,000 and more
 template <class X>
 constexpr bool NARROW = sizeof(X) == 2;
 template <class X>
@@ -31,6 +32,8 @@ struct Packing {
     int64_t columns() const { return (k + 1) / 2 * 2; }
 };
 
+constexpr int64_t PACK_AHEAD = 32;  // rows of a matrix to be turned that are called for before they are needed: they lie on a page each
+
 // The outputs from `first` on. What a panel has behind a half without outputs is not read, and not written. The stores go past the caches, which a
 // whole adapter would flood: panels begin at multiples of 64 bytes.
 inline void pack_panel(const Packing<uint16_t>& given, int64_t first, uint16_t* panel, bool turned) {
@@ -40,6 +43,8 @@ inline void pack_panel(const Packing<uint16_t>& given, int64_t first, uint16_t* 
             for (int64_t c = 0; c < outputs; c += LANES) {
                 const int64_t left = n - first - c;
                 const uint16_t* from = given.matrix + i * n + first + c;
+                _mm_prefetch((const char*)(from + PACK_AHEAD * n), _MM_HINT_T0);
+                _mm_prefetch((const char*)(from + (PACK_AHEAD + 1) * n), _MM_HINT_T0);
                 stream_words(panel + i * PANEL + c * 2, load_joined(from, tail(left), from + n, tail(i + 1 < k ? left : 0)));
             }
         return;
@@ -86,7 +91,8 @@ void pack_panels(const Packing<X>* matrices, int64_t count, bool turned, int thr
     });
 }
 
-// Inputs and outputs of a product, whose rows lie apart. What is added last: a bias (stride 0), rows like those of the output, or nothing.
+// Inputs and outputs of a product, whose rows lie apart. What is added last: a bias (stride 0), rows like those of the output, or nothing. `kept`:
+// the sums of stretches so far, if there are several.
 template <class X>
 struct Rows {
     const X* x;
@@ -95,24 +101,43 @@ struct Rows {
     int64_t addend_stride;
     X* out;
     int64_t out_stride;
+    float* kept = nullptr;
+    int64_t kept_stride = 0;
 
     Rows from(int64_t r) const {
-        return {x + r * x_stride, x_stride, addend ? addend + r * addend_stride : nullptr, addend_stride, out + r * out_stride, out_stride};
+        return {x + r * x_stride,     x_stride,   addend ? addend + r * addend_stride : nullptr, addend_stride,
+                out + r * out_stride, out_stride, kept ? kept + r * kept_stride : nullptr,       kept_stride};
     }
-    Rows at(int64_t c) const { return {x, x_stride, addend ? addend + c : nullptr, addend_stride, out + c, out_stride}; }
+    Rows at(int64_t c) const {
+        return {x, x_stride, addend ? addend + c : nullptr, addend_stride, out + c, out_stride, kept ? kept + c : nullptr, kept_stride};
+    }
+};
+
+// Columns of a product, and whether none come before them, and none behind.
+struct Stretch {
+    int64_t columns;
+    bool first, last;
 };
 
 // R rows by W vectors of outputs.
 template <int R, int W, class X>
-void product_tile(const X* weight, const Operand<X>& x, int64_t row, const Rows<X>& rows, int64_t k) {
+void product_tile(const X* weight, const Operand<X>& x, int64_t row, const Rows<X>& rows, const Stretch& stretch) {
     V total[R][W];
     // What the next tile writes is called for: it lies on a page for each row, where the CPU foresees nothing.
     for (int r = 0; r < R; r++)
         for (int c = 0; c < W; c += NARROW<X> ? 2 : 1) _mm_prefetch((const char*)(rows.out + (r + TILE_ROWS) * rows.out_stride + c * LANES), _MM_HINT_T0);
-    for (int64_t first = 0; first < k; first += SUMMED<X>) {
+    for (int64_t first = 0; first < stretch.columns; first += SUMMED<X>) {
         Sums<R, W> sums;
-        x.multiply(row, weight, 2 * PANEL, first, std::min(k, first + SUMMED<X>), sums);
+        x.multiply(row, weight, 2 * PANEL, first, std::min(stretch.columns, first + SUMMED<X>), sums);
         sums.each([&](int r, int c, V sum) { total[r][c] = first ? add(total[r][c], sum) : sum; });
+        if (first == 0 && !stretch.first)
+            for (int r = 0; r < R; r++)
+                for (int c = 0; c < W; c++) total[r][c] = add(load(rows.kept + r * rows.kept_stride + c * LANES), total[r][c]);
+    }
+    if (!stretch.last) {
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < W; c++) store(rows.kept + r * rows.kept_stride + c * LANES, total[r][c]);
+        return;
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < W; c++) {
@@ -129,16 +154,22 @@ bool by_tiles_of_amx() {
 }
 
 template <int W>
-void amx_rows(const uint16_t* weight, const Rows<uint16_t>& rows, int64_t count, int64_t k) {
+void amx_rows(const uint16_t* weight, const Rows<uint16_t>& rows, int64_t count, const Stretch& stretch) {
     alignas(64) float sums[tiles::BLOCK * tiles::BLOCK];
     for (int c = 0; c < W; c += 2)
         for (int64_t first = 0; first < count; first += tiles::BLOCK) {
             const auto own = rows.from(first).at(c * LANES);
             const int64_t size = std::min<int64_t>(tiles::BLOCK, count - first);
-            tiles::block(weight + c * 2 * LANES, 2 * PANEL, own.x, own.x_stride, size, k, sums);
+            tiles::block(weight + c * 2 * LANES, 2 * PANEL, own.x, own.x_stride, size, stretch.columns, sums);
             for (int64_t r = 0; r < size; r++)
                 for (int v = 0; v < 2 * LANES; v += LANES) {
                     V total = load(sums + r * tiles::BLOCK + v);
+                    float* kept = own.kept + r * own.kept_stride + v;
+                    if (!stretch.first) total = add(load(kept), total);
+                    if (!stretch.last) {
+                        store(kept, total);
+                        continue;
+                    }
                     if (own.addend) total = add(total, load(own.addend + r * own.addend_stride + v));
                     store(own.out + r * own.out_stride + v, total);
                 }
@@ -146,44 +177,47 @@ void amx_rows(const uint16_t* weight, const Rows<uint16_t>& rows, int64_t count,
 }
 
 template <int W, class X>
-void product_rows(const X* weight, const Operand<X>& x, const Rows<X>& rows, int64_t count, int64_t k) {
+void product_rows(const X* weight, const Operand<X>& x, const Rows<X>& rows, int64_t count, const Stretch& stretch) {
     if constexpr (NARROW<X>)
-        if (uses_tiles) return amx_rows<W>(weight, rows, count, k);
+        if (uses_tiles) return amx_rows<W>(weight, rows, count, stretch);
     by_tiles(count, [&](int64_t first, auto size) {
         constexpr int R = size, C = std::min(W, tile_vectors(R));
-        for (int c = 0; c < W; c += C) product_tile<R, C>(weight + c * APART<X>, x, first, rows.from(first).at(c * LANES), k);
+        for (int c = 0; c < W; c += C) product_tile<R, C>(weight + c * APART<X>, x, first, rows.from(first).at(c * LANES), stretch);
     });
 }
 
-// All n outputs, a multiple of HALF, of `count` rows.
+// Outputs first .. first + n - 1, both multiples of HALF, of `count` rows, whose `out` and `addend` begin with the first of them.
 template <class X>
-void product_part(const X* panels, const Rows<X>& rows, int64_t count, int64_t n, int64_t k) {
-    const Operand<X> x(rows.x, rows.x_stride, count, k);
-    for (int64_t at = 0; at < n; at += PANEL)
-        (at + PANEL <= n ? product_rows<4, X> : product_rows<2, X>)(panels + at * k, x, rows.at(at), count, k);
+void product_part(const X* panels, Rows<X> rows, int64_t count, int64_t first, int64_t n, int64_t k) {
+    static thread_local Room room;
+    if (k > STRETCH) rows.kept = room.of<float>(count * n), rows.kept_stride = n;
+    for (int64_t at = 0; at < k; at += STRETCH, rows.x += STRETCH) {
+        const Stretch stretch{std::min(STRETCH, k - at), at == 0, at + STRETCH >= k};
+        const Operand<X> x(rows.x, rows.x_stride, count, stretch.columns);
+        for (int64_t done = 0; done < n;) {
+            const int64_t output = first + done;
+            const bool whole = output % PANEL == 0 && done + PANEL <= n;
+            const X* weight = panels + output / PANEL * PANEL * k + at * PANEL + output % PANEL / LANES * APART<X>;
+            (whole ? product_rows<4, X> : product_rows<2, X>)(weight, x, rows.at(done), count, stretch);
+            done += whole ? PANEL : HALF;
+        }
+    }
 }
 
 // x [T, K] by panels to [T, N]. Parts of the rows by half panels: a part's inputs are cached while the weights stream by, and halves are
 // shared out more evenly than panels, which may be fewer than threads.
 template <class X>
 void product(const X* panels, const X* x, const X* bias, X* out, int64_t rows, int64_t n, int64_t k, int threads) {
-    const int64_t halves = n / HALF;
+    const int64_t halves = n / HALF, input_bytes = rows * std::min(k, STRETCH) * (int64_t)sizeof(X);
     const int64_t for_threads = std::min((rows + 31) / 32, (4 * threads + halves - 1) / halves);
-    const int64_t parts = std::max((rows * k * (int64_t)sizeof(X) + CACHED_INPUTS - 1) / CACHED_INPUTS, for_threads);
+    const int64_t parts = std::max((input_bytes + CACHED_INPUTS - 1) / CACHED_INPUTS, for_threads);
     parallel(parts * halves, rows * n * k, threads, [=](int64_t a, int64_t b) {
         const tiles::Use use(by_tiles_of_amx<X>());
-        for (int64_t item = a; item < b;) {
-            const int64_t part = item / halves, end = std::min(b, (part + 1) * halves);
+        for (int64_t item = a, end; item < b; item = end) {
+            const int64_t part = item / halves, from = item % halves * HALF;
+            end = std::min(b, (part + 1) * halves);
             const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
-            const auto own = Rows<X>{x, k, bias, 0, out, n}.from(first);
-            const Operand<X> inputs(own.x, k, count, k);
-            while (item < end) {
-                const int64_t at = item % halves * HALF;
-                const X* weight = panels + at / PANEL * PANEL * k + at % PANEL / LANES * APART<X>;
-                const bool whole = at % PANEL == 0 && item + 2 <= end;
-                (whole ? product_rows<4, X> : product_rows<2, X>)(weight, inputs, own.at(at), count, k);
-                item += whole ? 2 : 1;
-            }
+            product_part(panels, Rows<X>{x, k, bias, 0, out, n}.from(first).at(from), count, from, (end - item) * HALF, k);
         }
     });
 }
