@@ -196,6 +196,7 @@ def table(heads: Row, rows: Sequence[Row]) -> str:
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "bench": peers_table,
     "avx2": peers_table,
+    "float32": peers_table,
     "peers": peers_table,
     "llama": peers_table,
     "iteration": peers_table,
