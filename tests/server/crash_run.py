@@ -33,8 +33,9 @@ from planish.server.crash_points import CRASH_POINTS
 from planish.server.settings import ServerSettings
 from planish.testing import tiny_model
 
-# Small, so that snapshots are taken, adapters leave memory, and large bodies go to files, all within seconds.
-SETTINGS = ServerSettings(replay_seconds=0.2, idle_seconds=0.4, adapter_memory_bytes=3_000_000)
+# Small, so that snapshots are taken, adapters leave memory, and large bodies go to files, all within seconds; by requests too, as a quick machine
+# computes for less than that.
+SETTINGS = ServerSettings(replay_seconds=0.2, replay_requests=3, idle_seconds=0.4, adapter_memory_bytes=3_000_000)
 CALM = ServerSettings()
 KEYS = {"tml-crash-one": "one", "tml-crash-two": "two"}
 """Each client is a tenant."""
