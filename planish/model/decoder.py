@@ -240,15 +240,8 @@ class _Adapted(torch.autograd.Function):
         if not saved:
             return grad_x, None, None, None, None
         x, low, a, *bs = saved
-        if ctx.panels is not None and ctx.panels.goes_back:
-            grad_low = ctx.panels.backward_(grad, grad_x, ctx.linear.sizes)
-            grad_a, grad_bs = ctx.panels.gradients(x, low, grad, grad_low, ctx.linear.sizes)
-            return grad_x, None, None, None, grad_a, *grad_bs
-        parts = grad.split(ctx.linear.sizes, 1)
-        grad_low = torch.cat([part @ b for part, b in zip(parts, bs, strict=True)], 1)
-        grad_x.addmm_(grad_low, a)
-        grad_bs = [part.t() @ own for part, own in zip(parts, low.chunk(len(bs), 1), strict=True)]
-        return grad_x, None, None, None, grad_low.t() @ x, *grad_bs
+        grad_a, grad_bs = Site(a, tuple(bs), ctx.panels).backward_(grad, x, low, grad_x, ctx.linear.sizes)
+        return grad_x, None, None, None, grad_a, *grad_bs
 
 
 def _low(x: Tensor, a: Tensor, tile: int | None) -> Tensor:

@@ -168,23 +168,12 @@ class _HeadGrads:
     def add(self, where: Tensor, grad_logits: Tensor) -> None:
         grad_hidden = self._head.product_back(grad_logits)
         if self._site is not None and self._lora is not None:
-            for total, own in zip(self._sums, self._add_lora_(where, grad_logits, grad_hidden), strict=True):
-                total += own
+            low = self._lora.low[where][:, : len(self._site.a)]
+            given = (grad_logits, self._source[where], low, grad_hidden, [grad_logits.shape[1]])
+            grad_a, (grad_b,) = self._site.backward_(*given)
+            self._sums[0] += grad_a
+            self._sums[1] += grad_b
         self.hidden[where] = grad_hidden
-
-    def _add_lora_(self, where: Tensor, grad_logits: Tensor, grad_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds what goes back through the adapter to grad_hidden; returns the gradients of A and B."""
-        site, lora = self._site, self._lora
-        assert site is not None
-        assert lora is not None
-        hidden, low, sizes = self._source[where], lora.low[where], [grad_logits.shape[1]]
-        if site.panels is not None and site.panels.goes_back:
-            grad_low = site.panels.backward_(grad_logits, grad_hidden, sizes)
-            grad_a, (grad_b,) = site.panels.gradients(hidden, low, grad_logits, grad_low, sizes)
-            return grad_a, grad_b
-        grad_low = grad_logits @ site.bs[0]
-        grad_hidden.addmm_(grad_low, site.a)
-        return grad_low.t() @ hidden, grad_logits.t() @ low[:, : len(site.a)]
 
     @property
     def matrices(self) -> tuple[Tensor | None, Tensor | None]:
@@ -241,9 +230,10 @@ def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
     if own is not None:
         temperatures = torch.full((stored[-1].shape[0],), temperature, device=stored[-1].device)
         return own.normalizers(stored[-1], temperatures, _exact_part(stored))
-    return torch.cat(
-        [log_normalizer(wide, wide.new_full(wide.shape[:1], temperature)) for _, wide in _wide_tiles(stored)]
-    )
+    totals = torch.empty(stored[-1].shape[0], dtype=_wide(stored[-1]), device=stored[-1].device)
+    for tile, wide in _wide_tiles(stored):
+        totals[tile] = log_normalizer(wide, wide.new_full(wide.shape[:1], temperature))
+    return totals
 
 
 def _exact_part(stored: list[Tensor]) -> tuple[Tensor, Tensor] | None:

@@ -61,6 +61,22 @@ class Site:
     panels: PanelSite | None = None
     """The same for the CPU's own kernel, if it serves them."""
 
+    def backward_(
+        self, grad: Tensor, x: Tensor, low: Tensor, grad_x: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradients of A and the Bs.
+
+        Of the way forth: x [T, in], and low [T, n * rank], what lay between A and B.
+        """
+        if self.panels is not None and self.panels.goes_back:
+            grad_low = self.panels.backward_(grad, grad_x, sizes)
+            return self.panels.gradients(x, low, grad, grad_low, sizes)
+        parts = grad.split(list(sizes), 1)
+        grad_low = torch.cat([part @ b for part, b in zip(parts, self.bs, strict=True)], 1)
+        grad_x.addmm_(grad_low, self.a)
+        grad_bs = [part.t() @ own for part, own in zip(parts, low.chunk(len(self.bs), 1), strict=True)]
+        return grad_low.t() @ x, grad_bs
+
 
 @dataclass(frozen=True)
 class LayerLora:
