@@ -46,7 +46,7 @@ def cpu_kernels(request):
 
 @pytest.fixture(params=["all instructions", "AVX2", "emulated tiles"])
 def products(request):
-    """Products with bf16 weights by this CPU's kernels, as one with AVX2 makes them and as one with AMX does."""
+    """Products by this CPU's kernels, as one with AVX2 makes them and as one with AMX does."""
     if not cpu_products.multiplies_bfloat16():
         pytest.skip("this machine does not multiply bf16 by our kernels")
     tiles = request.getfixturevalue("emulated_library") if request.param == "emulated tiles" else None

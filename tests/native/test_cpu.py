@@ -186,9 +186,9 @@ def test_products(rows, fan_out, fan_in, biased, dtype):
     found = panels(weight).product(x, bias)
     expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
     assert found.dtype == dtype
-    torch.testing.assert_close(
-        found.double(), expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6, atol=1e-4 + 1e-7 * fan_in
-    )
+    # Of more columns than 1538 terms, and with them errors, are larger.
+    rtol, atol = 4e-3 if dtype == torch.bfloat16 else 1e-6, 1e-4 if fan_in <= 1538 else 1e-7 * fan_in + 1e-4
+    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
 
 
 def test_weights_of_one_room_keep_apart():
