@@ -20,6 +20,7 @@ import atexit
 import itertools
 import os
 import re
+import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -43,11 +44,14 @@ from planish.service import (
     CheckpointInfo,
     CreateModel,
     CreateSampler,
+    ForwardBackward,
     Operation,
     PublishSampler,
     ReleaseSampler,
     Sample,
     SamplerInfo,
+    SaveWeights,
+    SaveWeightsForSampler,
     UnloadModel,
 )
 from planish.types import Checkpoint, CheckpointPath, GetInfoResponse, GetServerCapabilitiesResponse
@@ -95,6 +99,8 @@ class RemoteService:
         self._open: set[Future[Any]] = set()
         """Not answered yet."""
         self._is_closed = False
+        # So that `close` knows of every operation that is given. Reentrant: a sampler may be collected, and so released, within `submit`.
+        self._giving = threading.RLock()
         # One that nobody can reach any more lets go of its connection; at exit, one that is left tells the server.
         weakref.finalize(self, self._thread.stop).atexit = False
         self._at_exit = _weak_close(self)
@@ -102,19 +108,21 @@ class RemoteService:
 
     def submit(self, operation: Operation[R]) -> Future[R]:
         """As `Service.submit`, but it reads nothing, and checks no more than it can see."""
-        if self._is_closed:
+        if self._is_closed or not self._thread.is_alive():  # as in the child of a fork
             raise _closed()
         check(operation)
+        operation = _kept(operation)
         answer: Future[Any] = Future()
-        self._open.add(answer)
-        answer.add_done_callback(self._open.discard)
-        try:
-            self._give(operation, answer)
-        except BaseException:
-            self._open.discard(answer)
-            raise
-        if self._is_closed:
-            self._fail_open()
+        with self._giving:
+            if self._is_closed:
+                raise _closed()
+            self._open.add(answer)
+            answer.add_done_callback(self._open.discard)
+            try:
+                self._give(operation, answer)
+            except BaseException:
+                self._open.discard(answer)
+                raise
         return cast("Future[R]", answer)
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
@@ -158,7 +166,8 @@ class RemoteService:
 
     def close(self, finish: bool = True) -> None:
         """End the session. `finish`: wait for what is under way first; otherwise it fails, though the server may still do it."""
-        self._is_closed = True
+        with self._giving:
+            self._is_closed = True
         try:
             for answer in list(self._open) if finish else []:
                 with suppress(Exception):
@@ -256,6 +265,18 @@ class RemoteService:
         for answer in list(self._open):
             with suppress(InvalidStateError):  # answered or cancelled in this moment
                 answer.set_exception(_closed())
+
+
+def _kept(operation: Operation[R]) -> Operation[R]:
+    """With lists and dictionaries of its own: it is written down later, and the caller may go on to change his."""
+    match operation:
+        case ForwardBackward():
+            config = dict(operation.loss_fn_config)
+            return cast(Any, replace(operation, data=list(operation.data), loss_fn_config=config))
+        case CreateModel() | SaveWeights() | SaveWeightsForSampler():
+            return cast(Any, replace(operation, user_metadata=dict(operation.user_metadata)))
+        case _:
+            return operation
 
 
 def _forget(known: dict[str, R], gone: R) -> None:

@@ -63,11 +63,24 @@ class Link:
     async def delete(self, path: str) -> None:
         await self._answered("DELETE", path)
 
-    async def post(self, posted: Posted, *, returned: Collection[int] = (), patience: float | None = None) -> Response:
-        """The answer of the endpoint; PlanishError for a status that is an error, and not one of those `returned`."""
+    async def post(
+        self,
+        posted: Posted,
+        *,
+        returned: Collection[int] = (),
+        patience: float | None = None,
+        silence: float | None = None,
+    ) -> Response:
+        """The answer of the endpoint; PlanishError for a status that is an error, and not one of those `returned`.
+
+        Seconds: `patience` for all repetitions, `silence` for the answer to one of them.
+        """
         content, headers = await self._packed(posted)
+        options: dict[str, Any] = {"content": content, "headers": headers}
+        if silence is not None:
+            options["timeout"] = silence
         async with self._posts:
-            return await self._answered("POST", posted.path, patience, returned, content=content, headers=headers)
+            return await self._answered("POST", posted.path, patience, returned, **options)
 
     async def frames(self, request: Callable[[], Posted | None]) -> AsyncIterator[Frame]:
         """The frames of an answer that goes on. When it breaks off, it is asked for by what `request` gives then; None is the end.

@@ -77,7 +77,8 @@ class RemoteSession:
 
 
 async def _first(link: Link, posted: Posted) -> Mapping[str, Any]:
-    response = await link.post(posted, returned=(404, 405), patience=_FIRST_CONTACT_SECONDS)
+    seconds = _FIRST_CONTACT_SECONDS
+    response = await link.post(posted, returned=(404, 405), patience=seconds, silence=seconds)
     body = body_of(response)
     if not response.is_success or (not body and response.content.strip() != b"{}"):
         raise _stranger(link, f"its answer to {posted.path} is {response.status_code} {response.text[:100]!r}")

@@ -20,24 +20,37 @@ T = TypeVar("T")
 
 class LoopThread:
     def __init__(self, name: str, context: AbstractAsyncContextManager[Any]) -> None:
-        """`context` is entered before anything runs, and left when everything has ended."""
+        """`context` is entered before anything runs, and left when everything has ended. What keeps the loop from starting is raised."""
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(context)), name=name, daemon=True)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(context,), name=name, daemon=True)
         self._thread.start()
         self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self, context: AbstractAsyncContextManager[Any]) -> None:
+        try:
+            asyncio.run(self._main(context))
+        except BaseException as error:
+            if self._started.is_set():
+                raise
+            self._failure = error
+        finally:
+            self._started.set()
 
     async def _main(self, context: AbstractAsyncContextManager[Any]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()
-        try:
-            async with context, asyncio.TaskGroup() as self._tasks:
-                self._started.set()
-                await self._stopping.wait()
-                for task in self._running:
-                    task.cancel()
-        finally:
+        async with context, asyncio.TaskGroup() as self._tasks:
             self._started.set()
+            await self._stopping.wait()
+            for task in self._running:
+                task.cancel()
 
     def spawn(self, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Run `function(...)` there, from any thread; nothing if the thread has ended. It must raise nothing but CancelledError."""

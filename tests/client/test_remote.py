@@ -3,6 +3,7 @@
 import http.server
 import itertools
 import json
+import os
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from planish.client.remote import RemoteService
 from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
 from planish.client.remote_link import checked_url
 from planish.client.remote_patience import Patience
+from planish.client.remote_thread import LoopThread
 from planish.client.remote_tokenizer import keep_tokenizer
 from planish.service import Sample
 
@@ -165,6 +167,75 @@ def test_no_server_is_told(monkeypatch):
         port = listener.getsockname()[1]
     with pytest.raises(ServerUnreachableError, match=f"no server answers at http://127.0.0.1:{port}.*planish serve"):
         ServiceClient(base_url=f"http://127.0.0.1:{port}")
+
+
+def test_a_server_that_takes_connections_and_stays_silent_is_told(monkeypatch):
+    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ServerUnreachableError, match="ReadTimeout.*planish serve"):
+            ServiceClient(base_url=url)
+
+
+def test_what_the_caller_changes_after_a_call_is_not_sent(server):
+    data, config = [datum()], {"clip_low_threshold": 0.8}
+    inputs = {**datum().loss_fn_inputs, "logprobs": [-1.0] * 4, "advantages": [1.0] * 4}
+    data[0] = Datum(PROMPT, inputs)
+    with ServiceClient(base_url=server.url) as client:
+        training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
+        outputs = [training_client.forward_backward(data, "ppo", config) for _ in range(2)]
+        data.append(data[0])
+        config["clip_low_threshold"] = -1.0
+        assert [len(output.result(WAIT).loss_fn_outputs) for output in outputs] == [1, 1]
+
+
+def test_what_meets_the_closing_harms_nothing_else(server):
+    """Given from another thread at the moment of `close`, it is done or refused; what was given before is finished."""
+    client = ServiceClient(base_url=server.url)
+    sampling_client = client.create_sampling_client(base_model="tiny")
+    before = [sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=200, stop=[])) for _ in range(4)]
+    refused = threading.Event()
+    late: list[Any] = []
+
+    def go_on() -> None:
+        while not refused.is_set():
+            try:
+                late.append(sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=1)))
+            except EngineClosedError:
+                refused.set()
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    client.close()
+    thread.join(WAIT)
+    assert [len(one.result(0).sequences) for one in [*before, *late]] == [1] * (4 + len(late))
+
+
+def test_a_connection_whose_thread_cannot_start_is_an_error():
+    class Broken:
+        async def __aenter__(self):
+            raise OSError("no more open files")
+
+        async def __aexit__(self, *_):
+            raise AssertionError
+
+    with pytest.raises(OSError, match="no more open files"):
+        LoopThread("broken", Broken())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_the_child_of_a_fork_is_told_to_make_a_client_of_its_own(server):
+    with ServiceClient(base_url=server.url) as client:
+        sampling_client = client.create_sampling_client(base_model="tiny")
+        child = os.fork()
+        if not child:
+            try:
+                sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(WAIT)
+            except EngineClosedError:
+                os._exit(17)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
 
 @pytest.mark.parametrize(
