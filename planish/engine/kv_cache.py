@@ -123,7 +123,7 @@ class KVPool:
             to[mine, :, :count] = of[theirs[:, None], :, places].transpose(1, 2)
 
     def _free(self, slots: Sequence[int]) -> None:
-        """The last slots move into those that are free."""
+        """The last slots move into those that are free. Slots of nobody hold zeros again, whatever their owners had computed (`_empty`)."""
         gone, count = set(slots), len(self.owners) - len(slots)
         holes = [slot for slot in slots if slot < count]
         lasts = [slot for slot in range(count, len(self.owners)) if slot not in gone]
@@ -134,9 +134,12 @@ class KVPool:
         for hole, last in zip(holes, lasts, strict=True):
             self.owners[hole] = self.owners[last]
             self.owners[hole].slot = hole
+        if not count or self.slots > 2 * count + 8:
+            self._resize(count)
+        else:
+            for tensor in (*self.keys, *self.values):
+                tensor[count : len(self.owners)].zero_()
         del self.owners[count:]
-        if not self.owners or self.slots > 2 * len(self.owners) + 8:
-            self._resize(len(self.owners))
 
     def _resize(self, slots: int) -> None:
         # Layer by layer, so that only one layer is there twice.

@@ -15,6 +15,7 @@ from planish.engine.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
 from planish.model.lora import LoraLayout, LoraWeights
+from planish.native import cpu
 from planish.service import DrawnToken, Sample
 from planish.testing import EOS_TOKEN_ID, tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams, TensorData
@@ -445,6 +446,29 @@ def test_logits_that_are_not_finite_end_their_own_requests_only(decoder, tiling,
         )
     )
     assert after == fresh
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_what_a_broken_adapter_left_in_a_slot_reaches_nobody(model_dir, monkeypatch, kernels):
+    """Others keep the pool in use, so that it is not made anew before the slot has its next owner."""
+    if not kernels:
+        monkeypatch.setattr(cpu, "loaded", lambda: None)
+    decoder = Decoder.load(model_dir, torch.float32, CPU)
+    layout = adapter(decoder, 1).layout
+    broken = LoraWeights(layout, layout.init(1) * 0 + 1e20, decoder.dtype, decoder.device)
+    late = request(tokens(40, 3), seed=3, max_tokens=8)
+    (alone,) = run(sampler_of(decoder), late)
+    sampler = sampler_of(decoder)
+    futures: list[Future[SampleResponse]] = [Future() for _ in range(3)]
+    sampler.submit(request(tokens(40, 1), max_tokens=60), None, "base", futures[0])
+    sampler.submit(request(tokens(60, 2), max_tokens=8), broken, "broken", futures[1])
+    while not futures[1].done():
+        sampler.step()
+    sampler.submit(late, None, "base", futures[2])
+    while sampler.busy:
+        sampler.step()
+    assert isinstance(futures[1].exception(), NonFiniteError)
+    assert futures[2].result(timeout=0).sequences[0].tokens == alone.sequences[0].tokens
 
 
 def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):
