@@ -155,7 +155,8 @@ class LoraWeights:
         layers = range(layout.model.num_layers)
         targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in LAYER_SITES]
         matrices = [found.get(target) for target in targets]
-        self.panels = AdapterPanels(matrices)
+        # All sites of all adapters or none: what one is multiplied by shall not depend on who else is in the batch, nor on the trainer.
+        self.panels = AdapterPanels(matrices, serves=adapts_in_panels(layout.model, dtype, device))
         """Of the sites of all layers, one layer after another."""
         sites = _sites(matrices, self.panels)
         head = [found.get("lm_head")]

@@ -113,14 +113,14 @@ Matrices = tuple[Tensor, Sequence[Tensor]]
 class AdapterPanels:
     """All matrices of one version of an adapter as panels. Packed at first use, those for the way back apart: a sampler needs none of them."""
 
-    def __init__(self, sites: Sequence[Matrices | None]) -> None:
-        """`sites`: None where there is no adapter."""
+    def __init__(self, sites: Sequence[Matrices | None], *, serves: bool = True) -> None:
+        """`sites`: None where there is no adapter. `serves`: whether the kernel may be used at all."""
         self._sites = [None if site is None else (site[0].detach(), [b.detach() for b in site[1]]) for site in sites]
         shapes = [None if site is None else tuple((len(b), site[0].shape[1]) for b in site[1]) for site in self._sites]
         first = next((site[0] for site in self._sites if site is not None), torch.empty(0))
         kinds = {shape for shape in shapes if shape is not None}
-        forward = {shape for shape in kinds if adapts_forward(shape, first.dtype, first.device)}
-        back = {shape for shape in kinds if adapts(shape, first.dtype, first.device)}
+        forward = {shape for shape in kinds if serves and adapts_forward(shape, first.dtype, first.device)}
+        back = {shape for shape in forward if adapts(shape, first.dtype, first.device)}
         self._served, self._served_back = ([shape in found for shape in shapes] for found in (forward, back))
         self.is_empty = not kinds
         self.is_served = forward == kinds

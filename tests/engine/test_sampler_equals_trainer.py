@@ -25,8 +25,8 @@ from planish.types import Datum, EncodedTextChunk, LoraConfig, ModelInput, Sampl
 CPU = torch.device("cpu")
 
 
-def trained_adapter(decoder: Decoder, rank: int = 8) -> Adapter:
-    layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
+def trained_adapter(decoder: Decoder, rank: int = 8, **options: bool) -> Adapter:
+    layout = LoraLayout(decoder.config, LoraConfig(rank=rank, **options))
     noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     return Adapter(layout, decoder.dtype, CPU, layout.init(0) + noise)
 
@@ -122,6 +122,34 @@ def test_bf16_to_the_last_bits(tmp_path, family, options):
         assert np.quantile(gaps, 0.995) < 1e-5
         # Where the 16th and 17th likeliest logits are rounded to a tie, head.py may recompute either.
         assert gaps.max() < 1e-3
+
+
+def test_widths_that_adapters_kernels_do_not_serve(tmp_path):
+    """Then torch multiplies by all sites of all adapters, in sampler and trainer, whoever else is in the batch."""
+    tiny_model(tmp_path, intermediate=112, layers=4)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    tiling = probe(decoder.config, decoder.dtype, CPU)
+    prompt = ModelInput.from_ints(list(range(70)))
+    op = Sample("s", prompt, 4, SamplingParams(max_tokens=30, seed=1, stop=[]))
+
+    def response(*adapters: Adapter) -> SampleResponse:
+        """Of the first."""
+        sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+        futures: list[Future[SampleResponse]] = [Future() for _ in adapters]
+        for number, (adapter, future) in enumerate(zip(adapters, futures, strict=True)):
+            sampler.submit(op, adapter.snapshot(), number, future)
+        while sampler.busy:
+            sampler.step()
+        return futures[0].result()
+
+    every, attention = trained_adapter(decoder), trained_adapter(decoder, train_mlp=False)
+    for adapter in (every, attention):
+        assert np.abs(gaps(decoder, adapter, tiling, [(prompt, response(adapter))])).max() < 1e-9
+    alone, beside = (
+        [(one.tokens, one.logprobs) for one in response(*adapters).sequences]
+        for adapters in ([attention], [attention, every])
+    )
+    assert alone == beside
 
 
 def test_several_adapters_in_a_batch(tmp_path):
