@@ -1,6 +1,6 @@
 """Compiles cpp/kernels.cpp with the machine's own C++ compiler, once for each version of it, into planish's cache.
 
-It includes no header of torch, so it takes a few seconds. A library is found by a digest of all that it depends on, and is
+It includes no header of torch, so it takes some twenty seconds. A library is found by a digest of all that it depends on, and is
 put in its place whole: processes that start at once do the same work twice and keep one.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
@@ -22,7 +24,7 @@ INSTRUCTIONS = {
     "AVX512_BF16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
     "AVX2": ("-mavx2", "-mfma"),
 }
-SECONDS = 120
+SECONDS = 600
 
 
 class BuildError(Exception):
@@ -34,7 +36,7 @@ def library(cache: Path, instructions: str) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or name one in CXX")
-    command = [compiler, *FLAGS, *INSTRUCTIONS[instructions]]
+    command = [*shlex.split(compiler), *FLAGS, *INSTRUCTIONS[instructions]]
     texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     digest = hashlib.sha256("\0".join([*command, *texts]).encode()).hexdigest()[:16]
     path = cache / f"kernels-{digest}.so"
@@ -45,20 +47,24 @@ def library(cache: Path, instructions: str) -> Path:
 
 
 def tiles_agree(path: Path) -> bool:
-    """Whether the library multiplies by this CPU's tiles as it does without; asked in a process of its own, once, as it may be its end."""
-    verdict = path.with_suffix(".tiles")
-    if not verdict.exists():
+    """Whether the library multiplies by this CPU's tiles as it does without; asked in a process of its own, as it may be its end.
+
+    Once, if the answer can be written down beside the library.
+    """
+    noted = path.with_suffix(".tiles")
+    if noted.exists():
+        verdict = noted.read_text()
+    else:
         script = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).tiles_agree() else 1)"
         asked = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, check=False)
-        made = path.with_suffix(f".{os.getpid()}")
-        made.write_text("agree" if asked.returncode == 0 else f"differ: exit status {asked.returncode}")
-        made.replace(verdict)
-    agree = verdict.read_text() == "agree"
-    if not agree:
-        logging.getLogger(__name__).warning(
-            "this CPU's AMX is not used: products by it %s (%s)", verdict.read_text(), path
-        )
-    return agree
+        verdict = "agree" if asked.returncode == 0 else f"differ: exit status {asked.returncode}"
+        with suppress(OSError):  # the cache came with an image, say
+            made = path.with_suffix(f".{os.getpid()}")
+            made.write_text(verdict)
+            made.replace(noted)
+    if verdict != "agree":
+        logging.getLogger(__name__).warning("this CPU's AMX is not used: products by it %s (%s)", verdict, path)
+    return verdict == "agree"
 
 
 def _compile(command: list[str], path: Path) -> None:
@@ -71,6 +77,8 @@ def _compile(command: list[str], path: Path) -> None:
             )
             if done.returncode:
                 raise BuildError(f"{command[0]} could not compile {SOURCE.name}: {done.stderr.strip()[:500]}")
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
             made.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{SOURCE.name} could not be compiled: {error}") from error

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,22 +125,40 @@ def instructions() -> str:
 @cache
 def loaded() -> ctypes.CDLL | None:
     """The library, or None where torch is to do the work."""
-    wanted = os.environ.get("PLANISH_KERNELS", "auto")
-    if wanted not in ("auto", "native", "torch", "triton"):
-        raise UserError(f"PLANISH_KERNELS={wanted!r}: give 'auto', 'native' or 'torch'")
-    if wanted in ("torch", "triton"):
+    chosen = wanted()
+    if chosen in ("torch", "triton"):
         return None
     try:
-        path = library(cache_home() / "kernels", instructions())
-        found = ctypes.CDLL(str(path))
+        path, found = _library()
         if found.has_tiles():
             found.use_tiles(int(tiles_agree(path)))
         return found
     except (BuildError, OSError) as error:
-        if wanted == "native":
+        if chosen == "native":
             raise UserError(f"PLANISH_KERNELS=native: {error}") from error
-        logging.getLogger(__name__).info("the CPU's own kernels are not used: %s", error)
+        logging.getLogger(__name__).warning(
+            "no kernels of our own on this CPU, so all takes several times longer: %s", error
+        )
         return None
+
+
+def wanted() -> str:
+    """Whose kernels the environment asks for; UserError if there are none of that name."""
+    found = os.environ.get("PLANISH_KERNELS", "auto")
+    if found not in ("auto", "native", "torch", "triton"):
+        raise UserError(f"PLANISH_KERNELS={found!r}: give 'auto', 'native' or 'torch'")
+    return found
+
+
+def _library() -> tuple[Path, ctypes.CDLL]:
+    cache, of = cache_home() / "kernels", instructions()
+    path = library(cache, of)
+    try:
+        return path, ctypes.CDLL(str(path))
+    except OSError:  # a file that a power cut left half, or that a machine with a newer system put into a shared cache
+        path.unlink(missing_ok=True)
+        path = library(cache, of)
+        return path, ctypes.CDLL(str(path))
 
 
 def usable(x: Tensor) -> bool:

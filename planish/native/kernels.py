@@ -8,7 +8,6 @@ Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the he
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
@@ -100,7 +99,7 @@ def serving(x: Tensor) -> Kernels | None:
 
 def triton_serves(device: torch.device) -> bool:
     """Whether Triton's kernels do the work on this device."""
-    wanted = os.environ.get("PLANISH_KERNELS", "auto")
+    wanted = cpu.wanted()
     return wanted == "triton" or (wanted != "torch" and device.type == "cuda" and _has_triton())
 
 

@@ -1,6 +1,7 @@
 """The library is made once, whole, and its absence is said and no more than that."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(tmp_path
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         assert cpu.loaded() is None
     assert "no-such-compiler" in caplog.text
     assert not cpu.usable(torch.zeros(1))
@@ -33,6 +34,38 @@ def test_what_cannot_be_had_is_refused(wanted, message, monkeypatch, asked_anew)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with pytest.raises(UserError, match=message):
         cpu.loaded()
+
+
+@pytest.fixture
+def small_source(tmp_path, monkeypatch):
+    """Compiled in a moment, by a compiler with an argument."""
+    source = tmp_path / "kernels.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int has_tiles() { return 0; }')
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++ -m64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path, asked_anew):
+    path = build.library(tmp_path / "kernels", "AVX2")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20])
+    assert cpu.loaded() is not None
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_verdict_on_tiles_that_cannot_be_kept_holds_for_this_process(tmp_path, monkeypatch):
+    path = build.library(tmp_path / "kernels", "AVX2")
+
+    def refuse(*_):
+        raise PermissionError("Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert not build.tiles_agree(path)
+    assert not path.with_suffix(".tiles").exists()
 
 
 def test_torch_can_be_asked_for(monkeypatch, asked_anew):
