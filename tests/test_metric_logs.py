@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,7 @@ def test_trackio_keeps_each_step_once_also_after_a_resumption(tmp_path):
     for start, end in ((0, 5), (3, 7)):
         done = process(tmp_path / "run", "trackio", start, end, TRACKIO_DIR=str(tmp_path / "trackio"))
         assert done.returncode == 0, done.stderr
-    with sqlite3.connect(tmp_path / "trackio/planish.db") as database:
+    with closing(sqlite3.connect(tmp_path / "trackio/planish.db")) as database:
         rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
     assert [(step, json.loads(metrics)["a"]) for _, step, metrics in rows] == EACH_STEP_ONCE
     [name] = {name for name, _, _ in rows}

@@ -114,12 +114,14 @@ class Store:
             ) from error
         except OSError as error:
             raise StorageError(f"data_dir={directory}: {error}; give a directory that can be written to") from error
+        self._connections: list[sqlite3.Connection] = []
+        """To be closed: one that writes, and one of each thread that reads."""
         try:
             self._connection = self._opened()
             self._remove_orphans()
             sync_directory(directory)
         except BaseException:
-            self._lock.release()
+            self._let_go()
             raise
         self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
         self._local = threading.local()
@@ -165,7 +167,11 @@ class Store:
         self._queue.put(None)
         self._thread.join()
         self._readers.shutdown()
-        self._connection.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for connection in self._connections:
+            connection.close()
         self._lock.release()
 
     def _opened(self) -> sqlite3.Connection:
@@ -175,7 +181,6 @@ class Store:
         )
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         if found > VERSION:
-            connection.close()
             raise UserError(
                 f"data_dir={self.directory}: its database is of a later planish (version {found}, here {VERSION}); update planish"
             )
@@ -187,6 +192,7 @@ class Store:
         connection = sqlite3.connect(
             self.directory / DATABASE, isolation_level=None, check_same_thread=False, timeout=30
         )
+        self._connections.append(connection)
         connection.execute("PRAGMA synchronous = FULL")
         connection.row_factory = sqlite3.Row
         return connection

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sqlite3
+from contextlib import closing
 
 import orjson
 import pytest
@@ -133,11 +134,8 @@ def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
             model = await (await Client.start(core)).model()
             for seed in range(4):
                 await model.step(seed)
-        rows = (
-            sqlite3.connect(data_dir / "server.db")
-            .execute("SELECT seq, body IS NULL FROM requests ORDER BY seq")
-            .fetchall()
-        )
+        with closing(sqlite3.connect(data_dir / "server.db")) as connection:
+            rows = connection.execute("SELECT seq, body IS NULL FROM requests ORDER BY seq").fetchall()
         assert [bool(cut) for _, cut in rows] == [True] * 9
         private = [path.name for path in (data_dir / "checkpoints").glob("*/weights/*")]
         assert private == ["_planish.snapshot.8"]
