@@ -48,15 +48,18 @@ class WorkerProcess:
     def ask(self, question: dict[str, Any], *, timeout_seconds: float | None = None) -> dict[str, Any]:
         """The program's answer. WorkerError if it ends or takes longer than `timeout_seconds` (None: the process's own)."""
         with self._lock:
-            process = self._process or self._start()
-            assert process.stdin is not None
             try:
+                process = self._process or self._start()
+                assert process.stdin is not None
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 process.stdin.flush()
                 return self._receive(process, self.timeout_seconds if timeout_seconds is None else timeout_seconds)
             except (TimeoutError, EOFError, BrokenPipeError) as error:
                 self._stop()
                 raise WorkerError(str(error) or "the process ended") from error
+            except BaseException:  # Ctrl-C: the answer that is still to come would be taken for the next question's
+                self._stop()
+                raise
 
     def close(self) -> None:
         with self._lock:

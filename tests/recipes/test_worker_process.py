@@ -1,5 +1,7 @@
 """A program that answers, hangs, dies or never starts."""
 
+import os
+import signal
 import threading
 import time
 
@@ -68,6 +70,30 @@ def test_a_question_may_have_a_time_of_its_own(worker):
 def test_a_program_that_does_not_start_says_why(worker, options, message):
     with pytest.raises(WorkerStartError, match=message):
         worker(**options).ask({})
+
+
+SLOW_AT_FIRST = """
+from pathlib import Path
+if not Path(sys.argv[1]).exists():
+    Path(sys.argv[1]).touch()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("during", ["the start", "a question"])
+def test_after_ctrl_c_the_next_question_gets_its_own_answer(worker, tmp_path, during):
+    started = tmp_path / "started"
+    process = worker(before=SLOW_AT_FIRST, arguments=(str(started),), timeout_seconds=30.0)
+    if during == "a question":
+        started.touch()
+        process.ask({"n": 0})
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.ask({"n": 1, "hang": True})
+    timer.join()
+    started.touch()
+    assert process.ask({"n": 2})["said"] == {"n": 2}
 
 
 def test_threads_take_turns(worker):
