@@ -16,8 +16,6 @@ from typing import Any
 from planish.rl.data_processing import LOSS_MASKS
 from planish.types import AdamParams, Datum, EncodedTextChunk, ModelInput, SampledSequence, SamplingParams, with_seed
 
-RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
-
 Metrics = dict[str, float]
 
 

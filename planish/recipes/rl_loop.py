@@ -28,7 +28,6 @@ from planish.problems.grading import Grader, GradingError
 from planish.problems.gsm8k import Problem, load_problems, problem_prompt
 from planish.recipes import training_run
 from planish.recipes.grpo import (
-    RL_LOSSES,
     Judgement,
     Metrics,
     RolloutGroup,
@@ -40,6 +39,7 @@ from planish.recipes.grpo import (
     training_examples,
 )
 from planish.renderers import Renderer, get_text_content
+from planish.rl.config import RL_LOSSES
 from planish.runs import RunDirectory
 from planish.types import SampledSequence
 
