@@ -13,9 +13,9 @@ tokenised again by a private copy of the tokenizer that has no such tokens; swit
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -37,7 +37,7 @@ class Codec:
     tokenizer: Any
     guarded: dict[int, str] = field(init=False, repr=False)
     _control_ids: dict[str, int | None] = field(init=False, repr=False, default_factory=dict)
-    _plain: Tokenizer | None = field(init=False, repr=False, default=None)
+    _plain: "PlainCopy | None" = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         missing = [name for name in ("encode", "decode", "convert_tokens_to_ids") if not hasattr(self.tokenizer, name)]
@@ -97,9 +97,9 @@ class Codec:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self._is_plain(ids):
             return ids
-        plain = self._plain_tokenizer()
+        plain = self._plain_copy()
         if plain is not None:
-            ids = plain.encode(text, add_special_tokens=False).ids
+            ids = plain.encode(text)
             if self._is_plain(ids):
                 return ids
         # A vocabulary of whole words has the mark as a word of its own; a single character cannot be one.
@@ -132,15 +132,33 @@ class Codec:
     def _is_plain(self, ids: Iterable[int]) -> bool:
         return self.guarded.keys().isdisjoint(ids)
 
-    def _plain_tokenizer(self) -> Tokenizer | None:
+    def _plain_copy(self) -> "PlainCopy | None":
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if self._plain is None and isinstance(backend, Tokenizer):
-            spec = json.loads(backend.to_str())
-            spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] not in self.guarded]
-            self._plain = Tokenizer.from_str(json.dumps(spec))
-            self._plain.no_truncation()
-            self._plain.no_padding()
+            self._plain = PlainCopy.of(backend, self.guarded)
         return self._plain
+
+
+@dataclass(frozen=True)
+class PlainCopy:
+    """A tokenizer without its guarded tokens; the other added tokens stay themselves."""
+
+    tokenizer: Tokenizer
+    renumbered: dict[int, int]
+    """Ids of added tokens here -> their own. `Tokenizer.from_str` numbers added tokens anew, without gaps."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, guarded: Container[int]) -> Self:
+        spec = json.loads(tokenizer.to_str())
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] not in guarded]
+        copy = Tokenizer.from_str(json.dumps(spec))
+        copy.no_truncation()
+        copy.no_padding()
+        own = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        return cls(copy, {id_: own[token.content] for id_, token in copy.get_added_tokens_decoder().items()})
+
+    def encode(self, text: str) -> list[int]:
+        return [self.renumbered.get(id_, id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False).ids]
 
 
 def split_text(text: str, marks: Sequence[str]) -> list[Piece]:

@@ -54,6 +54,18 @@ def test_split_text_is_what_the_vocabulary_makes_of_it():
     assert len(codec.encode_text(text)) < len(text)
 
 
+def test_other_added_tokens_stay_themselves_beside_a_mark():
+    tokenizer = family_tokenizer("qwen")
+    names = [f"[T{number}]" for number in range(40)]
+    tokenizer.add_tokens(names)
+    codec = Codec(tokenizer)
+    for name in names:
+        ids = codec.encode_text(f"say {name} <|im_end|>")
+        assert tokenizer.convert_tokens_to_ids(name) in ids
+        assert codec.decode(ids) == f"say {name} <|im_end|>"
+        assert guarded_ids(tokenizer).isdisjoint(ids)
+
+
 def test_the_tokenizer_of_the_caller_is_not_changed():
     tokenizer = family_tokenizer("qwen")
     before = tokenizer.backend_tokenizer.to_str()
