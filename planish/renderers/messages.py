@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NotRequired, TypedDict
 
 
@@ -134,18 +135,32 @@ def _read(message: Any, where: str, index: int, abilities: Abilities, renderer: 
     if thinking is not None and not abilities.thinking:
         raise ValueError(f"{where} has a thinking part, which renderer {renderer} cannot write; remove it or use qwen3")
     calls, unparsed = _read_calls(message, where, role, abilities, renderer)
+    tools = _read_tools(message, where, index, abilities, renderer)
+    for written in (text, thinking or "", *chain.from_iterable(calls), *unparsed, *tools):
+        check_characters(written, where)
     trainable = message.get("trainable")
     if trainable is not None and not isinstance(trainable, bool):
         raise ValueError(f"{where}['trainable']={trainable!r}; give True or False")
-    return Checked(
-        role=role,
-        text=text,
-        thinking=thinking,
-        calls=calls,
-        unparsed_calls=unparsed,
-        tools=_read_tools(message, where, index, abilities, renderer),
-        trainable=trainable,
-    )
+    return Checked(role, text, thinking, calls, unparsed, tools, trainable)
+
+
+def check_characters(text: str, where: str) -> None:
+    """ValueError if a character of `text` is only half of one."""
+    half = half_character(text)
+    if half is not None:
+        raise ValueError(
+            f"{where} holds {half!r}, half of a character (a lone surrogate), which no tokenizer can read; remove it, or "
+            "put a question mark in its place with text.encode(errors='replace').decode()"
+        )
+
+
+def half_character(text: str) -> str | None:
+    """The first lone surrogate of `text`: JSON can spell it, as in "\\ud83d", and it is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
 
 
 def _read_content(message: Mapping[str, Any], where: str, abilities: Abilities) -> tuple[str, str | None]:

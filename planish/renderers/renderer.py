@@ -20,7 +20,7 @@ import torch
 from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat, Turn
 from planish.renderers.codec import Codec
-from planish.renderers.messages import Checked, Message, ToolSpec, read_messages, tool_json
+from planish.renderers.messages import Checked, Message, ToolSpec, check_characters, read_messages, tool_json
 from planish.renderers.termination import Parsed, eos_ids
 from planish.renderers.tool_calls import as_text
 from planish.renderers.train_on import TrainOnWhat, read_train_on_what, trained_messages
@@ -78,6 +78,7 @@ class Renderer:
             raise ValueError(f"role={role!r}: renderer {self.name} can prompt for {', '.join(roles)}")
         if prefill is not None and not isinstance(prefill, str):
             raise ValueError(f"prefill is a {type(prefill).__name__}; give a string, or None")
+        check_characters(prefill or "", "prefill")
         ids = self.codec.encode(self.format.opening())
         for turn in self.format.turns(checked):
             header, output = self._encode_turn(turn)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Checked
+from planish.renderers.messages import Checked, half_character
 
 CALL, CALL_END = Control("<tool_call>"), Control("</tool_call>")
 RESPONSE, RESPONSE_END = Control("<tool_response>"), Control("</tool_response>")
@@ -96,8 +96,11 @@ def read_calls(pieces: Sequence[Piece]) -> dict[str, Any]:
 def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
     try:
         call = json.loads(inner)
+        half = half_character(json.dumps(call, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         return None, f"not JSON: {error}"
+    if half is not None:
+        return None, f"{half!r} is half of a character"
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None, "not a JSON object with a name"
     name, arguments = call["name"], call.get("arguments", {})

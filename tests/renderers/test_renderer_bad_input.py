@@ -99,6 +99,23 @@ def said(**changes) -> dict:
         ),
         (LLAMA3, [{"role": "system", "content": "a", "tools": [{"name": "f"}]}], r"messages\[0\] offers tools.*llama3"),
         (INSTRUCT, [{"role": "system", "content": "a", "tools": ["f"]}], r"\['tools'\]\[0\]: give \{'name'"),
+        (INSTRUCT, [USER, said(content="b\ud83d")], r"messages\[1\] holds '\\ud83d', half of a character.*remove"),
+        (QWEN3, [USER, said(reasoning_content="\ude00 b")], r"messages\[1\] holds '\\ude00'"),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=[{"function": {"name": "f", "arguments": {"x": "\ud83d"}}}])],
+            r"messages\[1\] holds '\\ud83d'",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(unparsed_tool_calls=[{"raw_text": "\ud83d", "error": "x"}])],
+            r"messages\[1\] holds '\\ud83d'",
+        ),
+        (
+            INSTRUCT,
+            [{"role": "system", "content": "a", "tools": [{"name": "f", "description": "\ud83d"}]}],
+            r"messages\[0\] holds '\\ud83d'",
+        ),
         (INSTRUCT, [{**USER, "trainable": "yes"}], r"messages\[0\]\['trainable'\]='yes'; give True or False"),
     ],
 )
@@ -145,6 +162,7 @@ def test_an_answer_with_the_stop_string_is_no_target_of_role_colon():
         ({"role": "robot"}, r"role='robot': renderer qwen3_instruct can prompt for system, user, assistant"),
         ({"role": "tool"}, r"role='tool'"),
         ({"prefill": 3}, r"prefill is a int; give a string"),
+        ({"prefill": "\ud83d"}, r"prefill holds '\\ud83d', half of a character"),
     ],
 )
 def test_prompt_arguments(arguments, message):

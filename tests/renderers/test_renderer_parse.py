@@ -156,6 +156,9 @@ def test_tool_calls(family, text, content, calls):
         ('{"name": "f", "arguments": "x"}', "arguments"),
         ('{"name": "a\\"b", "arguments": {}}', "escaping"),
         ("[" * 100_000, "not JSON"),
+        ('{"name": "f\\ud83d", "arguments": {}}', "half of a character"),
+        ('{"name": "f", "arguments": {"x": "\\ud83d"}}', "half of a character"),
+        ('{"arguments": {"x": "\\ud83d"}, "name": "f"}', "half of a character"),
     ],
 )
 def test_broken_calls_are_kept_and_rendered_as_they_were(inner, error):
