@@ -5,7 +5,7 @@
     python -m planish.recipes.chat_sl dataset=chats.jsonl test_size=100    a file of your own
 
 `dataset` is one of the names below, any other hub name, a directory with train and test files, or one file. Rows may have
-"messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or "question" and "answer".
+"messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or "question" and "answer"; the first of these counts.
 """
 
 import sys

@@ -3,16 +3,16 @@
     python -m planish.recipes.sl_loop dataset=DIRECTORY max_steps=50    rows with "messages", or "question" and "answer"
     python -m planish.recipes.sl_loop preset=seed                       sizes and model of the published recipe
 
-A row with "messages" is a conversation; all its assistant messages are learned. A row with "question" and "answer" becomes
-the prompt that rl_loop asks with, and the worked solution with its result in a box: the warm start for a model that never
-saw such a box. The learning rate falls linearly to 0. Each epoch has its own order, a function of the seed alone, so a run
-that was killed goes on with the very next batch, once.
+A row with "messages" is a conversation (other forms: planish/supervised/conversations.py); all its assistant messages are
+learned. A row with only "question" and "answer" becomes the prompt that rl_loop asks with, and the worked solution with its
+result in a box: the warm start for a model that never saw such a box. The learning rate falls linearly to 0. Each epoch has its
+own order, a function of the seed alone, so a run that was killed goes on with the very next batch, once.
 """
 
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from planish.dataset_rows import load_rows
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.plotting import draw_curve
-from planish.problems.gsm8k import Conversation, problem_prompt, read_problem
+from planish.problems.gsm8k import problem_prompt, read_problem
 from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
 from planish.runs import RunDirectory
+from planish.supervised.conversations import Conversation, Row, conversation_of, is_conversation
+from planish.supervised.datasets import check_rows
 from planish.types import ForwardBackwardOutput
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_length": 32768,
     },
 }
+LEARNED = TrainOnWhat.ALL_ASSISTANT_MESSAGES
 MAY_CHANGE = ("base_url", "save_every", "ttl_seconds")
 """Options that may differ when a run is resumed; not max_steps, by which the learning rate falls."""
 SHOWN = {
@@ -105,6 +108,8 @@ def train(config: Config, service_client: Any) -> Path:
         training_client = start.training_client
         checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
         renderer = choose_renderer(config.renderer_name, config.model_name, training_client.get_tokenizer())
+        check_data(conversations, renderer, config, "train")
+        check_data(tests, renderer, config, "test")
         with StepDisplay(steps, start.batch) as display:
             display.say(
                 f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
@@ -141,19 +146,18 @@ def train(config: Config, service_client: Any) -> Path:
 def train_step(
     training_client: Any, batch: Sequence[Conversation], renderer: Renderer, config: Config, remaining: float
 ) -> Metrics:
-    """One gradient step on the summed loss of a batch; `remaining` is the fraction of the run that is left."""
+    """One gradient step on the summed loss of a batch; `remaining` is the fraction of the run that is left.
+
+    A batch of which nothing is left changes nothing.
+    """
     watch = Stopwatch.start()
     examples = render(batch, renderer, config.max_length)
     data = examples.data
     rate = config.learning_rate * remaining
-    backward = training_client.forward_backward(data, "cross_entropy")
-    update = training_client.optim_step(AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8))
-    output = backward.result()
-    served = {f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()}
+    learned = learn(training_client, data, rate) if data else {}
     watch.lap("training")
     tokens = sum(datum.model_input.length for datum in data)
     return {
-        "train_mean_nll": mean_nll(data, output),
         "optim/lr": rate,
         "num_sequences": len(data),
         "num_tokens": tokens,
@@ -161,9 +165,17 @@ def train_step(
         "num_truncated": examples.truncated,
         "num_left_out": examples.left_out,
         "tokens_per_second/trained": tokens / watch.seconds["training"],
-        **served,
+        **learned,
         **watch.metrics(),
     }
+
+
+def learn(training_client: Any, data: Sequence[Datum], rate: float) -> Metrics:
+    backward = training_client.forward_backward(data, "cross_entropy")
+    update = training_client.optim_step(AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8))
+    output = backward.result()
+    served = {f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()}
+    return {"train_mean_nll": mean_nll(data, output), **served}
 
 
 def test(training_client: Any, tests: Sequence[Conversation], renderer: Renderer, config: Config) -> Metrics:
@@ -191,36 +203,38 @@ class Examples:
 
 
 def render(batch: Sequence[Conversation], renderer: Renderer, max_length: int) -> Examples:
-    """One datum a conversation, weight 1 on what the assistant says. UserError if all are too long."""
+    """One datum a conversation, weight 1 on what the assistant says."""
     data, truncated = [], 0
     for conversation in batch:
-        tokens, weights = renderer.build_supervised_example(conversation, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
+        tokens, weights = renderer.build_supervised_example(conversation, LEARNED)
         if weights[1 : max_length + 1].any():
             data.append(datum_from_weights(tokens, weights, max_length, reduction="none"))
             truncated += tokens.length - 1 > max_length
-    if not data:
-        raise UserError(f"max_length={max_length}: no answer begins that early in a whole batch; give more")
     return Examples(data, truncated, len(batch) - len(data))
 
 
 def load_conversations(dataset: str, split: str) -> list[Conversation]:
     """Conversations, or worked solutions as conversations, by the keys of the rows."""
     return [
-        _conversation(row, f"dataset={dataset}, {split} row {number}")
+        read_row(row, f"dataset={dataset}, {split} row {number}")
         for number, row in enumerate(load_rows(dataset, split), start=1)
     ]
 
 
-def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    if "messages" not in row:
+def read_row(row: Row, where: str) -> Conversation:
+    """A conversation, or a question with its worked solution where the row has no conversation."""
+    if "question" in row and "answer" in row and not is_conversation(row):
         problem = read_problem(row, where)
         return [*problem_prompt(problem), {"role": "assistant", "content": problem.solution}]
-    messages = row["messages"]
-    if not isinstance(messages, list) or not any(
-        isinstance(m, dict) and m.get("role") == "assistant" for m in messages
-    ):
-        raise UserError(f'{where}: "messages" needs to be a list with an assistant message in it')
-    return messages
+    return conversation_of(row, where)
+
+
+def check_data(conversations: Sequence[Conversation], renderer: Renderer, config: Config, split: str) -> None:
+    """UserError for a conversation that cannot be trained on, by its row, or if each of them is too long."""
+    rows = [{"messages": conversation} for conversation in conversations]
+    check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")
+    if rows and not any(render([each], renderer, config.max_length).data for each in conversations):
+        raise UserError(f"max_length={config.max_length}: no answer begins that early in any {split} row; give more")
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:

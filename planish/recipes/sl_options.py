@@ -3,7 +3,6 @@
 A recipe's options are a class on top of `SLOptions` that adds its own and gives defaults of its own; `run` does the rest.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from planish.renderers import TrainOnWhat
 from planish.schedules import SCHEDULES
 from planish.supervised import train
 from planish.supervised.config import Config, check
-from planish.supervised.conversations import Conversation, conversation_of
+from planish.supervised.conversations import Conversation, Row, conversation_of, is_conversation
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 
@@ -112,9 +111,12 @@ def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
     )
 
 
-def read_chat(row: Mapping[str, Any], where: str) -> Conversation:
-    """A row of chat data, or a question with its worked solution, which ends with the answer in a box."""
-    if "question" in row and "answer" in row:
+def read_chat(row: Row, where: str) -> Conversation:
+    """A row of chat data, or a question with its worked solution, which ends with the answer in a box.
+
+    A row that has both is chat data: its words are the conversation's own.
+    """
+    if "question" in row and "answer" in row and not is_conversation(row):
         problem = read_problem(row, where)
         return [
             {"role": "user", "content": problem.question + QUESTION_SUFFIX},

@@ -31,6 +31,11 @@ def conversation_of(row: Row, where: str) -> Conversation:
     raise UserError(f"{where}: the row has {sorted(row)}; give rows with {FORMS}")
 
 
+def is_conversation(row: Row) -> bool:
+    """Whether the row has one of the forms above."""
+    return "messages" in row or "conversations" in row or ("prompt" in row and "completion" in row)
+
+
 def _messages(value: Any, where: str) -> Conversation:
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
         raise UserError(f"{where}: needs to be a list of messages with at least one in it")

@@ -84,9 +84,47 @@ def test_conversations_of_a_file(service, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = sl_loop.train(options(path, tmp_path), service)
     assert len(read_rows(run / "metrics.jsonl")) == 2
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "alone"}]}) + "\n")
-    with pytest.raises(UserError, match="row 1.*assistant"):
-        sl_loop.load_conversations(str(path), "train")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "alone"}]}, "train row 7.*assistant"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}, "train row 7.*'robot'"),
+        ({"prompt": "a", "completion": "\ud83d"}, "train row 7.*half of a character"),
+        ({"text": "a"}, r"train row 7: the row has \['text'\]"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_on_is_named_before_any_step(service, tmp_path, row, message):
+    good = {
+        "messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It.", "refusal": None}]
+    }
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in [*[good] * 6, row]))
+    with pytest.raises(UserError, match=message):
+        sl_loop.train(options(path, tmp_path), service)
+    assert service.operations == []
+    path.write_text((json.dumps(good) + "\n") * 6)
+    assert len(read_rows(sl_loop.train(options(path, tmp_path), service) / "metrics.jsonl")) == 1
+
+
+def test_a_batch_of_which_nothing_is_left_is_passed_over_and_counted(service, tmp_path):
+    lengths = [3, 3, 300, 3, 3]
+    rows = [{"prompt": "p" * length, "completion": "ok"} for length in lengths]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = sl_loop.train(options(path, tmp_path, batch_size=1, max_length=200), service)
+    found = read_rows(run / "metrics.jsonl")
+    place = sl_loop.epoch_order(5, 0, 0).index(2)
+    assert [row["num_left_out"] for row in found] == [int(step == place) for step in range(5)]
+    assert ["train_mean_nll" in row for row in found] == [step != place for step in range(5)]
+    assert service.operations.count("optim_step") == 4
+
+
+def test_a_length_at_which_nothing_can_be_learned_is_refused_before_any_step(service, sums_dataset, tmp_path):
+    with pytest.raises(UserError, match="max_length=32: no answer begins that early in any train row"):
+        sl_loop.train(options(sums_dataset, tmp_path, max_length=32, eval_examples=2), service)
+    assert service.operations == []
 
 
 def test_what_is_too_long_is_cut_and_counted_or_left_out_and_counted(tokenizer):
@@ -96,8 +134,7 @@ def test_what_is_too_long_is_cut_and_counted_or_left_out_and_counted(tokenizer):
     examples = sl_loop.render([short, long], renderer, 32)
     assert (len(examples.data), examples.truncated, examples.left_out) == (1, 1, 1)
     assert examples.data[0].model_input.length == 32
-    with pytest.raises(UserError, match="max_length=32"):
-        sl_loop.render([long], renderer, 32)
+    assert sl_loop.render([long], renderer, 32).data == []
 
 
 @pytest.mark.parametrize(

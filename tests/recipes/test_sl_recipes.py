@@ -8,11 +8,13 @@ import pytest
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.learning_rates import get_lr
-from planish.recipes import chat_sl, sl_basic
+from planish.recipes import chat_sl, sl_basic, sl_loop
 from planish.recipes.sl_options import read_chat
 from planish.recipes.training_run import read_options
 from planish.renderers import TrainOnWhat
 from planish.runs import read_rows
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4, dear."}]
 
 
 @pytest.fixture
@@ -76,6 +78,22 @@ def test_worked_solutions_end_in_a_box():
     asked, answer = read_chat({"question": "What is 1 + 2?", "answer": "1 + 2 = <<1+2=3>>3\n#### 3"}, "here")
     assert asked["content"].startswith("What is 1 + 2?")
     assert answer["content"] == "1 + 2 = 3\nThe answer is \\boxed{3}"
+
+
+@pytest.mark.parametrize("read", [read_chat, sl_loop.read_row])
+@pytest.mark.parametrize(
+    ("columns", "is_chat"),
+    [
+        ({"messages": CHAT}, True),
+        ({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4, dear."}]}, True),
+        ({"prompt": "2 + 2?", "completion": "4, dear."}, True),
+        ({"prompt": "2 + 2?"}, False),
+    ],
+)
+def test_a_conversation_goes_before_a_question_with_its_answer(read, columns, is_chat):
+    conversation = read({"question": "2 + 2?", "answer": "4", **columns}, "here")
+    assert (conversation == CHAT) == is_chat
+    assert conversation[-1]["content"] == ("4, dear." if is_chat else "The answer is \\boxed{4}")
 
 
 @pytest.mark.parametrize(
