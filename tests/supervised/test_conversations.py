@@ -14,6 +14,12 @@ CHAT = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": 
         {"messages": CHAT, "prompt": "something else", "prompt_id": 7},
         {"messages": [{**message, "tool_calls": None, "name": None} for message in CHAT]},
         {"conversations": [{"from": "human", "value": "Hello."}, {"from": "gpt", "value": "Good day."}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello.", "weight": 0},
+                {"from": "gpt", "value": "Good day.", "weight": 1},
+            ]
+        },
         {"prompt": "Hello.", "completion": "Good day."},
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
     ],
@@ -36,6 +42,7 @@ def test_a_message_of_tool_calls_alone_keeps_its_empty_content():
         ({"messages": ["Hello."]}, "holds a str"),
         ({"conversations": [{"from": "robot", "value": "Beep."}]}, "'from': 'robot'"),
         ({"conversations": [{"from": "human"}]}, '"value"'),
+        ({"conversations": [{"from": "gpt", "value": "Beep.", "weight": 0}]}, '"weight": 0, .*"trainable"'),
         ({"prompt": 5, "completion": "x"}, '"prompt": needs to be a list'),
     ],
 )
