@@ -52,6 +52,8 @@ class ChatML:
             tools=True,
             required=(START.text, END.text),
             extends=self.thinking in (Thinking.NONE, Thinking.KEEP_HISTORY),
+            # The empty block at the end of a prompt is left out of the next one, as in the template.
+            extends_in_turn=self.thinking is not Thinking.DISABLED,
         )
 
     def opening(self) -> tuple[Piece, ...]:

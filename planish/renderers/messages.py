@@ -84,6 +84,8 @@ class Abilities:
     """Controls that the vocabulary must have as single tokens."""
     extends: bool = True
     """Every prompt of a conversation begins with the prompts before it and their answers."""
+    extends_in_turn: bool = True
+    """Where not all prompts do: those of one user turn, between which are results of tools, do."""
 
 
 @dataclass(frozen=True)

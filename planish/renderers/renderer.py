@@ -27,7 +27,7 @@ from planish.renderers.train_on import TrainOnWhat, read_train_on_what, trained_
 from planish.types import ModelInput
 
 Messages = Sequence[Message] | Sequence[Mapping[str, Any]]
-PER_TURN = (TrainOnWhat.ALL_ASSISTANT_MESSAGES, TrainOnWhat.ALL_MESSAGES, TrainOnWhat.CUSTOMIZED)
+ONE_EXAMPLE = (TrainOnWhat.ALL_TOKENS, TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class Renderer:
         self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
     ) -> list[tuple[ModelInput, torch.Tensor]]:
         """As `build_supervised_example`, but where the format strips history, one example for each user turn that has
-        targets: every answer is then trained after the prompt it is sampled from. Each message is a target once.
+        targets (with qwen3_disable_thinking, for each assistant message, since a turn has several if tools are called):
+        every answer is then trained after the prompt it is sampled from. Each message is a target once.
 
         ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES stay one example.
         """
@@ -161,11 +162,11 @@ class Renderer:
         what = read_train_on_what(train_on_what)
         checked = read_messages(messages, self.format.abilities, self.name)
         trained = trained_messages(checked, what)
-        if self.has_extension_property or what not in PER_TURN:
+        if self.has_extension_property or what in ONE_EXAMPLE:
             return [(messages, what)]
         parts: list[tuple[Messages, TrainOnWhat]] = []
         begin = 0
-        for end in _turn_ends(checked):
+        for end in _turn_ends(checked) if self.format.abilities.extends_in_turn else _answer_ends(checked):
             flags = [begin <= index and flag for index, flag in enumerate(trained[:end])]
             if any(flags):
                 part = [{**message, "trainable": flag} for message, flag in zip(messages[:end], flags, strict=True)]
@@ -240,3 +241,9 @@ def _turn_ends(messages: Sequence[Checked]) -> list[int]:
     """Where each user turn ends: before the next user message, and at the end."""
     begins = [index for index, message in enumerate(messages) if message.role == "user"]
     return [*begins[1:], len(messages)]
+
+
+def _answer_ends(messages: Sequence[Checked]) -> list[int]:
+    """Where each assistant message ends, and the end."""
+    ends = [index + 1 for index, message in enumerate(messages) if message.role == "assistant"]
+    return ends if ends[-1:] == [len(messages)] else [*ends, len(messages)]

@@ -175,6 +175,55 @@ def test_examples_are_split_where_history_is_stripped():
     assert "B thought" in text
 
 
+CALLS = [{"function": {"name": "f", "arguments": "{}"}}]
+STEPS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "Again.", "tool_calls": CALLS},
+    {"role": "tool", "content": "6"},
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "B"},
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "end", "answers"),
+    [
+        ("all_assistant_messages", 8, (1, 3, 5, 7)),
+        ("all_assistant_messages", 7, (1, 3, 5)),
+        ("all_messages", 8, (1, 3, 5, 7)),
+        ("last_assistant_turn", 6, (1, 3, 5)),
+        ("last_assistant_turn", 8, (7,)),
+        ("last_assistant_message", 7, (5,)),
+    ],
+)
+def test_each_tool_step_follows_the_prompt_it_is_sampled_from(what, end, answers):
+    """The empty think block of a prompt is in no later prompt, as in the model's template."""
+    renderer = get_renderer("qwen3_disable_thinking", family_tokenizer("qwen"))
+    examples = renderer.build_supervised_examples(STEPS[:end], what)
+    for index, (example, weights) in zip(answers, examples, strict=True):
+        prompt = renderer.build_generation_prompt(STEPS[:index]).to_ints()
+        assert example == renderer.build_supervised_example(STEPS[: index + 1])[0]
+        assert example.to_ints()[: len(prompt)] == prompt
+        assert torch.all(weights[len(prompt) :] == 1)
+
+
+@pytest.mark.parametrize("what", ["all_messages", "customized"])
+def test_split_or_not_each_message_is_a_target_once(what):
+    tokenizer = family_tokenizer("qwen")
+    messages = [
+        {**message, **({"trainable": index != 3} if what == "customized" else {})}
+        for index, message in enumerate(STEPS)
+    ]
+    targets = []
+    for name in ("qwen3_disable_thinking", "qwen3_instruct"):
+        examples = get_renderer(name, tokenizer).build_supervised_examples(messages, what)
+        targets.append([token for e, w in examples for token, weight in zip(e.to_ints(), w, strict=True) if weight])
+    assert targets[0] == targets[1]
+
+
 def test_time_is_linear_in_the_conversation():
     """Counted in characters given to the tokenizer, not in seconds."""
 
