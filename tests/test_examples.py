@@ -23,10 +23,11 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workplace(tmp_path_factory, planish_home):
     """A directory with a tiny model in the place of the embedded one, and a dataset of a few sums."""
     directory = tmp_path_factory.mktemp("workplace")
     tiny_model(directory / "model")
+    planish_home(directory / "home")
     (directory / "sums").mkdir()
     for split, count in (("train", 12), ("test", 3)):
         rows = [{"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(count)]

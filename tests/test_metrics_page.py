@@ -12,7 +12,7 @@ from planish.testing import tiny_model
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_script_of_the_page_runs(tmp_path):
+def test_the_script_of_the_page_runs(tmp_path, planish_home):
     [script] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), flags=re.DOTALL)
     assert "range(10)" in script
     assert "max_tokens=96" in script
@@ -21,7 +21,7 @@ def test_the_script_of_the_page_runs(tmp_path):
     )
     environment = os.environ | {
         "PLANISH_MODELS": f"{DEFAULT_MODEL}={tiny_model(tmp_path / 'model')}",
-        "PLANISH_HOME": str(tmp_path / "home"),
+        "PLANISH_HOME": str(planish_home(tmp_path / "home")),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }

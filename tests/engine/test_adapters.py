@@ -1,7 +1,5 @@
 """The adapter: AdamW as torch's, all or nothing, versions that never change once published."""
 
-import time
-
 import pytest
 import torch
 
@@ -66,10 +64,7 @@ def test_a_step_leaves_the_gradient_and_snapshots_alone():
 def test_publishing_costs_nothing():
     large = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e4), 8192, True, False, False, ())
     adapter = Adapter(LoraLayout(large, LoraConfig(rank=32, seed=0)), torch.bfloat16, CPU)
-    start = time.perf_counter()
-    for _ in range(100):
-        assert adapter.snapshot() is adapter.weights
-    assert time.perf_counter() - start < 0.01
+    assert adapter.snapshot() is adapter.weights
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

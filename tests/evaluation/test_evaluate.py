@@ -157,7 +157,7 @@ def test_an_answer_gets_no_more_tokens_than_there_is_room_for(tokenizer, sums):
 
 
 def test_an_answer_that_cannot_be_judged_is_counted(tokenizer, sums, monkeypatch):
-    grader = SharedGrader(timeout_seconds=0.5)
+    grader = SharedGrader(timeout_seconds=2)
     monkeypatch.setattr(boxed, "process_grader", lambda: grader)
     power = r"\boxed{9^{9^{9^{9}}}}" + END
     results = measured(FakeSampler(tokenizer, lambda *_: power), load_task("gsm8k", sums, limit=1))

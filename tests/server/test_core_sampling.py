@@ -162,10 +162,13 @@ def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model_dir, 
         async with running(model_dir, data_dir, ServerSettings(sampling_slots=4), keys=keys) as core:
             anna, ben = [await Client.start(core, core.authenticate(key)) for key in keys]
             samplers = [await client.sampler() for client in (anna, ben)]
-            long = [
-                await core.submit_sample(anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[]))
-                for seq in range(12)
-            ]
+            # At once, so that they share a write to the disk and are all there when the first is done.
+            long = await asyncio.gather(
+                *(
+                    core.submit_sample(anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[]))
+                    for seq in range(12)
+                )
+            )
             await ben.sample(samplers[1], 0, n=1, max_tokens=2)
             states = [await core.result(anna.tenant, one.request_id, 0) for one in long]
             assert sum(isinstance(state, TryAgain) for state in states) >= 4

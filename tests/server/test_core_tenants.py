@@ -169,12 +169,16 @@ def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_f
         settings = ServerSettings(sampling_slots=4, sampling_share=2)
         async with running(model_dir, data_dir, settings, keys) as core:
             drawn = core._counters.sampled_tokens = HalfTime(int(1.5 * wanted))
+            submissions = []
             for name, length in lengths.items():
                 client = await Client.start(core, Tenant(name))
                 sampler = await client.sampler()
                 for seq in range(wanted // length):
                     asked = sample(sampler, b"x", n=1, max_tokens=length, stop=[])
-                    await core.submit_sample(client.tenant, seq, asked)
+                    submissions.append(core.submit_sample(client.tenant, seq, asked))
+            await asyncio.gather(
+                *submissions
+            )  # they share a few writes to the disk: all are there before half are drawn
             while drawn.seen is None:
                 await asyncio.sleep(0.005)
             return drawn.seen
