@@ -1,6 +1,7 @@
 """Different adapters in one decode batch, against one adapter that answers the same requests.
 
-    python benchmarks/adapters.py            writes results/adapters.json
+    python benchmarks/adapters.py                 writes results/adapters.json
+    python benchmarks/adapters.py name=NAME       writes results/NAME.json
 
 1, 8 and 64 training clients in process, each with a sampler of its own weights after one optimizer step; 64, and 256, samples in all, so of 8
 clients each has 8 or 32. All requests, one prompt for each client, are under way at once; one of the clients then answers the same ones alone. What
@@ -38,6 +39,8 @@ BFLOAT16_BYTES = 2
 
 @chz.chz
 class Options:
+    name: str = "adapters"
+    """Of the file that is written."""
     model: str = DEFAULT_MODEL
     rank: int = 16
     prompt_tokens: int = 32
@@ -75,7 +78,7 @@ def main(options: Options) -> None:
     bandwidth = report["read_bandwidth"] = read_bandwidth()
     for point in report["points"]:
         point["read_seconds_a_step"] = point["adapters"] * layout.size * BFLOAT16_BYTES / bandwidth
-    write_whole(options.directory / "adapters.json", json.dumps(report, indent=1) + "\n")
+    write_whole(options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n")
     print(adapters_table(report))
 
 
