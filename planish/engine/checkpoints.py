@@ -2,7 +2,8 @@
 
 DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/share/planish/runs. A checkpoint is written aside, fsynced
 and renamed. Replacing one takes two renames, under a lock file of the run; a kill between them leaves the old one under a name from which
-the next reader puts it back. Expired checkpoints are refused, and removed when they are met. A run without checkpoints has no directory.
+the next reader puts it back. Readers take no lock: they read, or copy, once more if the checkpoint was replaced meanwhile. Expired checkpoints
+are refused, and removed when they are met. A run without checkpoints has no directory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock
 from torch import Tensor
@@ -41,6 +43,8 @@ _SEGMENT: dict[CheckpointType, str] = {"training": "weights", "sampler": "sample
 _TYPE: dict[str, CheckpointType] = {segment: kind for kind, segment in _SEGMENT.items()}
 
 _LOCK = ".lock"
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,16 @@ class CheckpointStore:
     def copy(self, source: CheckpointPath, label: Label) -> None:
         """A second checkpoint with the files of `source`, which take no more space; `label` decides its time to live and metadata.
 
-        A training checkpoint may be copied as a sampler's, without its optimizer. Errors are those of `manifest` and of `save`.
+        A training checkpoint may be copied as a sampler's, without its optimizer. Errors are those of `manifest` and of `save`;
+        DamagedFileError: a file of `source` is missing.
         """
         if source.checkpoint_type == "sampler" and label.path.checkpoint_type == "training":
             raise CheckpointError(f"{source} has no optimizer state; copy it as sampler weights, not as {label.path}")
-        manifest = self.manifest(source)
-        self._put_new(label, lambda aside: self._link(aside, source, manifest, label))
+
+        def copy(manifest: Manifest) -> None:
+            self._put_new(label, lambda aside: self._link(aside, source, manifest, label))
+
+        self._undisturbed(source, copy)
 
     def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
         """Let the checkpoint expire so long from now; None keeps it."""
@@ -106,15 +114,11 @@ class CheckpointStore:
 
     def manifest(self, path: CheckpointPath) -> Manifest:
         """What the checkpoint says of itself. CheckpointError: there is none, or it has expired."""
-        target = self._place(path)
-        if not target.is_dir():
-            self._put_back(target)
-        if not target.is_dir():
-            raise CheckpointError(
-                f"there is no checkpoint {path} under {self.directory}; wait for the result of the save that makes it, "
-                "and use the same data_dir or PLANISH_DATA as where it was saved"
-            )
-        manifest = read_manifest(target)
+        try:
+            manifest = self._found(path)
+        except (CheckpointError, DamagedFileError):  # it may be between the two renames of a replacement
+            self._put_back(self._place(path))
+            manifest = self._found(path)
         if manifest.expires_at is not None and manifest.expires_at <= datetime.now(UTC):
             self.delete(path)
             raise CheckpointError(
@@ -123,15 +127,28 @@ class CheckpointStore:
             )
         return manifest
 
-    def read(self, path: CheckpointPath, layout: LoraLayout, with_optimizer: bool) -> dict[str, Tensor]:
-        """The adapter state of a checkpoint that `layout` fits; with the optimizer's if asked."""
-        manifest = self.manifest(path)
-        if with_optimizer and OPTIMIZER not in manifest.files:
-            raise CheckpointError(
-                f"{path} holds weights for sampling, without optimizer state; give a checkpoint of save_state, "
-                "or load it without the optimizer"
-            )
-        return read_state(self._place(path), manifest, layout, with_optimizer)
+    def read(
+        self,
+        path: CheckpointPath,
+        layout: LoraLayout,
+        with_optimizer: bool,
+        check: Callable[[Manifest], None] = lambda manifest: None,
+    ) -> tuple[dict[str, Tensor], str]:
+        """The adapter state of a checkpoint that `layout` fits, with the optimizer's if asked; and the adapter's SHA-256, equal for
+        equal weights. `check` raises to refuse what the manifest says."""
+
+        def read(manifest: Manifest) -> tuple[dict[str, Tensor], str]:
+            check(manifest)
+            if with_optimizer and OPTIMIZER not in manifest.files:
+                raise CheckpointError(
+                    f"{path} holds weights for sampling, without optimizer state; give a checkpoint of save_state, "
+                    "or load it without the optimizer"
+                )
+            state = read_state(self._place(path), manifest, layout, with_optimizer)
+            self._check_unchanged(path, manifest)
+            return state, manifest.files[ADAPTER].sha256
+
+        return self._undisturbed(path, read)
 
     def records(self, run_id: str | None = None) -> list[Checkpoint]:
         """Checkpoints that can be used, newest first."""
@@ -143,15 +160,8 @@ class CheckpointStore:
             if segment in _TYPE and is_name(run) and is_name(name):
                 path = CheckpointPath(run, _TYPE[segment], name)
                 with suppress(CheckpointError, DamagedFileError):
-                    found.append(_record(path, self.manifest(path)))
+                    found.append(record_of(path, self.manifest(path)))
         return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
-
-    def version(self, path: CheckpointPath) -> str:
-        """The SHA-256 of the adapter: equal for equal weights."""
-        return self.manifest(path).files[ADAPTER].sha256
-
-    def record(self, path: CheckpointPath) -> Checkpoint:
-        return _record(path, self.manifest(path))
 
     def delete(self, path: CheckpointPath) -> None:
         """Remove a checkpoint, damaged or not. CheckpointError: there is none."""
@@ -179,6 +189,30 @@ class CheckpointStore:
         check_name("the checkpoint path's name", path.name)
         return self.directory / path.run_id / _SEGMENT[path.checkpoint_type] / path.name
 
+    def _found(self, path: CheckpointPath) -> Manifest:
+        """The manifest as it is now, of an expired checkpoint too; takes no lock."""
+        target = self._place(path)
+        if not target.is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint {path} under {self.directory}; wait for the result of the save that makes it, "
+                "and use the same data_dir or PLANISH_DATA as where it was saved"
+            )
+        return read_manifest(target)
+
+    def _undisturbed(self, path: CheckpointPath, use: Callable[[Manifest], R]) -> R:
+        """`use(manifest)`, which calls `_check_unchanged` when it has the files; again if the checkpoint was replaced meanwhile."""
+        while True:
+            manifest = self.manifest(path)
+            try:
+                return use(manifest)
+            except DamagedFileError:
+                if _same_files(self.manifest(path), manifest):
+                    raise
+
+    def _check_unchanged(self, path: CheckpointPath, manifest: Manifest) -> None:
+        if not _same_files(read_manifest(self._place(path)), manifest):
+            raise DamagedFileError(f"{path} was replaced while it was read; try again")
+
     def _put_new(self, label: Label, write: Callable[[Path], Manifest]) -> None:
         """Let `write` fill a directory, and make it the checkpoint."""
         check_label(label)
@@ -203,10 +237,9 @@ class CheckpointStore:
         try:
             for name in kept:
                 _link_or_copy(self._place(source) / name, aside / name)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"there is no whole checkpoint {source} any more: it was deleted or replaced while it was copied"
-            ) from None
+        except FileNotFoundError as error:
+            raise DamagedFileError(f"{error.filename} is missing; the checkpoint is damaged, use another one") from None
+        self._check_unchanged(source, manifest)
         now = datetime.now(UTC)
         metadata = manifest.user_metadata if label.user_metadata is None else dict(label.user_metadata)
         copied = replace(manifest, time=now, expires_at=label.expires_at(now), user_metadata=dict(metadata), files=kept)
@@ -280,6 +313,11 @@ def name_taken(path: CheckpointPath) -> CheckpointError:
     return CheckpointError(f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first")
 
 
+def _same_files(one: Manifest, other: Manifest) -> bool:
+    """Whether both are of one save. A time to live may have changed since."""
+    return (one.time, one.files) == (other.time, other.files)
+
+
 def _files_of(kind: CheckpointType) -> tuple[str, ...]:
     return (ADAPTER, ADAPTER_CONFIG, OPTIMIZER) if kind == "training" else (ADAPTER, ADAPTER_CONFIG)
 
@@ -320,7 +358,7 @@ def _put(aside: Path, target: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _record(path: CheckpointPath, manifest: Manifest) -> Checkpoint:
+def record_of(path: CheckpointPath, manifest: Manifest) -> Checkpoint:
     return Checkpoint(
         checkpoint_id=path.checkpoint_id,
         checkpoint_type=path.checkpoint_type,

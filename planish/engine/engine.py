@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.engine.base_models import BaseModel, BaseModels
+from planish.engine.checkpoint_files import Manifest
 from planish.engine.checkpoint_labels import Label, check_label, check_metadata, check_name
-from planish.engine.checkpoints import CheckpointStore, data_directory, name_taken
+from planish.engine.checkpoints import CheckpointStore, data_directory, name_taken, record_of
 from planish.engine.owner import DeviceOwner
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.tenants import Job, LoadedAdapter, SamplerHandle, Tenant
@@ -109,7 +110,7 @@ class Engine:
     def checkpoint_info(self, path: str) -> CheckpointInfo:
         parsed = CheckpointPath.parse(path)
         manifest = self._store.manifest(parsed)
-        return CheckpointInfo(manifest.base_model, manifest.lora, self._store.record(parsed))
+        return CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
 
     def delete_checkpoint(self, path: str) -> None:
         self._store.delete(CheckpointPath.parse(path))
@@ -169,8 +170,7 @@ class Engine:
             case LoadWeights():
                 tenant = self._tenant(op.model_id)
                 path = CheckpointPath.parse(op.path)
-                self._check_fits(path, tenant.base, tenant.layout, tenant.base_model)
-                loaded = self._read(path, tenant.layout, op.with_optimizer)
+                loaded = self._read(path, tenant.base, tenant.layout, tenant.base_model, op.with_optimizer)
                 return Job(op, future, tenant=tenant, loaded=loaded)
             case ForwardBackward():
                 tenant = self._tenant(op.model_id)
@@ -219,8 +219,7 @@ class Engine:
             name, lora = name or manifest.base_model, manifest.lora
             base = self._models.get(name)
             layout = LoraLayout(base.config, lora)
-            self._check_fits(path, base, layout, name, any_weights=op.base_model is not None)
-            loaded = self._read(path, layout, op.with_optimizer)
+            loaded = self._read(path, base, layout, name, op.with_optimizer, any_weights=op.base_model is not None)
         elif name is None:
             raise UserError("base_model is missing; name one, or give from_path")
         else:
@@ -239,8 +238,7 @@ class Engine:
             name = op.base_model or manifest.base_model
             base = self._models.get(name)
             layout = LoraLayout(base.config, manifest.lora)
-            self._check_fits(path, base, layout, name, any_weights=op.base_model is not None)
-            loaded = self._read(path, layout, False)
+            loaded = self._read(path, base, layout, name, False, any_weights=op.base_model is not None)
         elif op.base_model is not None:
             name = op.base_model
             base = self._models.get(name)
@@ -277,31 +275,37 @@ class Engine:
             raise name_taken(path)
         return Job(op, future, tenant=tenant, save_to=path)
 
-    def _check_fits(
-        self, path: CheckpointPath, base: BaseModel, layout: LoraLayout, name: str, any_weights: bool = False
-    ) -> None:
+    def _read(
+        self,
+        path: CheckpointPath,
+        base: BaseModel,
+        layout: LoraLayout,
+        name: str,
+        with_optimizer: bool,
+        any_weights: bool = False,
+    ) -> LoadedAdapter:
         """CheckpointError unless the checkpoint was made on this base model, or `any_weights` of its architecture, with this shape."""
-        manifest = self._store.manifest(path)
-        if manifest.architecture != base.config.fingerprint():
-            differs = "architecture"
-        elif manifest.weights != base.fingerprint and not any_weights:
-            differs = "weights"
-        else:
-            differs = ""
-        if differs:
-            raise CheckpointError(
-                f"{path} was made on the base model {manifest.base_model!r}, whose {differs} are not those of {name!r} here; "
-                "load it on its own base model (models={NAME: PATH} says where that is)"
-            )
-        theirs, ours = _shape(manifest.lora), _shape(layout.lora)
-        if theirs != ours:
-            raise CheckpointError(
-                f"{path} has {theirs}, and this model {ours}; create the model with the checkpoint's shape"
-            )
 
-    def _read(self, path: CheckpointPath, layout: LoraLayout, with_optimizer: bool) -> LoadedAdapter:
-        state = self._store.read(path, layout, with_optimizer)
-        return LoadedAdapter(state, with_optimizer, layout, self._store.version(path))
+        def check_fits(manifest: Manifest) -> None:
+            if manifest.architecture != base.config.fingerprint():
+                differs = "architecture"
+            elif manifest.weights != base.fingerprint and not any_weights:
+                differs = "weights"
+            else:
+                differs = ""
+            if differs:
+                raise CheckpointError(
+                    f"{path} was made on the base model {manifest.base_model!r}, whose {differs} are not those of {name!r} here; "
+                    "load it on its own base model (models={NAME: PATH} says where that is)"
+                )
+            theirs, ours = _shape(manifest.lora), _shape(layout.lora)
+            if theirs != ours:
+                raise CheckpointError(
+                    f"{path} has {theirs}, and this model {ours}; create the model with the checkpoint's shape"
+                )
+
+        state, version = self._store.read(path, layout, with_optimizer, check_fits)
+        return LoadedAdapter(state, with_optimizer, layout, version)
 
 
 def _shape(lora: LoraConfig) -> str:

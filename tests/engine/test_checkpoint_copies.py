@@ -1,20 +1,25 @@
 """Copies of checkpoints share files and outlive their source; times to live change; both through the store and the engine."""
 
 import os
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
+import planish.engine.checkpoints as checkpoints
 from planish.engine.adapters import Adapter
 from planish.engine.checkpoint_files import ADAPTER, MANIFEST, OPTIMIZER
 from planish.engine.checkpoint_labels import Label
 from planish.engine.checkpoints import CheckpointStore, SavedAdapter
 from planish.engine.engine import Engine
-from planish.errors import CheckpointError, StorageError, UserError
+from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.config import ModelConfig
 from planish.model.lora import LoraLayout
 from planish.service import Sample
@@ -54,7 +59,7 @@ def test_a_copy_is_equal_and_outlives_its_source(store, adapter):
     store.copy(SOURCE, Label(COPY))
     assert os.path.samefile(store.files(SOURCE)[ADAPTER], store.files(COPY)[ADAPTER])
     store.delete(SOURCE)
-    state = store.read(COPY, adapter.layout, with_optimizer=True)
+    state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
     manifest = store.manifest(COPY)
     assert (manifest.expires_at, manifest.user_metadata, manifest.step) == (None, {"a": "1"}, 1)
@@ -67,7 +72,7 @@ def test_where_files_cannot_be_shared_they_are_copied(store, adapter, monkeypatc
     monkeypatch.setattr(os, "link", refused)
     store.copy(SOURCE, Label(COPY))
     assert not os.path.samefile(store.files(SOURCE)[ADAPTER], store.files(COPY)[ADAPTER])
-    state = store.read(COPY, adapter.layout, with_optimizer=True)
+    state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
 
 
@@ -193,8 +198,67 @@ def test_many_threads_save_and_delete_in_one_run(store, adapter):
     assert not (store.directory / "busy:train:0").exists()
 
 
-def test_a_source_that_goes_while_it_is_copied_is_named(store: CheckpointStore):
+def test_a_source_without_one_of_its_files_is_named(store: CheckpointStore):
     (store.files(SOURCE)[ADAPTER]).unlink()
-    with pytest.raises(CheckpointError, match="while it was copied"):
+    with pytest.raises(DamagedFileError, match=f"a/{ADAPTER} is missing"):
         store.copy(SOURCE, Label(COPY))
     assert not store.exists(COPY)
+
+
+def test_a_source_that_goes_while_it_is_copied_is_named(store: CheckpointStore, monkeypatch):
+    before_linking(monkeypatch, lambda: store.delete(SOURCE))
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint {SOURCE}"):
+        store.copy(SOURCE, Label(COPY))
+    assert not store.exists(COPY)
+
+
+@pytest.mark.parametrize("linked_before", [0, 1])
+def test_a_source_that_is_replaced_while_it_is_copied_is_copied_again(store, adapter, monkeypatch, linked_before):
+    def replace_it() -> None:
+        adapter.add_grad(torch.ones(adapter.layout.size))
+        adapter.optim_step(AdamParams())
+        store.save(Label(SOURCE, overwrite=True), saved(adapter))
+
+    before_linking(monkeypatch, replace_it, linked_before)
+    store.copy(SOURCE, Label(COPY))
+    state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
+    assert store.manifest(COPY).step == 2
+    assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
+
+
+def before_linking(monkeypatch, act: Callable[[], None], linked_before: int = 0) -> None:
+    """Let `act` happen in the middle of a copy to another run, once, when so many files are linked."""
+    link, linked = checkpoints._link_or_copy, count()
+
+    def link_or_copy(source: Path, target: Path) -> None:
+        if next(linked) == linked_before:
+            act()
+        link(source, target)
+
+    monkeypatch.setattr(checkpoints, "_link_or_copy", link_or_copy)
+
+
+def test_a_copy_waits_for_the_writer_of_its_run_and_has_what_that_wrote(store, adapter, monkeypatch):
+    is_writing, go_on = threading.Event(), threading.Event()
+    put = checkpoints._put
+
+    def slow_put(aside: Path, target: Path) -> None:
+        if target.name == "a":
+            is_writing.set()
+            go_on.wait(10)
+        put(aside, target)
+
+    monkeypatch.setattr(checkpoints, "_put", slow_put)
+    newer = SavedAdapter(
+        {**adapter.state(), "step": torch.tensor(7)}, adapter.layout, "base", "architecture", "weights"
+    )
+    beside = replace(COPY, run_id=SOURCE.run_id)
+    with ThreadPoolExecutor(2) as threads:
+        writer = threads.submit(store.save, Label(SOURCE, overwrite=True), newer)
+        assert is_writing.wait(10)
+        copier = threads.submit(store.copy, SOURCE, Label(beside))
+        time.sleep(0.1)
+        go_on.set()
+        writer.result(10)
+        copier.result(10)
+    assert int(store.read(beside, adapter.layout, with_optimizer=True)[0]["step"]) == 7

@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import planish.engine.checkpoint_files as checkpoint_files
 import planish.engine.checkpoints as checkpoints
 from planish.engine.adapters import Adapter
 from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG, MANIFEST, OPTIMIZER
@@ -67,7 +68,7 @@ def files_under(directory: Path) -> list[str]:
 def test_what_was_saved_comes_back_bit_for_bit(store, model_dir):
     adapter = trained(model_dir)
     store.save(Label(TRAINING), saved(adapter))
-    state = store.read(TRAINING, adapter.layout, with_optimizer=True)
+    state, _ = store.read(TRAINING, adapter.layout, with_optimizer=True)
     assert state.keys() == adapter.state().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
     assert store.manifest(TRAINING).step == 2
@@ -136,6 +137,58 @@ def test_a_life_must_be_seconds(store, model_dir, ttl):
         store.save(Label(TRAINING, ttl_seconds=ttl), saved(trained(model_dir)))
 
 
+@pytest.mark.parametrize("swapped_at", ["the adapter's check", "the moments' check", "the adapter", "the moments"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(store, model_dir, monkeypatch, swapped_at):
+    first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
+    store.save(Label(TRAINING), saved(first))
+    what, file = {
+        "the adapter's check": ("_verify", ADAPTER),
+        "the moments' check": ("_verify", OPTIMIZER),
+        "the adapter": ("load_file", ADAPTER),
+        "the moments": ("load_file", OPTIMIZER),
+    }[swapped_at]
+    read, swaps = getattr(checkpoint_files, what), []
+
+    def read_and_swap(path: Path, *rest: object) -> object:
+        found = read(path, *rest)
+        if path.name == file and not swaps:
+            swaps.append(store.save(Label(TRAINING, overwrite=True), saved(second)))
+        return found
+
+    monkeypatch.setattr(checkpoint_files, what, read_and_swap)
+    state, version = store.read(TRAINING, first.layout, with_optimizer=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in second.state().items())
+    assert version == store.manifest(TRAINING).files[ADAPTER].sha256
+
+
+def test_a_checkpoint_between_the_renames_of_its_replacement_is_waited_for(store, model_dir, monkeypatch):
+    first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
+    store.save(Label(TRAINING), saved(first))
+    read, is_away, go_on = checkpoints.read_manifest, threading.Event(), threading.Event()
+    rename = os.rename
+
+    def slow_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target.name.endswith(".previous"):
+            is_away.set()
+            go_on.wait(10)
+
+    def read_late(directory: Path):
+        """What a reader does that found the directory a moment ago."""
+        if not writer.is_alive():
+            writer.start()
+            assert is_away.wait(10)
+            threading.Timer(0.05, go_on.set).start()
+            monkeypatch.setattr(checkpoints, "read_manifest", read)
+        return read(directory)
+
+    writer = threading.Thread(target=store.save, args=(Label(TRAINING, overwrite=True), saved(second)))
+    monkeypatch.setattr(checkpoints.os, "rename", slow_rename)
+    monkeypatch.setattr(checkpoints, "read_manifest", read_late)
+    assert store.manifest(TRAINING).step == 3
+    writer.join()
+
+
 def test_a_taken_name_is_refused_and_the_old_checkpoint_stays(store, model_dir):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     for path in (TRAINING, SAMPLER):
@@ -145,7 +198,7 @@ def test_a_taken_name_is_refused_and_the_old_checkpoint_stays(store, model_dir):
         assert store.manifest(path).step == 1
         store.save(Label(path, overwrite=True), saved(second))
         assert store.manifest(path).step == 3
-        assert torch.equal(store.read(path, first.layout, False)["master"], second.master)
+        assert torch.equal(store.read(path, first.layout, False)[0]["master"], second.master)
     assert len(files_under(store.directory)) == 7
 
 
@@ -253,7 +306,7 @@ def test_a_disk_that_refuses_leaves_nothing_behind(store, model_dir, room):
     with file_size_limit(size), pytest.raises(StorageError, match="free space"):
         store.save(Label(TRAINING, overwrite=True), saved(newer))
     assert files_under(store.directory) == before
-    assert torch.equal(store.read(TRAINING, adapter.layout, True)["master"], adapter.master)
+    assert torch.equal(store.read(TRAINING, adapter.layout, True)[0]["master"], adapter.master)
     store.save(Label(TRAINING, overwrite=True), saved(newer))
     assert store.manifest(TRAINING).step == 2
 
@@ -292,7 +345,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(store, model_dir, monkeypa
             store.save(Label(TRAINING, overwrite=True), saved(new))
     assert not (store.directory / "run:train:0" / "weights" / "a").exists()
     assert store.manifest(TRAINING).step == 1
-    assert torch.equal(store.read(TRAINING, old.layout, True)["master"], old.master)
+    assert torch.equal(store.read(TRAINING, old.layout, True)[0]["master"], old.master)
     store.save(Label(TRAINING, overwrite=True), saved(new))
     assert store.manifest(TRAINING).step == 2
     assert len(files_under(store.directory)) == 4
@@ -335,7 +388,7 @@ def test_a_killed_writer_leaves_a_whole_checkpoint(store, model_dir):
         writer.kill()
         writer.wait()
         writer.stdout.close()
-        state = store.read(path, layout, with_optimizer=True)
+        state, _ = store.read(path, layout, with_optimizer=True)
         steps.append(store.manifest(path).step)
         assert bool((state["master"] == int(state["step"])).all())
     assert min(steps) >= 1
@@ -378,4 +431,4 @@ def test_a_copied_checkpoint_is_read_elsewhere(store, model_dir, tmp_path):
     store.save(Label(TRAINING), saved(adapter))
     shutil.copytree(store.directory, tmp_path / "copy")
     other = CheckpointStore(tmp_path / "copy")
-    assert torch.equal(other.read(TRAINING, adapter.layout, False)["master"], adapter.master)
+    assert torch.equal(other.read(TRAINING, adapter.layout, False)[0]["master"], adapter.master)
