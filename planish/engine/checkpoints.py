@@ -94,7 +94,7 @@ class CheckpointStore:
         check_ttl(ttl_seconds)
         self.manifest(path)  # before a lock file is made for a run that is none
         with self._locked(self._place(path).parent.parent):
-            manifest = replace(self.manifest(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC)))
+            manifest = replace(self._found(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC)))
             write_whole(self._place(path) / MANIFEST, manifest.to_json())
 
     def files(self, path: CheckpointPath) -> dict[str, Path]:
@@ -119,10 +119,10 @@ class CheckpointStore:
         except (CheckpointError, DamagedFileError):  # it may be between the two renames of a replacement
             self._put_back(self._place(path))
             manifest = self._found(path)
-        if manifest.expires_at is not None and manifest.expires_at <= datetime.now(UTC):
-            self.delete(path)
+        if _has_expired(manifest):
+            self._remove_expired(self._place(path))
             raise CheckpointError(
-                f"the checkpoint {path} expired at {manifest.expires_at:%Y-%m-%d %H:%M:%S} UTC and was removed; "
+                f"the checkpoint {path} expired at {manifest.expires_at:%Y-%m-%d %H:%M:%S} UTC; "
                 "save with a longer ttl_seconds, or None"
             )
         return manifest
@@ -164,14 +164,14 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
 
     def delete(self, path: CheckpointPath) -> None:
-        """Remove a checkpoint, damaged or not. CheckpointError: there is none."""
+        """Remove a checkpoint, damaged or not, when nobody writes to its run. CheckpointError: there is none."""
         target = self._place(path)
-        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
-            shutil.rmtree(_previous(target), ignore_errors=True)
-            os.rename(target, aside)  # at once, so that nobody sees half of it
-            shutil.rmtree(aside)
-            _remove_if_empty(target.parent)
+            self._put_back(target)
+            if not target.is_dir():  # before a lock file is made for a run that is none
+                raise FileNotFoundError
+            with self._locked(target.parent.parent):
+                _remove(target)
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no checkpoint {path} under {self.directory}") from error
         except OSError as error:
@@ -182,7 +182,7 @@ class CheckpointStore:
         for leftover in self.directory.glob("*/*/.*.tmp"):
             with suppress(OSError), FileLock(leftover.parents[1] / _LOCK, timeout=0):
                 shutil.rmtree(leftover)
-            _remove_if_empty(leftover.parent)
+                _remove_if_empty(leftover.parent)
 
     def _place(self, path: CheckpointPath) -> Path:
         check_name("the checkpoint path's run", path.run_id)
@@ -266,12 +266,13 @@ class CheckpointStore:
 
     def _check_free(self, label: Label, target: Path, manifest: Manifest) -> None:
         """A name may be taken again by a sampler's equal weights: a run that is resumed saves its last ones once more."""
-        if label.overwrite or not self.exists(label.path):
+        if label.overwrite or not target.is_dir():
             return
-        if label.path.checkpoint_type == "sampler":
-            with suppress(DamagedFileError):
-                if read_manifest(target).files == manifest.files:
-                    return
+        with suppress(DamagedFileError):
+            there = read_manifest(target)
+            is_equal = label.path.checkpoint_type == "sampler" and there.files == manifest.files
+            if is_equal or _has_expired(there):
+                return
         raise name_taken(label.path)
 
     @contextmanager
@@ -299,6 +300,12 @@ class CheckpointStore:
         for leftover in target.parent.glob(f".{target.name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
+    def _remove_expired(self, target: Path) -> None:
+        """Unless somebody writes to its run, or has replaced it meanwhile: it is refused anyhow."""
+        with suppress(OSError, DamagedFileError), FileLock(target.parent.parent / _LOCK, timeout=0):
+            if _has_expired(read_manifest(target)):
+                _remove(target)
+
     def _put_back(self, target: Path) -> None:
         if _previous(target).is_dir():
             with self._locked(target.parent.parent):
@@ -311,6 +318,10 @@ class CheckpointStore:
 
 def name_taken(path: CheckpointPath) -> CheckpointError:
     return CheckpointError(f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first")
+
+
+def _has_expired(manifest: Manifest) -> bool:
+    return manifest.expires_at is not None and manifest.expires_at <= datetime.now(UTC)
 
 
 def _same_files(one: Manifest, other: Manifest) -> bool:
@@ -333,11 +344,23 @@ def _link_or_copy(source: Path, target: Path) -> None:
         sync(target)
 
 
+def _remove(target: Path) -> None:
+    """Remove a checkpoint; to be called under the lock."""
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        shutil.rmtree(_previous(target), ignore_errors=True)
+        os.rename(target, aside)  # at once, so that nobody sees half of it
+        shutil.rmtree(aside)
+    finally:
+        _remove_if_empty(target.parent)
+
+
 def _remove_if_empty(segment: Path) -> None:
-    """Remove a directory of checkpoints without any, and its run's if that holds no others. Not while somebody writes to the run."""
+    """Remove a directory of checkpoints without any, and its run's if that holds no others; to be called under the lock."""
     run = segment.parent
-    with suppress(OSError), FileLock(run / _LOCK, timeout=0):
-        segment.rmdir()
+    with suppress(OSError):
+        with suppress(FileNotFoundError):  # whoever waited for the lock may find nothing but the lock
+            segment.rmdir()
         if {entry.name for entry in run.iterdir()} == {_LOCK}:
             (run / _LOCK).unlink()
             run.rmdir()

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import planish.engine.checkpoints as checkpoints
 from planish.engine.adapters import Adapter
-from planish.engine.checkpoint_files import ADAPTER, MANIFEST, OPTIMIZER
+from planish.engine.checkpoint_files import ADAPTER, MANIFEST, OPTIMIZER, Manifest
 from planish.engine.checkpoint_labels import Label
 from planish.engine.checkpoints import CheckpointStore, SavedAdapter
 from planish.engine.engine import Engine
@@ -158,12 +159,79 @@ def test_a_run_without_checkpoints_has_no_directory(store, adapter):
     assert store.exists(SOURCE)
 
 
+def let_it_expire(store: CheckpointStore) -> Path:
+    """The directory of SOURCE, whose time is over."""
+    directory = store.directory / SOURCE.run_id / "weights" / "a"
+    expired = replace(store.manifest(SOURCE), expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    (directory / MANIFEST).write_text(expired.to_json())
+    return directory
+
+
 def test_an_expired_checkpoint_that_is_replaced_is_no_deadlock(store, adapter):
-    (store.directory / SOURCE.run_id / "weights" / "a" / MANIFEST).write_text(
-        replace(store.manifest(SOURCE), expires_at=datetime.now(UTC) - timedelta(seconds=1)).to_json()
-    )
+    let_it_expire(store)
     store.save(Label(SOURCE), saved(adapter))
     assert store.exists(SOURCE)
+
+
+def test_who_meets_an_expired_checkpoint_leaves_the_one_that_replaced_it_meanwhile(store, adapter, monkeypatch):
+    let_it_expire(store)
+    read = checkpoints.read_manifest
+
+    def read_and_replace(directory: Path) -> Manifest:
+        manifest = read(directory)
+        monkeypatch.setattr(checkpoints, "read_manifest", read)
+        store.save(Label(SOURCE, overwrite=True), saved(adapter))
+        return manifest
+
+    monkeypatch.setattr(checkpoints, "read_manifest", read_and_replace)
+    assert store.records() == []
+    assert store.exists(SOURCE)
+
+
+def test_an_expired_checkpoint_is_refused_at_once_while_somebody_writes_to_its_run(store):
+    directory = let_it_expire(store)
+    with FileLock(directory.parents[1] / ".lock"):
+        with pytest.raises(CheckpointError, match="expired at"):
+            store.manifest(SOURCE)
+        assert directory.exists()
+    assert not store.exists(SOURCE)
+    assert not directory.exists()
+
+
+def test_a_time_to_live_that_is_over_while_it_is_changed_is_no_deadlock(store, monkeypatch):
+    lock = store._locked
+
+    def lock_late(run: Path, make: bool = False):
+        let_it_expire(store)
+        return lock(run, make)
+
+    monkeypatch.setattr(store, "_locked", lock_late)
+    store.set_ttl(SOURCE, None)
+    assert store.manifest(SOURCE).expires_at is None
+
+
+def test_a_checkpoint_is_removed_only_when_nobody_writes_to_its_run(store, adapter):
+    with ThreadPoolExecutor(1) as threads:
+        with FileLock(store.directory / SOURCE.run_id / ".lock"):
+            deletion = threads.submit(store.delete, SOURCE)
+            with pytest.raises(TimeoutError):
+                deletion.result(0.1)
+            assert store.exists(SOURCE)
+        deletion.result(10)
+    assert list(store.directory.iterdir()) == []
+
+
+def test_a_deletion_of_what_a_killed_writer_left_half_replaced_removes_it(store):
+    directory = store.directory / SOURCE.run_id / "weights" / "a"
+    directory.rename(directory.with_name(".a.previous"))
+    store.delete(SOURCE)
+    assert list(store.directory.iterdir()) == []
+
+
+def test_a_deletion_of_nothing_makes_nothing(store):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        store.delete(COPY)
+    assert not (store.directory / COPY.run_id).exists()
 
 
 def test_what_killed_writers_left_is_removed(store):
