@@ -23,9 +23,11 @@ from planish.engine.tenants import Job, SamplerHandle, Tenant
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.lora import LoraWeights
-from planish.service import CreateSampler, ForwardBackward, ForwardBackwardLater, ReleaseSampler, Sample
+from planish.service import CreateModel, CreateSampler, ForwardBackward, ForwardBackwardLater, ReleaseSampler, Sample
 
 Side = Literal["sampling", "training"]
+
+_CANCELLED = "its making was cancelled; create another one"
 
 
 @dataclass(frozen=True)
@@ -164,19 +166,25 @@ class DeviceOwner:
             handle.is_released = True
             self._forget_unused()
             job.future.set_result(None)
-        elif isinstance(job.operation, CreateSampler) and job.future.set_running_or_notify_cancel():
-            loaded = job.loaded
-            try:
-                if loaded is not None:
-                    base, master = handle.base, loaded.state["master"]
-                    handle.weights = LoraWeights(loaded.layout, master, base.dtype, base.device)
-                handle.version = loaded.version if loaded is not None else "base"
-            except BaseException as error:
-                handle.failure = str(error)
-                raise
-            finally:
-                self._settle(handle)
-            job.future.set_result(handle.sampler_id)
+        elif isinstance(job.operation, CreateSampler):
+            self._create_sampler(job, handle)
+
+    def _create_sampler(self, job: Job, handle: SamplerHandle) -> None:
+        loaded = job.loaded
+        try:
+            if not job.future.set_running_or_notify_cancel():
+                handle.failure = _CANCELLED
+                return
+            if loaded is not None:
+                base, master = handle.base, loaded.state["master"]
+                handle.weights = LoraWeights(loaded.layout, master, base.dtype, base.device)
+            handle.version = loaded.version if loaded is not None else "base"
+        except BaseException as error:
+            handle.failure = str(error)
+            raise
+        finally:
+            self._settle(handle)
+        job.future.set_result(handle.sampler_id)
 
     def _start_sample(self, job: Job, handle: SamplerHandle) -> None:
         if handle.failure is not None:
@@ -236,7 +244,9 @@ class DeviceOwner:
     def _cancelled(self, tenant: Tenant, job: Job) -> None:
         """A step whose gradient lacks a part that was asked for is not the step that was asked for."""
         if job.handle is not None:
-            job.handle.failure = "its making was cancelled"
+            job.handle.failure = _CANCELLED
+        if isinstance(job.operation, CreateModel):
+            tenant.failure = _CANCELLED
         is_part = isinstance(job.operation, ForwardBackward) and not job.operation.forward_only
         if tenant.adapter is not None and (is_part or isinstance(job.operation, ForwardBackwardLater)):
             tenant.adapter.refuse_step("it was cancelled")

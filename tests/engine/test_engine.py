@@ -6,8 +6,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +407,51 @@ def test_a_cancelled_publication_fails_those_who_waited_for_it(engine):
     gate.set_result([datum()])
     with pytest.raises(UserError, match="cancelled"):
         early.result(WAIT)
+
+
+def test_a_cancelled_sampler_fails_those_who_waited_for_it_and_can_be_released(engine):
+    with device_held(engine):
+        created = engine.submit(CreateSampler("s", "llama"))
+        early = engine.submit(request("s"))
+        assert created.cancel()
+    for asked in (early, engine.submit(request("s"))):
+        with pytest.raises(UserError, match="'s'.*cancelled; create another"):
+            asked.result(WAIT)
+    engine.submit(ReleaseSampler("s")).result(WAIT)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    tokens(engine, "s")
+
+
+def test_a_cancelled_model_says_so_to_all_who_come_until_it_is_unloaded(engine):
+    with device_held(engine):
+        created = engine.submit(CreateModel("a", "llama", LORA))
+        early = engine.submit(OptimStep("a", STEP))
+        assert created.cancel()
+    with pytest.raises(UserError, match="'a'.*cancelled; create another"):
+        early.result(WAIT)
+    with pytest.raises(UserError, match="'a'.*cancelled; create another"):
+        engine.submit(OptimStep("a", STEP))
+    engine.submit(UnloadModel("a")).result(WAIT)
+    create(engine, "a")
+
+
+@contextmanager
+def device_held(engine: Engine) -> Iterator[None]:
+    """The engine's thread does nothing meanwhile."""
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def hold(_: int) -> None:
+        is_held.set()
+        go_on.wait(WAIT)
+
+    engine.submit(CreateSampler("holding", "llama")).result(WAIT)
+    held = engine.submit(replace(request("holding", 1), on_token=hold))
+    assert is_held.wait(WAIT)
+    try:
+        yield
+    finally:
+        go_on.set()
+        held.result(WAIT)
 
 
 # Data that come later
