@@ -80,7 +80,7 @@ class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
 
     model_id: str
     data: Future[Sequence[Datum]]
-    """Its error becomes that of the operation."""
+    """Its error becomes that of the operation. While it is `running()` somebody makes it, and a `close` that finishes waits for it."""
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
 

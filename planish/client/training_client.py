@@ -79,7 +79,8 @@ class TrainingClient:
         """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable function.
 
         `logprobs` holds a leaf tensor a datum, of the shape of its target_tokens. `loss_fn` runs in a thread of its own; calls that
-        follow wait for it, so it must not wait for later operations of this client. If it raises, the next `optim_step` fails.
+        follow wait for it, and so does `ServiceClient.close`, so it must not wait for later operations of this client. If it raises,
+        the next `optim_step` fails.
         """
         data = list(data) if isinstance(data, Sequence) else data
         service = self._session.service
@@ -87,6 +88,7 @@ class TrainingClient:
             ForwardBackward(self.model_id, first_pass_data(data), "cross_entropy", forward_only=True)
         )
         weighted: Future[Sequence[Datum]] = Future()
+        weighted.set_running_or_notify_cancel()  # so that `close` waits for it
         metrics: dict[str, float] = {}
 
         def differentiate() -> None:
@@ -98,8 +100,8 @@ class TrainingClient:
             else:
                 weighted.set_result(gradient.data)
 
-        second = service.submit(ForwardBackwardLater(self.model_id, weighted, "cross_entropy"))
         threading.Thread(target=differentiate, name="planish-custom-loss", daemon=True).start()
+        second = service.submit(ForwardBackwardLater(self.model_id, weighted, "cross_entropy"))
         return Pending(chained(second, lambda output: merged(output, metrics)))
 
     forward_backward_custom_async = submitting(forward_backward_custom)

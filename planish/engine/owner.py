@@ -72,7 +72,7 @@ class DeviceOwner:
             self._refuse_inbox()
 
     def stop(self, finish: bool) -> None:
-        """Ask the thread to end, after what is queued or after the turn under way; does not wait."""
+        """Ask the thread to end, after what is queued (data that are being made included) or after the turn under way; does not wait."""
         self._inbox.put(_Stop(finish))
 
     def close(self, finish: bool) -> None:
@@ -96,7 +96,7 @@ class DeviceOwner:
         try:
             while True:
                 self._receive()
-                if self._stop is not None and (not self._stop.finish or not self._has_work()):
+                if self._is_over():
                     break
                 if self._has_work():
                     self._turn()
@@ -107,7 +107,7 @@ class DeviceOwner:
 
     def _receive(self) -> None:
         """Take all that has come; wait for something if there is nothing to do."""
-        block = self._stop is None and not self._has_work()
+        block = not self._has_work() and (self._stop is None or self._awaits_data())
         if block:
             # Nobody waits, so nobody owes anybody anything.
             self._sides, self._training, self._sampling = FairShare(), FairShare(), FairShare()
@@ -121,6 +121,15 @@ class DeviceOwner:
                 self._accept(item)
             elif isinstance(item, _Stop) and (self._stop is None or not item.finish):
                 self._stop = item
+
+    def _is_over(self) -> bool:
+        if self._stop is None:
+            return False
+        # In this order: data that come in between are work.
+        return not (self._stop.finish and (self._awaits_data() or self._has_work()))
+
+    def _awaits_data(self) -> bool:
+        return any(tenant.awaits_data for tenant in self._tenants)
 
     def _has_work(self) -> bool:
         return any(tenant.is_ready for tenant in self._tenants) or any(base.sampler.busy for base in self._bases)

@@ -46,6 +46,12 @@ class Tenant:
         operation = self.queue[0].operation
         return not isinstance(operation, ForwardBackwardLater) or operation.data.done()
 
+    @property
+    def awaits_data(self) -> bool:
+        """Whether somebody is making the data that it waits for."""
+        operation = self.queue[0].operation if self.queue else None
+        return isinstance(operation, ForwardBackwardLater) and operation.data.running()
+
     def created(self) -> Adapter:
         """The adapter; an error if its creation failed or it is gone."""
         if self.adapter is None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -191,8 +192,6 @@ def test_what_is_no_loss_is_refused(training_client, loss_fn, message):
 
 
 def test_a_slow_custom_loss_holds_up_its_own_client_only(service_client, training_client):
-    import threading
-
     other = service_client.create_lora_training_client("tiny", rank=4, seed=1)
     gate = threading.Event()
 
@@ -383,6 +382,22 @@ def test_after_close_everything_is_refused(service_client, training_client):
         with pytest.raises(planish.EngineClosedError, match="new ServiceClient"):
             call()
     service_client.close()
+
+
+def test_close_finishes_a_custom_loss_and_what_comes_behind_it(service_client, training_client):
+    go_on = threading.Event()
+
+    def slow(data, logprobs_list):
+        assert go_on.wait(WAIT)
+        return -sum(lp.sum() for lp in logprobs_list), {}
+
+    custom = training_client.forward_backward_custom([datum()], slow)
+    update, saved = training_client.optim_step(STEP), training_client.save_state("last")
+    threading.Timer(0.2, go_on.set).start()
+    service_client.close()
+    assert custom.result(0).metrics["loss:sum"] > 0
+    assert update.result(0).metrics["step"] == 1
+    assert saved.result(0).path.endswith("/last")
 
 
 def test_leaving_a_block_by_an_error_does_not_wait_for_what_is_queued(model_dir, tmp_path):

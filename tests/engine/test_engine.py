@@ -609,6 +609,30 @@ def test_close_does_not_wait_for_data_that_nobody_makes(engine):
         waiting.result(0)
 
 
+def test_close_finishes_what_waits_for_data_that_somebody_makes(engine):
+    create(engine)
+    data: Future[Any] = Future()
+    data.set_running_or_notify_cancel()
+    futures = [engine.submit(ForwardBackwardLater("a", data, "cross_entropy")), engine.submit(OptimStep("a", STEP))]
+    futures.append(engine.submit(SaveWeights("a", "last")))
+    threading.Timer(0.2, data.set_result, [[datum()]]).start()
+    engine.close()
+    assert [future.exception(0) for future in futures] == [None] * 3
+
+
+def test_close_can_be_given_up_while_somebody_makes_data(engine):
+    create(engine)
+    data: Future[Any] = Future()
+    data.set_running_or_notify_cancel()
+    waiting = engine.submit(ForwardBackwardLater("a", data, "cross_entropy"))
+    engine._owner.stop(finish=True)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    engine.close(finish=False)
+    with pytest.raises(EngineClosedError):
+        waiting.result(0)
+
+
 def test_submitting_while_closing_never_hangs(engines):
     for _ in range(20):
         engine = engines()
