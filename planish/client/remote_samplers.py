@@ -40,7 +40,7 @@ _INLINE_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class RemoteSampler:
-    """`unanswered` and `is_released` belong to the thread of the connection."""
+    """`unanswered` (requests, its making included) and `is_released` belong to the thread of the connection."""
 
     server_id: str
     ready: Future[SamplerInfo] = field(default_factory=Future)
@@ -81,6 +81,7 @@ class Drawing:
         if not entry.answer.set_running_or_notify_cancel():
             sampler.ready.set_exception(CancelledError())
             return
+        sampler.unanswered += 1
         try:
             await self.link.post(create_sampler_request(operation))
             found = await self.link.get(f"/samplers/{sampler.server_id}")
@@ -91,6 +92,10 @@ class Drawing:
         else:
             sampler.ready.set_result(info)
             entry.answer.set_result(info.sampler_id)
+        finally:
+            sampler.unanswered -= 1
+        if sampler.is_released:
+            await self.release(sampler)
 
     async def release(self, sampler: RemoteSampler) -> None:
         """Let the server free it, when all of its requests are answered."""

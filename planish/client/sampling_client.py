@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from planish.client.futures import Pending, awaiting, chained, in_thread
 from planish.client.session import Session, discard
-from planish.service import ReleaseSampler, Sample
+from planish.service import CreateSampler, ReleaseSampler, Sample
 from planish.types import ModelInput, SampleResponse, SamplingParams, TensorData
 
 if TYPE_CHECKING:
@@ -93,6 +93,16 @@ class SamplingClient:
     def result(self, timeout: float | None = None) -> SamplingClient:
         """Itself, for code that takes what made it for a future."""
         return self
+
+
+def create_sampling_client(session: Session, base_model: str | None, model_path: str | None) -> SamplingClient:
+    """Of a base model or a checkpoint. Whatever ends the wait for it, Ctrl-C for instance, frees it."""
+    operation = CreateSampler(session.new_sampler_id(), base_model, model_path)
+    try:
+        return SamplingClient(session, session.service.submit(operation).result())
+    except BaseException:
+        discard(session.service, ReleaseSampler(operation.sampler_id))
+        raise
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:

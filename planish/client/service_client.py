@@ -10,11 +10,11 @@ from typing import Self
 from planish.client.futures import in_thread
 from planish.client.local import chosen_url, connect, start_engine
 from planish.client.rest_client import RestClient
-from planish.client.sampling_client import SamplingClient
-from planish.client.session import Session
+from planish.client.sampling_client import SamplingClient, create_sampling_client
+from planish.client.session import Session, discard
 from planish.client.training_client import TrainingClient
 from planish.errors import UnsupportedError, UserError
-from planish.service import CreateModel, CreateSampler, Service, UnloadModel
+from planish.service import CreateModel, Service, UnloadModel
 from planish.types import GetServerCapabilitiesResponse, LoraConfig
 
 
@@ -134,8 +134,7 @@ class ServiceClient:
         """Sampling from a base model, or from a checkpoint (of either kind) by its path."""
         if model_path is None and base_model is None:
             raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
-        operation = CreateSampler(self._session.new_sampler_id(), base_model, model_path)
-        return SamplingClient(self._session, self._session.service.submit(operation).result())
+        return create_sampling_client(self._session, base_model, model_path)
 
     create_sampling_client_async = in_thread(create_sampling_client)
 
@@ -167,8 +166,8 @@ class ServiceClient:
         try:
             return TrainingClient(self._session, future.result())
         except BaseException:  # Ctrl-C, for instance
-            if not future.cancel():
-                service.submit(UnloadModel(operation.model_id))
+            future.cancel()
+            discard(service, UnloadModel(operation.model_id))
             raise
 
     def _metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from planish.client.custom_loss import custom_gradient, first_pass_data, merged
 from planish.client.futures import Pending, chained, in_thread, submitting
-from planish.client.sampling_client import SamplingClient
+from planish.client.sampling_client import SamplingClient, create_sampling_client
 from planish.client.session import Session, discard
 from planish.service import (
-    CreateSampler,
     ForwardBackward,
     ForwardBackwardLater,
     LoadWeights,
@@ -172,8 +171,7 @@ class TrainingClient:
 
     def create_sampling_client(self, model_path: str) -> SamplingClient:
         """A client of a checkpoint."""
-        operation = CreateSampler(self._session.new_sampler_id(), model_path=model_path)
-        return SamplingClient(self._session, self._session.service.submit(operation).result())
+        return create_sampling_client(self._session, None, model_path)
 
     create_sampling_client_async = in_thread(create_sampling_client)
 

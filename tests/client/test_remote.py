@@ -25,7 +25,7 @@ from planish.client.remote_link import checked_url
 from planish.client.remote_patience import Patience
 from planish.client.remote_thread import LoopThread
 from planish.client.remote_tokenizer import keep_tokenizer
-from planish.service import Sample
+from planish.service import CreateSampler, ReleaseSampler, Sample
 
 WAIT = 60.0
 PROMPT = ModelInput.from_ints([3, 8, 13, 18])
@@ -357,6 +357,22 @@ def test_a_session_that_the_server_has_ended_says_so(server):
         service._call(service._session.finish, "interrupted")
         with pytest.raises((EngineClosedError, UserError), match="ended|finished|let go"):
             training_client.forward([datum()], "cross_entropy").result(WAIT)
+
+
+def test_a_sampler_that_is_released_while_it_is_made_is_freed_when_it_is_there(remote_client, server):
+    before, service = len(server.network.paths), remote_client._session.service
+    made = service.submit(CreateSampler("s", "tiny"))
+    service.submit(ReleaseSampler("s")).result(WAIT)
+    made.result(WAIT)
+    give_up = time.monotonic() + WAIT
+    while "/api/v1/planish/release" not in server.network.paths[before:] and time.monotonic() < give_up:
+        time.sleep(0.01)
+    asked = [path.removeprefix("/api/v1/") for path in server.network.paths[before:]]
+    assert [path for path in asked if "sampl" in path or "release" in path] == [
+        "create_sampling_session",
+        f"samplers/{made.result(0)}",
+        "planish/release",
+    ]
 
 
 def test_a_sample_that_is_given_up_is_given_up_there(server):

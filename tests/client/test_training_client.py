@@ -5,6 +5,7 @@ import gc
 import math
 import re
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -310,6 +311,30 @@ def test_a_dropped_training_client_frees_its_adapter(embedded_client):
     assert update.result(WAIT).metrics["step"] == 1
     assert engine._tenants == {}
     assert sampling_client.get_base_model() == "tiny"
+
+
+def test_who_gives_up_waiting_for_a_client_leaves_nothing_behind(embedded_client, monkeypatch):
+    engine = embedded_client._session.service
+    training_client = embedded_client.create_lora_training_client("tiny", rank=4)
+    path = training_client.save_weights_for_sampler("x").result(WAIT).path
+
+    class Interrupted(Future):
+        def result(self, timeout=None):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    for create in (
+        lambda: embedded_client.create_sampling_client(path),
+        lambda: training_client.create_sampling_client(path),
+        lambda: embedded_client.create_lora_training_client("tiny", rank=4),
+    ):
+        monkeypatch.setattr("planish.engine.engine.Future", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            create()
+        assert engine._handles == {}
+        assert engine._tenants.keys() == {training_client.model_id}
+    logprobs(training_client)  # so that the engine has come so far
+    assert engine._owner._handles == []
 
 
 # Checkpoints
