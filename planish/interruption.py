@@ -1,4 +1,5 @@
-"""Ctrl-C as a request: the loop ends at a point from which it can be resumed. A second Ctrl-C ends it at once."""
+"""Ctrl-C as a request: the loop ends at a point from which it can be resumed. A second Ctrl-C ends it at once. And what else may
+end a task from outside: cancellation, and the first error of several tasks."""
 
 import asyncio
 import signal
@@ -71,6 +72,22 @@ class Interruption:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def only_asked_cancellation() -> Iterator[None]:
+    """A cancellation that leaves the block, and that nobody asked this task for, is a RuntimeError.
+
+    Code that awaits a task of its own which was cancelled lets one out. asyncio takes it for the end of the task around it, of
+    which nobody would hear.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling() > 0:
+            raise
+        raise RuntimeError("CancelledError: what was awaited was cancelled, and nobody asked for that here") from error
 
 
 @contextmanager

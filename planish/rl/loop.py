@@ -23,7 +23,7 @@ from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage
 from planish.errors import UserError
 from planish.evaluators import Evaluator, TrainingClientEvaluator, checked_metrics, evaluator_name
-from planish.interruption import Interrupted, Interruption, first_error
+from planish.interruption import Interrupted, Interruption, first_error, only_asked_cancellation
 from planish.metric_logs import MetricLog
 from planish.rl.config import Config
 from planish.rl.counters import Counters
@@ -191,11 +191,12 @@ class Loop:
     async def test(self, step: int, evaluator: Evaluator, sampling_client: Any, player: GroupPlayer) -> Metrics:
         name = evaluator_name(evaluator)
         try:
-            if isinstance(evaluator, RLTestSetEvaluator):
-                return await self.test_on_environments(step, evaluator, sampling_client, player)
-            with self.progress.evaluation(name):
-                client = self.training_client if isinstance(evaluator, TrainingClientEvaluator) else sampling_client
-                return checked_metrics(await evaluator(client), f"the evaluator {name}")
+            with only_asked_cancellation():
+                if isinstance(evaluator, RLTestSetEvaluator):
+                    return await self.test_on_environments(step, evaluator, sampling_client, player)
+                with self.progress.evaluation(name):
+                    client = self.training_client if isinstance(evaluator, TrainingClientEvaluator) else sampling_client
+                    return checked_metrics(await evaluator(client), f"the evaluator {name}")
         except Exception as error:
             error.add_note(f"in the evaluator {name}, before step {step}")
             raise

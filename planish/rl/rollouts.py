@@ -3,7 +3,8 @@
 Legend: G trajectories of a group.
 
 Whatever happens, also when the group is cancelled, `EnvGroupBuilder.cleanup` is called once, after everything else, and
-runs to its end. An error keeps its type; a note says in which trajectory of which group it happened.
+runs to its end. An error keeps its type; a note says in which trajectory of which group it happened. A cancellation that an
+environment lets out without having been asked to end is an error like others.
 
 With a seed, a group's draws are a function of (seed, index of the trajectory, attempt): trajectory g is played by
 `policy.seeded(derived_seed(seed, g))`, whatever the others do.
@@ -137,17 +138,21 @@ def checked_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grad
 async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
     """Call `cleanup` after the block, once. An error of it does not hide one of the block, and does not undo a group where
     failures are tolerated."""
+
+    async def clean() -> None:
+        with located("cleanup", builder):
+            await to_its_end(builder.cleanup())
+
     try:
         yield
     except BaseException as error:
         try:
-            await to_its_end(builder.cleanup())
+            await clean()
         except Exception as another:
             logger.warning("cleanup of %s failed: %r, after %r", named(builder), another, error)
         raise
     try:
-        with located("cleanup", builder):
-            await to_its_end(builder.cleanup())
+        await clean()
     except Exception as error:
         if not rules.tolerates_failures:
             raise

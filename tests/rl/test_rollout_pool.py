@@ -164,7 +164,7 @@ def test_errors_that_do_not_pickle_are_named(play, what, message):
 
 
 def test_a_cancellation_that_nobody_asked_for_is_an_error(play):
-    with pytest.raises(RolloutProcessError, match="CancelledError"):
+    with pytest.raises(RuntimeError, match="CancelledError"):
         play(Group(plan=bad("cancelled")))
 
 

@@ -247,13 +247,52 @@ def test_cancellation_is_no_failure(strategy, where):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("what", "kind"), [("cancelled", asyncio.CancelledError), ("interrupted", KeyboardInterrupt)])
-def test_what_is_no_exception_is_never_caught(strategy, what, kind):
-    builder = Group(plan=bad(what))
-    with pytest.raises(kind):
+def test_what_is_no_exception_is_never_caught(strategy):
+    builder = Group(plan=bad("interrupted"))
+    with pytest.raises(KeyboardInterrupt):
         play(builder, strategy)
     assert builder.cleaned == 1
     assert builder.made == 1
+
+
+@pytest.mark.parametrize("where", ["playing", "make_envs", "grading", "cleanup"])
+def test_a_cancellation_that_nobody_asked_for_is_a_failure(where):
+    """asyncio would take it for the end of the task that plays, and the run would end without a word."""
+
+    class Leaking(Group):
+        def leaks(self, here):
+            if here == where:
+                raise asyncio.CancelledError
+
+        async def make_envs(self):
+            envs = await super().make_envs()
+            if self.made == 1:
+                self.leaks("make_envs")
+            return envs
+
+        async def compute_group_rewards(self, trajectory_group, env_group):
+            grades = await super().compute_group_rewards(trajectory_group, env_group)
+            if len(self.graded) == 1:
+                self.leaks("grading")
+            return grades
+
+        async def cleanup(self):
+            await super().cleanup()
+            self.leaks("cleanup")
+
+    plan = bad("cancelled") if where == "playing" else Group().plan
+    with pytest.raises(RuntimeError, match="CancelledError") as caught:
+        play(builder := Leaking(plan=plan))
+    assert "Leaking(" in caught.value.__notes__[0]
+    assert builder.cleaned == 1
+    group = play(builder := Leaking(plan=plan), RetryOnFailure())
+    assert [error.error_type for error in group.rollout_errors] == ["RuntimeError"] * (where != "cleanup")
+    assert (len(group.trajectories_G), builder.cleaned) == (4, 1)
+
+
+def test_environments_that_play_together_may_let_out_a_cancellation():
+    builder = Duel(plan=[["cancelled", ""], ["hangs", ""]])
+    assert len(play(builder, RetryOnFailure()).rollout_errors) == 1
 
 
 def test_cleanup_runs_to_its_end_whoever_cancels():

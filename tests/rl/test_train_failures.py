@@ -141,6 +141,27 @@ def test_an_evaluator_that_raises_is_named(service, tmp_path):
     assert saved(tmp_path) == [("000002", 2)]
 
 
+async def leak_a_cancellation(*_):
+    """As code does that awaits a task of its own after it was cancelled."""
+    inner = asyncio.create_task(asyncio.sleep(60))
+    inner.cancel()
+    await inner
+
+
+@pytest.mark.parametrize("where", ["environment", "evaluator"])
+def test_a_cancellation_that_nobody_asked_for_is_told_and_what_was_done_is_saved(service, tmp_path, where):
+    class Judge(SamplingClientEvaluator):
+        async def __call__(self, sampling_client):
+            if where == "evaluator" and sampling_client.weights.steps == 2:
+                await leak_a_cancellation()
+            return {}
+
+    happening = AtGroup(5, leak_a_cancellation) if where == "environment" else nothing
+    with pytest.raises(RuntimeError, match="CancelledError"):
+        train(service, tmp_path, EventfulBuilder(happening=happening), evaluator_builders=[Judge], eval_every=2)
+    assert saved(tmp_path) == [("000002", 2)]
+
+
 @pytest.mark.parametrize("given", [None, {"score": "high"}])
 def test_an_evaluator_that_gives_no_numbers_is_named(service, tmp_path, given):
     class Judge(SamplingClientEvaluator):
