@@ -121,16 +121,29 @@ class Loop:
         rollouts = await train_on(self.update, batch.groups, self.interruption.guard, spans)
         self.ahead.popleft()
         batch.playing.close()
-        trained = await self.finish(step, self.update, spans)
+        # What is submitted is done in any case; finished, it can be saved, whatever fails or is cancelled meanwhile.
+        await to_its_end(self.finish(step, self.update, batch, rollouts, tests, spans))
+
+    async def finish(
+        self,
+        step: int,
+        update: TrainingStep,
+        batch: Batch,
+        rollouts: Sequence[GroupRollout],
+        tests: Metrics,
+        spans: Spans,
+    ) -> None:
+        """Wait until a step that is submitted is done, and write it down."""
+        trained = await self.results(step, update, spans)
         with spans.measure("rollout_files"):
             await self.write_files("train", step, rollouts, self.advantages(rollouts))
-        self.counters.count(rollouts, batch.groups, self.update.data_D)
+        self.counters.count(rollouts, batch.groups, update.data_D)
         metrics = {
             "progress/batch": step,
             "progress/done_frac": (step + 1) / self.steps,
             **environment_metrics(rollouts),
             **trained,
-            **sampling_entropy(self.update.data_D),
+            **sampling_entropy(update.data_D),
             **(staleness(rollouts, step) if self.config.async_config else {}),
             **self.counters.metrics(),
             **tests,
@@ -140,8 +153,8 @@ class Loop:
         self.progress.step_done()
         self.done, self.update = step + 1, None
 
-    async def finish(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
-        """Wait until the step is done; what is to be said of it."""
+    async def results(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
+        """What is to be said of a step, once the trainer is done with it."""
         with spans.measure("train"), self.progress.training(step, update.num_minibatches) as training:
             trained = await update.finish(training.advance)
         if self.config.compute_post_kl:
@@ -265,8 +278,8 @@ class Loop:
             await self.save(self.checkpoints.state_only)
 
     async def rescue(self, error: Exception) -> None:
-        """Before an error ends the run, save the steps that are done, unless the weights are between two of them."""
-        if self.update is not None and self.update.has_updated:
+        """Before an error ends the run, save the steps that are done, unless the weights are not theirs any more."""
+        if self.update is not None and await self.update.has_moved_weights():
             return
         try:
             await self.save_unless_saved()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from planish.errors import UserError
 from planish.rl import kl
 from planish.rl.advantages import is_constant
 from planish.rl.config import Config
@@ -95,6 +96,18 @@ class TrainingStep:
         if updates:
             metrics |= {f"optim/{name}": value for name, value in updates[-1].metrics.items()}
         return metrics | kl.kl_metrics("optim/kl_sample_train", self.data_D, outputs)
+
+    async def has_moved_weights(self) -> bool:
+        """Whether an optimizer step was applied, as far as is known; waits for those under way. A UserError says that none was."""
+        for pending in self._updates:
+            try:
+                await pending
+            except UserError:
+                continue
+            except Exception:
+                return True
+            return True
+        return False
 
     async def post_update_kl(self) -> Metrics:
         """kl_pre_post_v1 and _v2: how far the step moved the policy on its own data."""

@@ -8,12 +8,13 @@ import threading
 import time
 
 import chz
+import digest_service
 import pytest
-from digest_service import FakeService
+from digest_service import FakeService, FakeTrainingClient
 from digit_env import DigitsBuilder
 from eventful_env import AtGroup, EventfulBuilder, nothing
 
-from planish.errors import CheckpointError, UserError
+from planish.errors import CheckpointError, NonFiniteError, UserError
 from planish.evaluators import SamplingClientEvaluator
 from planish.rl import train as training
 from planish.rl.config import AsyncConfig, Config, StreamMinibatchConfig
@@ -99,6 +100,58 @@ def test_an_error_within_an_update_saves_nothing(service, tmp_path):
     with pytest.raises(RuntimeError):
         train(service, tmp_path, builder, num_substeps=2, stream_minibatch_config=stream)
     assert saved(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "left"),
+    [
+        (NonFiniteError("the gradient is not finite"), {}, [("000002", 2)]),
+        (ConnectionError("no answer: the step may be done or not"), {}, []),
+        (NonFiniteError("the second of two substeps"), {"num_substeps": 2}, []),
+    ],
+)
+def test_a_step_that_the_trainer_refuses_lets_the_steps_before_be_saved(
+    service, tmp_path, monkeypatch, error, options, left
+):
+    class FailingTrainer(FakeTrainingClient):
+        async def optim_step_async(self, params):
+            if len(self.rates) < (5 if options else 2):
+                return await super().optim_step_async(params)
+            (pending := asyncio.get_running_loop().create_future()).set_exception(error)
+            return pending
+
+    monkeypatch.setattr(digest_service, "FakeTrainingClient", FailingTrainer)
+    with pytest.raises(type(error), match=str(error)):
+        train(service, tmp_path, **options)
+    assert steps_of(tmp_path) == [0, 1]
+    assert saved(tmp_path) == left
+
+
+def test_an_error_of_a_later_batch_lets_a_step_be_finished(service, tmp_path, monkeypatch):
+    """With lag a group may fail while the trainer is at work on the step before."""
+    training = asyncio.Event()
+
+    class SlowTrainer(FakeTrainingClient):
+        async def optim_step_async(self, params):
+            return self.later(await super().optim_step_async(params))
+
+        async def later(self, pending):
+            if len(self.rates) == 2:
+                training.set()
+                await asyncio.sleep(0.05)  # time for the error to reach the loop
+            return await pending
+
+    async def fail_while_training(number):
+        if number == 4:
+            await training.wait()
+            broken()
+
+    monkeypatch.setattr(digest_service, "FakeTrainingClient", SlowTrainer)
+    builder = EventfulBuilder(happening=fail_while_training)
+    with pytest.raises(RuntimeError, match="the sandbox is gone"):
+        train(service, tmp_path, builder, async_config=AsyncConfig(max_steps_off_policy=1))
+    assert steps_of(tmp_path) == [0, 1]
+    assert saved(tmp_path) == [("000002", 2)]
 
 
 def test_an_error_of_a_later_batch_lets_a_checkpoint_be_finished(service, tmp_path):
