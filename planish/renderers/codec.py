@@ -94,6 +94,10 @@ class Codec:
         """The ids of ordinary text; no guarded id is among them."""
         if not text:
             return []
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can name and no tokenizer takes
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self._is_plain(ids):
             return ids

@@ -173,6 +173,21 @@ def test_an_unreadable_call_is_answered_as_a_tool(play):
     assert trajectory.stop_reason == "completed"
 
 
+@pytest.mark.parametrize("arguments", ['{"text": "\\ud83d"}', '{"text": 1, "\\ud83d": 2}'])
+def test_half_of_a_surrogate_pair_in_a_call_is_answered(play, arguments):
+    """JSON can name it, and no tokenizer takes it."""
+
+    @tool
+    def echo(text: str) -> str:
+        """Say it again."""
+        return text
+
+    call = f'<tool_call>{{"name": "echo", "arguments": {arguments}}}</tool_call>{END}'
+    trajectory, prompts = play(call, says("5"), tools=[echo])
+    assert "\ufffd" in prompts[1]
+    assert trajectory.stop_reason == "completed"
+
+
 def test_a_readable_call_beside_an_unreadable_one_is_run(play):
     _, prompts = play(ADD.removesuffix(END) + UNREADABLE, says("5"), parse_error_policy=ParseErrorPolicy())
     assert "<tool_response>\n5\n</tool_response>\n<tool_response>\nError: the tool call could not" in prompts[1]
