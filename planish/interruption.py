@@ -75,6 +75,19 @@ class Interruption:
 
 
 @contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C does not reach a process that is started in the block before that process lets it."""
+    if not hasattr(signal, "pthread_sigmask"):  # not on this system
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def only_asked_cancellation() -> Iterator[None]:
     """A cancellation that leaves the block, and that nobody asked this task for, is a RuntimeError.
 

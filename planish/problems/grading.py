@@ -17,10 +17,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self
 
+from planish.interruption import interrupts_held_back
 from planish.rl.problem_env import UnjudgedAnswerError
 
 PLAIN_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?")
 BOX = r"\boxed{"
+BRACE = re.compile(r"(?<!\\)[{}]")
 START_SECONDS = 60.0
 
 
@@ -37,17 +39,17 @@ class Grade:
 
 def extract_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...} whose braces close; it may hold braces itself."""
-    for start in reversed([match.end() for match in re.finditer(re.escape(BOX), text)]):
-        depth = 1
-        for position in range(start, len(text)):
-            escaped = text[position - 1] == "\\"
-            if text[position] == "{" and not escaped:
-                depth += 1
-            elif text[position] == "}" and not escaped:
-                depth -= 1
-            if depth == 0:
-                return text[start:position].strip()
-    return None
+    last: tuple[int, int] | None = None
+    is_open: list[int] = []
+    """Where what stands in the braces begins, for each that is not closed yet."""
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            is_open.append(match.end())
+        elif is_open:
+            start = is_open.pop()
+            if text.endswith(BOX, 0, start) and (last is None or start > last[0]):
+                last = start, match.start()
+    return None if last is None else text[slice(*last)].strip()
 
 
 class Grader:
@@ -92,23 +94,26 @@ class Grader:
             self._stop()
 
     def _ask(self, question: dict[str, str]) -> dict[str, Any]:
-        worker = self._worker or self._start()
-        assert worker.stdin is not None
         try:
+            worker = self._worker or self._start()
+            assert worker.stdin is not None
             worker.stdin.write(json.dumps(question).encode() + b"\n")
             worker.stdin.flush()
             return self._receive(worker, self.timeout_seconds)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             self._stop()  # the next question gets a fresh process
             return {"error": str(error) or "the grading process ended"}
+        except BaseException:
+            self._stop()  # Ctrl-C, say: the next question would be given the reply to this one
+            raise
 
     def _start(self) -> subprocess.Popen[bytes]:
         program = Path(__file__).with_name("grading_worker.py")
-        # -P: this directory's modules must not stand in front of installed ones.
-        worker = subprocess.Popen(
-            [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self._worker = worker
+        with interrupts_held_back():  # Ctrl-C is for this process, and goes to all of a terminal
+            # -P: this directory's modules must not stand in front of installed ones.
+            self._worker = worker = subprocess.Popen(
+                [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
         try:
             reply = self._receive(worker, START_SECONDS)
         except (TimeoutError, EOFError) as error:

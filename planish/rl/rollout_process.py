@@ -11,14 +11,14 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
 from typing import Any, Self
 
 from planish.completers import TokenCompleter
 from planish.errors import UserError
+from planish.interruption import interrupts_held_back
 from planish.rl import rollout_player
 from planish.rl.group_play import lone_error
 from planish.rl.rollout_wire import (
@@ -219,16 +219,3 @@ def described(exit_code: int | None) -> str:
     except ValueError:
         name = f"signal {-exit_code}"
     return f"{name}, perhaps for lack of memory" if name == "SIGKILL" else name
-
-
-@contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C does not reach a process that is started in the block before that process lets it."""
-    if not hasattr(signal, "pthread_sigmask"):  # not on this system
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

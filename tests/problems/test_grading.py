@@ -1,5 +1,8 @@
 r"""Boxes with braces, answers that a library must judge, and answers that would never end."""
 
+import os
+import select
+import signal
 import time
 
 import pytest
@@ -31,6 +34,27 @@ def grader():
 )
 def test_the_last_closed_box_counts(text, expected):
     assert extract_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{1 \boxed{2} {3}", "2"),
+        (r"\boxed{1 \boxed{2}}", "2"),
+        (r"\boxed{1 \boxed{2}", "2"),
+        (r"} \boxed{1}} {\boxed{2", "1"),
+        (r"\boxed{1\}} \boxed{2\}", r"1\}"),
+    ],
+)
+def test_boxes_within_and_beside_others(text, expected):
+    assert extract_boxed(text) == expected
+
+
+def test_time_is_linear_in_the_text():
+    text = r"\boxed{" * 20_000
+    began = time.process_time()
+    assert extract_boxed(text + "}") == ""
+    assert time.process_time() - began < 2
 
 
 NUMBERS = [
@@ -90,3 +114,26 @@ def test_an_answer_on_which_the_library_fails_is_counted_and_raised(grader):
         grader.equal("1/0", "2/0")
     assert grader.failures == before + 1
     assert grader.equal("2+3", "5")
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_question_that_was_broken_off_leaves_no_reply_for_the_next(running, monkeypatch):
+    """By Ctrl-C in a notebook, say."""
+
+    def interrupted(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with Grader() as grader:
+        assert not running or grader.equal("2+3", "5")
+        monkeypatch.setattr(select, "select", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            grader.equal("2+3", "5")
+        assert not grader.equal("2+3", "6")
+        assert grader.equal("2+3", "5")
+
+
+def test_control_c_at_a_terminal_is_not_for_the_grading_process(grader):
+    assert grader.equal("2+3", "5")
+    os.kill(grader._worker.pid, signal.SIGINT)
+    assert grader.equal("3+3", "6")
