@@ -1,11 +1,12 @@
 """Data sets made of problems, or of other data sets.
 
 Every one of them is a function of the index: the same index gives the same batch in each process, so a run can be resumed
-at any of them. Nothing is remembered but what is cheap to make again.
+at any of them. Nothing is remembered but what is cheap to make again, and no builder: one that keeps what it opened may be in one group only.
 """
 
 import bisect
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -18,7 +19,6 @@ from planish.errors import UserError
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 
 P = TypeVar("P")
-CACHED_BATCHES = 2
 
 
 class ProblemDataset(RLDataset, Generic[P]):
@@ -96,7 +96,7 @@ class EpochCycledRLDataset(RLDataset):
 
 
 class GroupSequence:
-    """The groups of a data set one by one.
+    """The groups of a data set by their places.
 
     All batches must have as many groups as the first but the last, which may have fewer; UserError names one that has not. So
     the place of a group is known without the batches before it, and none is made but the first, the last and those asked for.
@@ -106,23 +106,31 @@ class GroupSequence:
         if len(dataset) == 0:
             raise UserError(f"{type(dataset).__name__} has no batches; give a data set with at least one")
         self.dataset = dataset
-        self._batch = lru_cache(maxsize=CACHED_BATCHES)(dataset.get_batch)
-        self._size = len(self._batch(0))
+        self._size = len(dataset.get_batch(0))
         if self._size == 0:
             raise UserError(f"batch 0 of {type(dataset).__name__} has no groups; give at least one in each")
         last = len(dataset) - 1
-        self._len = last * self._size + len(self._checked(last))
+        self._len = last * self._size + len(self._batch(last))
 
     def __len__(self) -> int:
         return self._len
 
-    def __getitem__(self, position: int) -> EnvGroupBuilder:
-        _check_index(position, len(self))
-        index, offset = divmod(position, self._size)
-        return self._checked(index)[offset]
+    def groups_at(self, positions: Sequence[int]) -> list[EnvGroupBuilder]:
+        """The groups at these places; one that is asked for twice is made twice."""
+        batches: dict[tuple[int, int], Sequence[EnvGroupBuilder]] = {}
+        times: Counter[int] = Counter()
+        groups = []
+        for position in positions:
+            index, offset = divmod(position, self._size)
+            made = index, times[position]
+            if made not in batches:
+                batches[made] = self._batch(index)
+            times[position] += 1
+            groups.append(batches[made][offset])
+        return groups
 
-    def _checked(self, index: int) -> Sequence[EnvGroupBuilder]:
-        batch = self._batch(index)
+    def _batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        batch = self.dataset.get_batch(index)
         is_last = index == len(self.dataset) - 1
         if len(batch) != self._size and not (is_last and 0 < len(batch) < self._size):
             raise UserError(
@@ -144,7 +152,7 @@ class RebatchedRLDataset(RLDataset):
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         _check_index(index, len(self))
         first = index * self.groups_per_batch
-        return [self._groups[p] for p in range(first, min(first + self.groups_per_batch, len(self._groups)))]
+        return self._groups.groups_at(range(first, min(first + self.groups_per_batch, len(self._groups))))
 
     def __len__(self) -> int:
         return -(-len(self._groups) // self.groups_per_batch)
@@ -178,7 +186,10 @@ class InterleavedRLDataset(RLDataset):
         _check_index(index, len(self))
         first = index * self.groups_per_batch
         places = self._places[first : first + self.groups_per_batch]
-        groups = [self._sources[source][rank % len(self._sources[source])] for source, rank in places]
+        groups_of = []
+        for number, source in enumerate(self._sources):
+            groups_of.append(iter(source.groups_at([rank % len(source) for s, rank in places if s == number])))
+        groups = [next(groups_of[source]) for source, _ in places]
         order = random.Random(f"{self.seed}:{index}").sample(range(len(places)), len(places))
         return [groups[place] for place in order]
 

@@ -171,7 +171,8 @@ class EnvGroupBuilder(ABC):
 
 
 class RLDataset(ABC):
-    """Batches of groups. The same index gives the same batch, so that a run can be resumed."""
+    """Batches of groups. The same index gives the same batch, so that a run can be resumed; its builders are made anew each
+    time, since two batches may be played at once."""
 
     @abstractmethod
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]: ...

@@ -244,6 +244,17 @@ def test_sources_without_tests_have_none_together_and_equal_weights():
     assert test is None
 
 
+def test_no_two_groups_share_a_builder():
+    """One that keeps what `make_envs` opened would give back in `cleanup` what another group is still using."""
+    small = Batches((("a", "b"),))
+    mixed = InterleavedRLDataset([small, Batches((("c",), ("d",)))], [1.0, 1.0], groups_per_batch=7, total_batches=2)
+    rebatched = RebatchedRLDataset(Batches((("a", "b"), ("c", "d"))), 3)
+    twice = ConcatenatedRLDataset([rebatched, EpochCycledRLDataset(rebatched, 1)])
+    for dataset in (mixed, twice):
+        groups = [group for index in range(len(dataset)) for group in dataset.get_batch(index)]
+        assert len({id(group) for group in groups}) == len(groups)
+
+
 def test_concatenated_data_sets_have_the_batches_of_all():
     parts = [numbers(3, 2), numbers(0, 2), numbers(2, 2)]
     assert names(ConcatenatedRLDataset(parts)) == [[0, 1], [2], [0, 1]]
