@@ -88,6 +88,13 @@ class MessageEnv(ABC):
         """A limit ended the episode: what is added to the last turn's reward, and to its metrics."""
         return 0.0, {}
 
+    def timed_by(self, clock: asyncio.Timeout) -> None:  # noqa: B027  (an environment need not mind)
+        """Told before each `step` what will end it when the time of the episode is up.
+
+        One that grades within `step` may stop the clock then (`clock.reschedule(None)`), so that an answer which came in time
+        is not lost to a slow grader.
+        """
+
     def limit_tool_calls(self, max_tool_calls: int) -> None:
         """Run at most so many tool calls in the episode, then end it with the stop reason max_tool_calls."""
         raise UserError(
@@ -230,6 +237,7 @@ class EnvFromMessageEnv(Env):
 
     async def _play(self, turn: Turn) -> Outcome:
         clock = asyncio.timeout(self._seconds_left())
+        self.message_env.timed_by(clock)
         try:
             async with clock:
                 step = await self.message_env.step(deepcopy(turn.message))

@@ -95,7 +95,9 @@ class RolloutLimits:
         default=None, validator=_count, doc="tokens of one answer; one that is cut off here need not end the episode"
     )
     rollout_timeout_seconds: float | None = chz.field(
-        default=None, validator=_seconds, doc="time of the whole episode; what was played until then is kept"
+        default=None,
+        validator=_seconds,
+        doc="time of the whole episode, without its grading; what was played until then is kept",
     )
     sampling_turn_timeout_seconds: float | None = chz.field(
         default=None,

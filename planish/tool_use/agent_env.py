@@ -3,7 +3,7 @@
 Each turn, the calls of the message are run and their results follow as messages of role "tool". The episode ends when a
 message calls nothing (completed), a tool says stop (tool_stopped), more calls are wanted than there are left
 (max_tool_calls; those within the limit are run), or after `max_turns` answers. Then `reward_fn` sees the conversation, and
-its reward is the last turn's. An episode that one of the rollout limits ends is graded all the same; one that ends by a
+its reward is the last turn's; the time that it takes is not the episode's. An episode that one of the rollout limits ends is graded all the same; one that ends by a
 parse error, a cut off answer or a full context is not, and has the fixed rewards of EnvFromMessageEnv.
 
 Metrics of a turn: tool_calls (calls that the model wrote), tool_errors (those that were answered with an error),
@@ -20,6 +20,7 @@ import chz
 from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
 from planish.renderers.renderer import Messages
+from planish.rl.group_play import time_limit
 from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.rollout_limits import (
     ParseErrorPolicy,
@@ -55,7 +56,7 @@ class AgentToolMessageEnv(MessageEnv):
         termination: TerminationRewardPolicy | None = None,
     ) -> None:
         """`initial_messages` offer the tools already (see `offer_tools`). With a `termination` policy, the reward function
-        sees only what came after them, unless the policy passes all messages."""
+        sees only what came after them, unless the policy passes all messages, and what it gives is bounded as the policy says."""
         if max_turns < 1:
             raise UserError(f"max_turns={max_turns!r}: give a whole number of at least 1")
         self.toolbox = Toolbox(list(tools), tool_execution, tool_timeout_seconds, max_result_chars)
@@ -68,6 +69,7 @@ class AgentToolMessageEnv(MessageEnv):
         """Where in the history the episode begins."""
         self._turns = 0
         self._calls_run = 0
+        self._clock: asyncio.Timeout | None = None
 
     async def initial_observation(self) -> list[Message]:
         return self.history
@@ -86,7 +88,9 @@ class AgentToolMessageEnv(MessageEnv):
         metrics = self._metrics(len(calls) + len(unparsed), results)
         reward = 0.0
         if stop is not None:
-            reward, graded = await self._grade()
+            if self._clock is not None and not self._clock.expired():
+                self._clock.reschedule(None)
+            reward, graded = await self._grade(stop)
             metrics |= graded
         return MessageStepResult(
             reward, stop is not None, self.history, metrics, _logs(message, results), stop_reason=stop
@@ -103,7 +107,10 @@ class AgentToolMessageEnv(MessageEnv):
     async def stopped_by_limit(self, reason: StopReason) -> RewardResult:
         if self.termination is not None and self.termination.skips_grading(reason):
             return 0.0, {}
-        return await self._grade()
+        return await self._grade(reason)
+
+    def timed_by(self, clock: asyncio.Timeout) -> None:
+        self._clock = clock
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
         self.max_tool_calls = max_tool_calls
@@ -117,15 +124,16 @@ class AgentToolMessageEnv(MessageEnv):
             return StopReason.MAX_TOOL_CALLS
         return StopReason.MAX_TURNS if self._turns >= self.max_turns else None
 
-    async def _grade(self) -> RewardResult:
+    async def _grade(self, reason: StopReason) -> RewardResult:
         policy = self.termination
         seen = self.history
         if policy is not None and not policy.pass_all_messages_to_grader:
             seen = self.history[self._first :]
-        async with asyncio.timeout(policy.grader_timeout_seconds if policy else None):
+        async with time_limit("grader_timeout_seconds", policy.grader_timeout_seconds if policy else None):
             result = await call(partial(self.reward_fn, list(seen)))
-        reward, metrics = result if isinstance(result, tuple) else (result, {})
-        return float(reward), dict(metrics)
+        given, metrics = result if isinstance(result, tuple) else (result, {})
+        reward = float(given)
+        return (reward if policy is None else policy.bounded(reward, reason)), dict(metrics)
 
     def _metrics(self, written: int, results: Sequence[CallResult]) -> Metrics:
         metrics: Metrics = {"tool_calls": written, "tool_errors": sum(result.is_error for result in results)}

@@ -70,9 +70,11 @@ class Reward:
 
     value: float = 0.9
     seen: list[Any] | None = None
+    times: int = 0
 
     def __call__(self, messages):
         self.seen = messages
+        self.times += 1
         return self.value, {"graded": 1.0}
 
     def roles(self) -> str:
@@ -229,7 +231,7 @@ def test_a_termination_policy_at_the_grader(play):
         await asyncio.sleep(60)
         return 0.0
 
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"grader_timeout_seconds=0\.02"):
         play(says("5"), reward=hanging, rollout_config=quick)
 
 
@@ -268,12 +270,26 @@ def test_time_that_is_up_during_a_call(play):
         assert (trajectory.stop_reason, trajectory.step_rewards) == ("rollout_timeout", total)
 
 
+def test_grading_is_no_part_of_the_time_of_an_episode(play):
+    async def slow(messages):
+        await asyncio.sleep(0.15)
+        return reward(messages)
+
+    limits = RolloutLimits(rollout_timeout_seconds=0.1)
+    for termination in (None, agentic().termination):
+        reward = Reward()
+        config = RolloutConfig(limits=limits, termination=termination)
+        trajectory, _ = play(says("5"), reward=slow, rollout_config=config)
+        assert (trajectory.stop_reason, trajectory.step_rewards) == ("completed", 0.9)
+        assert reward.times == 1
+
+
 def test_agentic_in_one_episode(play):
-    """Three calls, two unreadable ones that are answered, then calls until the tenth turn."""
+    """Three calls, two unreadable ones that are answered, then calls until the tenth turn: graded, and worth 0 at most."""
     reward = Reward()
     trajectory, prompts = play(*[ADD] * 3, *[UNREADABLE] * 2, *[ADD] * 9, reward=reward, rollout_config=agentic())
     assert (trajectory.stop_reason, len(prompts)) == ("max_turns", 10)
-    assert trajectory.step_rewards == 0.9
+    assert (trajectory.step_rewards, reward.times) == (0.0, 1)
     assert sum(turn.metrics.get("tool_calls", 0) for turn in trajectory.transitions) == 8
     assert len(trajectory_to_data(trajectory, 1.0)) == 1
 
