@@ -146,7 +146,8 @@ class EnvFromMessageEnv(Env):
         with logtree.scope_header("Prompt"):
             logtree.conversation(messages)
         length = len(self._conversation.tokens)
-        if self._overflows() or self._limit_reached() is not None:
+        # A start that took all of the time is for the rollout to end: the prompt is none the longer for it.
+        if self._overflows() or self._limit_reached() not in (None, StopReason.ROLLOUT_TIMEOUT):
             most = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
             return InitialObservationOverflow(
                 reward=self.context_overflow_reward,

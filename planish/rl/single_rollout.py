@@ -6,8 +6,8 @@ episodes), and the part of an environment's `rollout_limits` that only the calle
 
 * each answer gets the tokens that `RolloutLimits.turn_tokens` leaves it;
 * `sampling_turn_timeout_seconds`: a policy that takes longer for an answer has failed, by TimeoutError;
-* `rollout_timeout_seconds` ends the episode also while the policy writes. The answer under way is lost, the turns before it
-  are kept, and an environment with a method `stopped_by_limit(reason)` gives the reward and metrics of the end.
+* `rollout_timeout_seconds` ends the episode also before the policy writes, or while it does. The answer under way is lost, the
+  turns before it are kept, and an environment with a method `stopped_by_limit(reason)` gives the reward and metrics of the end.
 
 An end without an action, which is that one or a first prompt that is too long, is a turn without tokens: its reward counts,
 and nothing is trained on it.
@@ -49,8 +49,9 @@ async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn
     turns = PolicyTurns(policy, getattr(env, "rollout_limits", None))
     first = await env.initial_observation()
     if isinstance(first, InitialObservationOverflow):
-        metrics = checked_metrics(first.metrics, f"{type(env).__name__}.initial_observation")
-        end = end_without_action(ModelInput.empty(), first.reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs)
+        name = f"{type(env).__name__}.initial_observation"
+        reward, metrics = checked_reward(first.reward, name), checked_metrics(first.metrics, name)
+        end = end_without_action(ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs)
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
     observation, stop = first
     takes_extra = accepts_extra(env)
@@ -88,9 +89,12 @@ class PolicyTurns:
         """The policy's next action; None if the time of the episode is over."""
         if self.limits is None:
             return await self.policy(observation, stop)
+        left = self._seconds_left()
+        if left is not None and left <= 0:
+            return None
         most = self.limits.turn_tokens(observation.length, self._sampled_tokens)
         bound = {} if most is None else {"max_tokens": most}
-        episode = asyncio.timeout(self._seconds_left())
+        episode = asyncio.timeout(left)
         turn = asyncio.timeout(self.limits.sampling_turn_timeout_seconds)
         try:
             async with episode, turn:
@@ -123,11 +127,21 @@ def checked_result(result: Any, env: Env, turn: int) -> StepResult:
     if not isinstance(result, StepResult):
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
         raise UserError(f"{name} gave a {kind} in turn {turn}; give a planish.rl.types.StepResult")
-    if not math.isfinite(result.reward):
-        raise NonFiniteError(f"{name} gave reward={result.reward} in turn {turn}; give a finite number")
+    reward = checked_reward(result.reward, name, f" in turn {turn}")
     if result.stop_reason is not None and result.stop_reason not in set(StopReason):
         raise UserError(f"{name} gave stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}")
-    return replace(result, metrics=checked_metrics(result.metrics, f"{name}, in turn {turn},"))
+    return replace(result, reward=reward, metrics=checked_metrics(result.metrics, f"{name}, in turn {turn},"))
+
+
+def checked_reward(reward: Any, name: str, where: str = "") -> float:
+    """What `name` gave as a reward; UserError, NonFiniteError if it is a number, unless it is a finite one."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} gave reward={reward!r}{where}; give a number") from None
+    if not math.isfinite(value):
+        raise NonFiniteError(f"{name} gave reward={value}{where}; give a finite number")
+    return value
 
 
 def played(observation: Observation, action: TokensWithLogprobs, result: StepResult) -> Transition:
@@ -136,7 +150,7 @@ def played(observation: Observation, action: TokensWithLogprobs, result: StepRes
     return Transition(
         ob=observation,
         ac=action,
-        reward=float(result.reward),
+        reward=result.reward,
         episode_done=result.episode_done,
         metrics=result.metrics if reason is None else {**result.metrics, **stop_metrics(reason)},
         logs=result.logs,
@@ -150,7 +164,7 @@ def end_without_action(
     return Transition(
         ob=observation,
         ac=TokensWithLogprobs([], []),
-        reward=float(reward),
+        reward=reward,
         episode_done=True,
         metrics={**metrics, **stop_metrics(reason)},
         logs=logs,
@@ -159,13 +173,13 @@ def end_without_action(
 
 
 async def timed_out(env: Env, observation: Observation) -> Transition:
-    """The end of an episode whose time was over while the policy wrote."""
+    """The end of an episode whose time was over before the policy's answer was there."""
     reason = StopReason.ROLLOUT_TIMEOUT
     grade = getattr(env, "stopped_by_limit", None)
     reward, metrics = (0.0, {}) if grade is None else await grade(reason)
-    logs: Logs = {"rollout_timeout": "the policy was still writing; its answer is lost"}
-    checked = checked_metrics(metrics, f"{type(env).__name__}.stopped_by_limit")
-    return end_without_action(observation, reward, reason, checked, logs)
+    logs: Logs = {"rollout_timeout": "the time was up before the answer was there"}
+    name = f"{type(env).__name__}.stopped_by_limit"
+    return end_without_action(observation, checked_reward(reward, name), reason, checked_metrics(metrics, name), logs)
 
 
 def stop_metrics(reason: StopReason) -> Metrics:

@@ -342,6 +342,21 @@ def test_time_is_up_while_the_policy_writes(make, renderer):
     assert [turn.reward for turn in trajectory.transitions] == [0.5, 0.25]
 
 
+def test_time_is_up_before_the_first_turn(make, renderer):
+    @dataclass
+    class SlowStart(Counting):
+        async def initial_observation(self):
+            await asyncio.sleep(0.05)
+            return await super().initial_observation()
+
+    env = make(SlowStart(last_reward=0.25), rollout_limits=RolloutLimits(rollout_timeout_seconds=0.02))
+    policy = ScriptedPolicy(renderer, [HI])
+    trajectory = asyncio.run(do_single_rollout(policy, env))
+    assert (trajectory.stop_reason, policy.prompts) == ("rollout_timeout", [])
+    [turn] = trajectory.transitions
+    assert (turn.reward, turn.metrics["asked"]) == (0.25, 1.0)
+
+
 def test_answers_get_the_tokens_that_are_left(make, renderer):
     @dataclass
     class Bounded(ScriptedPolicy):

@@ -124,6 +124,7 @@ def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
     [
         ({"reward": float("nan")}, "Answering.step gave reward=nan in turn 1"),
         ({"reward": float("inf")}, "give a finite number"),
+        ({"reward": None}, "Answering.step gave reward=None in turn 1; give a number"),
         ({"stop_reason": "bored"}, "stop_reason='bored'; there are completed, "),
         ({"metrics": {"answer": "42"}}, "Answering.step, in turn 1, gave the metric answer='42'; give a number"),
         ({"metrics": None}, "gave None as metrics"),
@@ -132,7 +133,7 @@ def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
 def test_an_answer_that_cannot_be_a_turn_is_refused(answer, message):
     with pytest.raises(UserError, match=message) as caught:
         play(Answering(**answer))
-    assert isinstance(caught.value, NonFiniteError) == ("reward" in answer)
+    assert isinstance(caught.value, NonFiniteError) == isinstance(answer.get("reward"), float)
 
 
 def test_a_result_of_another_library_is_refused():
@@ -221,6 +222,21 @@ def test_time_is_over_while_the_policy_writes():
     assert reason_of(trajectory) == trajectory.stop_reason == "rollout_timeout"
     [sequence] = trajectory_to_data(trajectory, 1.0)
     assert sequence.mask_N.sum() == 2
+
+
+def test_rewards_of_an_end_without_an_action_are_checked():
+    class Full(Plain):
+        async def initial_observation(self) -> Any:
+            return InitialObservationOverflow(float("nan"))
+
+    class Ungraded(Limited):
+        async def stopped_by_limit(self, reason):
+            return float("nan"), {}
+
+    with pytest.raises(NonFiniteError, match=r"Full\.initial_observation gave reward=nan; give a finite number"):
+        play(Full())
+    with pytest.raises(NonFiniteError, match=r"Ungraded\.stopped_by_limit gave reward=nan"):
+        play(Ungraded(rollout_limits=RolloutLimits(rollout_timeout_seconds=1e-9)))
 
 
 def test_a_policy_that_does_not_answer_has_failed():
