@@ -8,7 +8,7 @@ from typing import Self
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.metrics import token_counts
 from planish.rl.rollouts import GroupRollout
-from planish.rl.types import Metrics
+from planish.rl.types import Metrics, RolloutError
 from planish.runs import CheckpointRecord
 
 
@@ -27,13 +27,18 @@ class Counters:
         return {"cumulative_tokens": dict(self.tokens), "rollout_errors": dict(self.errors)}
 
     def count(
-        self, rollouts: Sequence[GroupRollout], groups: Sequence[object], data_D: Sequence[TrainingSequence]
+        self,
+        rollouts: Sequence[GroupRollout],
+        groups: Sequence[object],
+        data_D: Sequence[TrainingSequence],
+        errors_of_dropped: Sequence[RolloutError] = (),
     ) -> None:
-        """One step: the groups it had, those that were not dropped, and what was trained on."""
+        """One step: the groups that were not dropped, all it had, what was trained on, and what failed in those dropped."""
         trained = sum(len(sequence.tokens_N) - 1 for sequence in data_D)
         self.step_tokens = Counter({**token_counts(rollouts), "trained": trained})
         self.tokens.update(self.step_tokens)
-        for error in (error for rollout in rollouts for error in rollout.group.rollout_errors):
+        errors = [error for rollout in rollouts for error in rollout.group.rollout_errors]
+        for error in [*errors, *errors_of_dropped]:
             self.errors.update([error.error_type, "total"])
         self.errors.update({"groups_skipped": len(groups) - len(rollouts)})
 

@@ -38,7 +38,7 @@ from planish.rl.rollout_pool import RolloutPool
 from planish.rl.rollout_strategy import strategy_from
 from planish.rl.rollouts import GroupRollout, to_its_end
 from planish.rl.training_step import TrainingStep, train_on
-from planish.rl.types import Metrics, RLDataset
+from planish.rl.types import Metrics, RLDataset, RolloutError
 from planish.runs import CheckpointRecord, RunDirectory
 from planish.schedules import learning_rate_at
 from planish.timing import Spans, TraceFile
@@ -52,6 +52,8 @@ class Batch:
 
     groups: list[asyncio.Task[GroupRollout | None]]
     playing: Stage
+    errors_of_dropped: list[RolloutError]
+    """What failed in the groups that were dropped."""
 
 
 @dataclass
@@ -137,7 +139,7 @@ class Loop:
         trained = await self.results(step, update, spans)
         with spans.measure("rollout_files"):
             await self.write_files("train", step, rollouts, self.advantages(rollouts))
-        self.counters.count(rollouts, batch.groups, update.data_D)
+        self.counters.count(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
         metrics = {
             "progress/batch": step,
             "progress/done_frac": (step + 1) / self.steps,
@@ -172,6 +174,7 @@ class Loop:
             if not builders:
                 raise UserError(f"the data set's batch {index} has no groups; give at least one in each")
             playing = self.progress.sampling(index, len(builders))
+            errors_of_dropped: list[RolloutError] = []
             groups = [
                 tasks.create_task(
                     player.play(
@@ -183,11 +186,12 @@ class Loop:
                         sampler_step=step,
                         is_logged=group_idx < self.config.num_groups_to_log,
                         playing=playing,
+                        errors_of_dropped=errors_of_dropped,
                     )
                 )
                 for group_idx, builder in enumerate(builders)
             ]
-            self.ahead.append(Batch(groups, playing))
+            self.ahead.append(Batch(groups, playing, errors_of_dropped))
 
     def is_test_due(self, step: int) -> bool:
         """Also at the step with which a finished run goes on: its row takes the place of the one that the run ended in."""

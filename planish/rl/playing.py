@@ -10,7 +10,7 @@ from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_pool import RolloutPool
 from planish.rl.rollout_strategy import RolloutStrategy
 from planish.rl.rollouts import GroupRollout, do_group_rollout
-from planish.rl.types import EnvGroupBuilder
+from planish.rl.types import EnvGroupBuilder, RolloutError
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,13 @@ class GroupPlayer:
         sampler_step: int | None,
         is_logged: bool,
         playing: Stage | None = None,
+        errors_of_dropped: list[RolloutError] | None = None,
     ) -> GroupRollout | None:
-        """Play one group to its end; None if the strategy dropped it.
+        """Play one group to its end; None if the strategy dropped it, and what failed in it is in `errors_of_dropped` then.
 
         `batch` names what the group is part of, for error messages. `is_logged`: keep what the environments log.
         """
+        failures: list[RolloutError] = []
         began = time.perf_counter()
         do_rollout = self.pool.do_group_rollout if self.pool is not None else do_group_rollout
         listening = logtree.capture(f"Group {group_idx}") if is_logged else logtree.scope_disable()
@@ -49,6 +51,7 @@ class GroupPlayer:
                     self.termination,
                     seed=seed,
                     on_turn=lambda turn: playing.sampled(len(turn.tokens)) if playing else None,
+                    failures=failures,
                 )
             except Exception as error:
                 error.add_note(f"in group {group_idx} of {batch}")
@@ -56,6 +59,8 @@ class GroupPlayer:
         if playing is not None:
             playing.advance()
         if group is None:
+            if errors_of_dropped is not None:
+                errors_of_dropped += failures
             return None
         seconds = time.perf_counter() - began
         return GroupRollout(group_idx, builder.logging_tags(), group, sampler_step, tree, seconds, builder.teacher())

@@ -40,6 +40,7 @@ from planish.rl.rollout_wire import (
     Wire,
 )
 from planish.rl.rollouts import do_group_rollout
+from planish.rl.types import RolloutError
 from planish.types import ModelInput
 
 
@@ -135,13 +136,16 @@ class Player:
     async def outcome(self, task: Task, play: Play) -> Outcome:
         policy = RemotePolicy(self, play.group)
         listening = logtree.capture(play.builder_name) if play.is_logged else logtree.scope_disable()
+        failures: list[RolloutError] = []
         with listening as tree:
-            group = await do_group_rollout(task.builder, policy, task.strategy, task.termination, seed=play.seed)
+            group = await do_group_rollout(
+                task.builder, policy, task.strategy, task.termination, seed=play.seed, failures=failures
+            )
         if tree is None:
-            return Outcome(group, [])
+            return Outcome(group, failures, [])
         _, body = tree.children
         assert isinstance(body, logtree.Node)
-        return Outcome(group, body.children)
+        return Outcome(group, failures, body.children)
 
     async def sample(self, request: Sample) -> TokensWithLogprobs:
         answer = self.waiting[request.call] = asyncio.get_running_loop().create_future()

@@ -97,12 +97,14 @@ class RolloutPool:
         *,
         seed: int | None = None,
         on_turn: OnTurn | None = None,
+        failures: list[RolloutError] | None = None,
     ) -> TrajectoryGroup | None:
         """As `planish.rl.rollouts.do_group_rollout`, in one of the processes."""
         strategy = strategy or FailFast()
         task = pickled(Task(builder, strategy, termination), builder)
         logs = log_place()
         rules = strategy.rules(1)
+        failures = [] if failures is None else failures
         deaths: list[RolloutError] = []
         while True:
             draws = derived_seed(seed, len(deaths)) if seed is not None and deaths else seed
@@ -117,12 +119,13 @@ class RolloutPool:
                 if not rules.drops_group:
                     raise
                 logger.warning("a group was dropped: %r in %s", error, named(builder))
+                failures += deaths
                 return None
             if logs is not None:
                 logs.children += outcome.logged
-            if outcome.group is None or not deaths:
-                return outcome.group
-            return replace(outcome.group, rollout_errors=[*deaths, *outcome.group.rollout_errors])
+            errors = [*deaths, *outcome.failures]
+            failures += errors
+            return None if outcome.group is None else replace(outcome.group, rollout_errors=errors)
 
     async def _idlest(self) -> RolloutProcess:
         """The process that plays the fewest groups; those that have died are replaced first."""

@@ -21,7 +21,7 @@ from planish.completers import StopCondition, TokensWithLogprobs
 from planish.errors import PlanishError
 from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_strategy import RolloutStrategy
-from planish.rl.types import EnvGroupBuilder, TrajectoryGroup
+from planish.rl.types import EnvGroupBuilder, RolloutError, TrajectoryGroup
 from planish.types import ModelInput
 
 GRACE_SECONDS = 10.0
@@ -154,6 +154,7 @@ class Outcome:
 
     group: TrajectoryGroup | None
     """None: it was dropped."""
+    failures: list[RolloutError]
     logged: list[logtree.Node | str]
 
 

@@ -26,7 +26,7 @@ from planish.rl.group_play import GroupPlay, Played, is_chance, located, named, 
 from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_strategy import FailFast, FailureRules, RolloutStrategy
 from planish.rl.single_rollout import OnTurn, do_single_rollout
-from planish.rl.types import EnvGroupBuilder, Metrics, TrajectoryGroup
+from planish.rl.types import EnvGroupBuilder, Metrics, RolloutError, TrajectoryGroup
 
 __all__ = ["GroupRollout", "OnTurn", "do_group_rollout", "do_single_rollout"]
 
@@ -63,9 +63,11 @@ async def do_group_rollout(
     *,
     seed: int | None = None,
     on_turn: OnTurn | None = None,
+    failures: list[RolloutError] | None = None,
 ) -> TrajectoryGroup | None:
     """Play and grade one group; None if the strategy dropped it. The strategy is FailFast() if none is given.
 
+    Attempts that fail are added to `failures`, also where the group is dropped; those of a group are its `rollout_errors` too.
     With `termination.zero_reward_on_limit`, the reward of the group holds what bounds the total of a trajectory by 0.
     """
     play = GroupPlay(builder, policy, strategy or FailFast(), seed, on_turn)
@@ -78,6 +80,9 @@ async def do_group_rollout(
             raise
         logger.warning("a group was dropped: %r in %s", error, named(builder))
         return None
+    finally:
+        if failures is not None:
+            failures += play.failures
     return TrajectoryGroup(
         [played.trajectory for played in played_G],
         [reward for reward, _ in grades_G],

@@ -39,6 +39,7 @@ from planish.rl.rollout_process import ProcessDiedError
 from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure
 from planish.rl.rollout_wire import RolloutProcessError
 from planish.rl.rollouts import do_group_rollout
+from planish.rl.types import RolloutError
 
 
 @pytest.fixture(scope="module")
@@ -294,8 +295,17 @@ def test_a_process_that_dies_takes_its_groups_and_is_replaced(runner, pool, tmp_
 
 def test_a_group_is_dropped_with_its_process(play, caplog):
     with caplog.at_level(logging.WARNING):
-        assert play(Group(plan=bad("exits")), strategy=MinViableGroup(max_retries=0)) is None
+        strategy = MinViableGroup(max_retries=0)
+        assert play(Group(plan=bad("exits")), strategy=strategy, failures=(failures := [])) is None
     assert "exit code 3" in caplog.text
+    assert [error.error_type for error in failures] == ["ProcessDiedError"]
+
+
+def test_failures_of_a_dropped_group_come_back(play):
+    failures: list[RolloutError] = []
+    assert play(Group(plan=[["flaky"]] * 4), strategy=MinViableGroup(max_retries=1), failures=failures) is None
+    assert {error.error_type for error in failures} == {"Flaky"}
+    assert len(failures) >= 2
 
 
 def test_a_process_is_dead_though_its_socket_lives(play):

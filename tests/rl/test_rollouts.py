@@ -162,7 +162,8 @@ def test_min_viable_group_does_not_retry_what_it_can_do_without():
 def test_min_viable_group_drops_what_is_too_small(caplog):
     builder = Group(plan=[["flaky"], ["flaky"], [""], [""]])
     with caplog.at_level(logging.WARNING):
-        assert play(builder, MinViableGroup(max_retries=0)) is None
+        assert play(builder, MinViableGroup(max_retries=0), failures=(failures := [])) is None
+    assert failures == [FLAKY, FLAKY]
     assert "a group was dropped: Flaky('the sandbox is gone')" in caplog.text
     assert (builder.cleaned, builder.graded) == (1, [])
     assert len(play(Group(plan=builder.plan), MinViableGroup(min_successful=2, max_retries=0)).trajectories_G) == 2

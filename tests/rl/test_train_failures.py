@@ -252,6 +252,7 @@ def test_dropped_groups_are_counted_and_leave_no_row_of_zeros(service, tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert "env/all/reward/total" not in rows[1]
     assert rows[1]["rollout_errors/groups_skipped"] == 2
+    assert rows[1]["rollout_errors/RuntimeError"] == rows[1]["rollout_errors/total"] >= 2
     assert service.clients[0].weights.steps == 3
     assert rows[0]["test/env/all/total_episodes"] == 2
     assert rows[0]["test/rollout_errors/groups_skipped"] == 1
