@@ -100,6 +100,12 @@ class BaseModels:
                 self._directories[name] = resolve_model(name, self._mapping)
             return self._directories[name]
 
+    def loaded_contexts(self) -> dict[str, int]:
+        """The context in tokens of each model that is loaded, by every name that it was asked for."""
+        # Not under the lock, which is held as long as a model is being loaded.
+        loaded = {name: self._loaded.get(directory) for name, directory in list(self._directories.items())}
+        return {name: model.config.max_context for name, model in loaded.items() if model is not None}
+
     @property
     def mapping(self) -> dict[str, str]:
         return dict(self._mapping)

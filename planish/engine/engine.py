@@ -91,8 +91,10 @@ class Engine:
         return future
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
+        """The models that can be named, and those that are loaded under another name, such as a directory."""
         usable = [entry for entry in list_models(self._models.mapping) if entry.problem is None]
-        return GetServerCapabilitiesResponse([SupportedModel(e.name, _context_of(e.path)) for e in usable])
+        contexts = {entry.name: _context_of(entry.path) for entry in usable} | self._models.loaded_contexts()
+        return GetServerCapabilitiesResponse([SupportedModel(name, context) for name, context in contexts.items()])
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         handle = self._handle(sampler_id)

@@ -748,6 +748,13 @@ def test_capabilities_name_the_mapped_models(engine):
     assert models["llama"].max_context_length == 2048
 
 
+def test_capabilities_name_the_models_that_are_loaded(engine, model_dirs):
+    assert model_dirs["llama"] not in {model.model_name for model in engine.capabilities().supported_models}
+    engine.submit(CreateSampler("s", model_dirs["llama"])).result(WAIT)
+    models = {model.model_name: model for model in engine.capabilities().supported_models}
+    assert models[model_dirs["llama"]].max_context_length == models["llama"].max_context_length
+
+
 def test_a_data_list_may_be_reused_at_once(engine):
     create(engine, "a")
     create(engine, "b")
