@@ -26,6 +26,7 @@ LAYERS = (
         "interruption",
         "home",
         "dataset_rows",
+        "loss_options",
         "metric_definition",
     ),
     ("logtree", "curves", "metrics_table", "metric_services", "sandbox"),

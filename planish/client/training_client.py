@@ -67,7 +67,7 @@ class TrainingClient:
     ) -> Pending[ForwardBackwardOutput]:
         """Add the gradient of the loss, summed over all tokens and datums, to what the next `optim_step` applies.
 
-        If it fails or is cancelled, that step fails too. Losses and their config: planish/engine/losses.py.
+        If it fails or is cancelled, that step fails too. Losses: planish/engine/losses.py; their config: planish/loss_options.py.
         """
         operation = ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
         return Pending(self._session.service.submit(operation))

@@ -12,9 +12,8 @@ Formulas are those that the public API documents; where it leaves a default open
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ class Loss:
     required: tuple[str, ...]
     """Names of `loss_fn_inputs`, besides target_tokens."""
     optional: tuple[str, ...] = ()
-    config: Config = field(default_factory=dict)
-    """Keys with their defaults, besides temperature."""
     many_targets: bool = False
     """Whether target_tokens may be [N, K]."""
 
@@ -106,17 +103,13 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: Config) -> Tensor:
 _SAMPLED = ("logprobs", "advantages")
 
 
-def _clip(low: float, high: float) -> Config:
-    return {"clip_low_threshold": low, "clip_high_threshold": high}
-
-
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, (), ("weights",), many_targets=True),
     "importance_sampling": Loss(importance_sampling, _SAMPLED),
-    "ppo": Loss(ppo, _SAMPLED, config=_clip(0.8, 1.2)),
-    "cispo": Loss(cispo, _SAMPLED, config=_clip(0.0, 4.0)),
-    "gspo": Loss(gspo, _SAMPLED, ("sequence_ratio_mask",), _clip(0.8, 1.2)),
-    "dro": Loss(dro, _SAMPLED, ("mask",), {"beta": 0.1}),
+    "ppo": Loss(ppo, _SAMPLED),
+    "cispo": Loss(cispo, _SAMPLED),
+    "gspo": Loss(gspo, _SAMPLED, ("sequence_ratio_mask",)),
+    "dro": Loss(dro, _SAMPLED, ("mask",)),
 }
 
 # Losses of the public API that planish does not serve, and what to use instead.
@@ -135,25 +128,3 @@ def find_loss(name: str) -> Loss:
     raise ValueError(
         f"loss_fn={name!r} is unknown; planish has {', '.join(LOSSES)}, and forward_backward_custom for any other"
     )
-
-
-def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, float]:
-    """`given` checked and filled with the loss's defaults; ValueError names the key at fault."""
-    config: dict[str, float] = {"temperature": 1.0, **find_loss(name).config}
-    for key, value in (given or {}).items():
-        if key not in config:
-            raise ValueError(f"loss_fn_config[{key!r}] is unknown for {name!r}; it takes {', '.join(config)}")
-        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
-        config[key] = float(value)
-    if config["temperature"] <= 0:
-        raise ValueError(f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0")
-    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
-    if not 0 <= low <= high:
-        raise ValueError(
-            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself; "
-            "give 0 <= low <= high, such as 0.8 and 1.2"
-        )
-    if config.get("beta", 0.0) < 0:
-        raise ValueError(f"loss_fn_config['beta']={config['beta']:g}: give 0 or more")
-    return config

@@ -24,11 +24,12 @@ from planish.engine.attention import ForestAttention
 from planish.engine.datums import Example, read_examples
 from planish.engine.gpu_forest import GpuForest
 from planish.engine.heap import give_back
-from planish.engine.losses import Loss, complete_config, find_loss
+from planish.engine.losses import Loss, find_loss
 from planish.engine.native_attention import NativeForest
 from planish.engine.packing import Packed, pack
 from planish.engine.row_tiling import RowTiling
 from planish.errors import NonFiniteError
+from planish.loss_options import complete_config
 from planish.model.config import ModelConfig
 from planish.model.decoder import Attend, Decoder
 from planish.model.head import scored_logprobs

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import chz
 
 from planish.errors import UnsupportedError, UserError
+from planish.loss_options import complete_config
 from planish.metric_logs import require_loggers
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.rollout_limits import TerminationRewardPolicy
@@ -183,6 +184,7 @@ def check_all_but_reference(config: Config) -> None:
     for name, (holds, remedy) in rules.items():
         if not holds:
             raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
+    complete_config(config.loss_fn, config.loss_fn_config)
     stream = config.stream_minibatch_config
     if stream is not None and stream.num_minibatches < 1:
         raise UserError(f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1")

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from planish.engine.losses import LOSSES, complete_config, find_loss
+from planish.engine.losses import LOSSES, find_loss
 from planish.errors import UnsupportedError
+from planish.loss_options import LOSS_OPTIONS, complete_config
 
 N = 7
 RNG = np.random.default_rng(4)
@@ -98,6 +99,10 @@ def test_gspo_with_an_empty_mask_has_ratio_one():
         torch.tensor(L), {"logprobs": torch.tensor(Q), "advantages": zero}, complete_config("gspo", {})
     )
     assert loss.item() == 0.0
+
+
+def test_every_loss_has_its_options():
+    assert LOSSES.keys() == LOSS_OPTIONS.keys()
 
 
 def test_refusals_name_the_key():

@@ -288,6 +288,11 @@ def test_starting_from_other_weights(tokenizer, tmp_path):
 BAD = {
     "learning_rate": ({"learning_rate": 0.0}, "learning_rate=0.0"),
     "loss": ({"loss_fn": "stable_reinforce"}, "loss_fn=stable_reinforce"),
+    "option of the loss": (
+        {"loss_fn": "ppo", "loss_fn_config": {"clip_low": 0.8}},
+        "clip_low.*it takes .*clip_low_threshold",
+    ),
+    "value of an option": ({"loss_fn_config": {"temperature": 0.0}}, "temperature.*above 0"),
     "advantage": ({"advantage": "gae"}, "advantage=gae"),
     "nothing to learn from": ({"advantage": "none"}, "advantage=none with kl_penalty_coef=0"),
     "no reference": ({"kl_penalty_coef": 0.1}, "needs kl_reference_config"),

@@ -1,0 +1,38 @@
+"""The options of the losses, for those who give them and for the engine. The formulas: planish/engine/losses.py."""
+
+import math
+from collections.abc import Mapping
+
+from planish.errors import UserError
+
+LOSS_OPTIONS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "dro": {"beta": 0.1},
+}
+"""Besides temperature, which all of them have."""
+
+
+def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, float]:
+    """`given` checked and filled with the loss's defaults; UserError names the key at fault."""
+    config: dict[str, float] = {"temperature": 1.0, **LOSS_OPTIONS[name]}
+    for key, value in (given or {}).items():
+        if key not in config:
+            raise UserError(f"loss_fn_config[{key!r}] is unknown for {name!r}; it takes {', '.join(config)}")
+        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UserError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
+        config[key] = float(value)
+    if config["temperature"] <= 0:
+        raise UserError(f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0")
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
+    if not 0 <= low <= high:
+        raise UserError(
+            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself; "
+            "give 0 <= low <= high, such as 0.8 and 1.2"
+        )
+    if config.get("beta", 0.0) < 0:
+        raise UserError(f"loss_fn_config['beta']={config['beta']:g}: give 0 or more")
+    return config
