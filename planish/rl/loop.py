@@ -202,7 +202,15 @@ class Loop:
         metrics: Metrics = {}
         for evaluator in self.evaluators:
             with spans.measure("run_evals"):
-                metrics |= await self.interruption.guard(self.test(step, evaluator, sampling_client, player))
+                found = await self.interruption.guard(self.test(step, evaluator, sampling_client, player))
+            taken = ["step", *metrics]
+            if (twice := next((name for name in taken if name in found), None)) is not None:
+                owner = "the row's own" if twice == "step" else "that of another evaluator"
+                raise UserError(
+                    f"the evaluator {evaluator_name(evaluator)} gave the metric {twice!r}, which is {owner}; give it another "
+                    "name, such as one with the evaluator's in front"
+                )
+            metrics |= found
         return metrics
 
     async def test(self, step: int, evaluator: Evaluator, sampling_client: Any, player: GroupPlayer) -> Metrics:

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
+from functools import partial
 
 import chz
 import digest_service
@@ -223,6 +225,24 @@ def test_an_evaluator_that_gives_no_numbers_is_named(service, tmp_path, given):
 
     with pytest.raises(UserError, match="Judge"):
         train(service, tmp_path, evaluator_builders=[Judge], eval_every=1)
+
+
+@dataclass
+class Scores(SamplingClientEvaluator):
+    metrics: dict[str, float]
+
+    async def __call__(self, sampling_client):
+        return self.metrics
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [({"score": 0.9}, "metric 'score', which is that of another"), ({"step": 77}, "metric 'step', which is the row's")],
+)
+def test_metrics_of_evaluators_do_not_cover_others(service, tmp_path, second, message):
+    builders = [partial(Scores, {"score": 0.1}), partial(Scores, second)]
+    with pytest.raises(UserError, match=f"the evaluator Scores gave the {message}"):
+        train(service, tmp_path, evaluator_builders=builders, eval_every=1)
 
 
 def test_a_metric_that_is_not_finite_is_left_out_and_said(service, tmp_path, capsys):
