@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UserError
+from planish.interruption import only_asked_cancellation
 from planish.renderers import Message, ToolCall, UnparsedToolCall
+from planish.rl.group_play import lone_error
 from planish.rl.rollout_limits import TOOL_EXECUTIONS, ToolExecution
 from planish.rl.types import Metrics
 from planish.tool_use.tools import Tool, ToolInput, ToolResult, error_tool_result
@@ -56,10 +58,14 @@ class Toolbox:
             raise UserError(f"max_result_chars={self.max_result_chars!r}: give at least 100")
 
     async def run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
-        """Answers in the order of the calls; fewer than calls where one of a sequence stopped the episode."""
+        """Answers in the order of the calls; fewer than calls where one of a sequence stopped the episode.
+
+        UserError names a tool that gives no ToolResult of text.
+        """
         if self.execution == "parallel":
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(call)) for call in calls]
+            with lone_error():
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._answer(call)) for call in calls]
             return [task.result() for task in tasks]
         results: list[CallResult] = []
         for call in calls:
@@ -83,7 +89,7 @@ class Toolbox:
             known = ", ".join(tool.name for tool in self.tools) or "none"
             result = error_tool_result(f"there is no tool {name!r}. The tools are: {known}")
         else:
-            result = await self._run(tool, call)
+            result = checked_result(await self._run(tool, call), tool)
         message: Message = {"role": "tool", "content": shorten(result.content, self.max_result_chars), "name": name}
         call_id = call.get("id")
         if call_id:
@@ -95,12 +101,22 @@ class Toolbox:
         try:
             arguments = read_arguments(call["function"]["arguments"])
             async with clock:
-                return await tool.run(ToolInput(arguments, call.get("id")))
+                with only_asked_cancellation():
+                    return await tool.run(ToolInput(arguments, call.get("id")))
         except Exception as error:
             if clock.expired():
                 return error_tool_result(f"{tool.name} gave no result within {self.timeout_seconds:g} seconds")
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             return error_tool_result(f"{tool.name}: {reason}")
+
+
+def checked_result(result: Any, tool: Tool) -> ToolResult:
+    """What a tool's `run` gave; UserError if a model cannot be given it."""
+    if not isinstance(result, ToolResult):
+        raise UserError(f"the tool {tool.name} gave a {type(result).__name__}; its run is to give a ToolResult")
+    if not isinstance(result.content, str):
+        raise UserError(f"the tool {tool.name} gave ToolResult({result.content!r}); its content is to be text")
+    return result
 
 
 def read_arguments(arguments: Any) -> dict[str, Any]:

@@ -177,3 +177,35 @@ def test_an_unreadable_call_is_answered():
 def test_bad_options_are_refused(options):
     with pytest.raises(UserError, match=r"tool_execution|tool_timeout_seconds|max_result_chars|two of the name double"):
         Toolbox(**{"tools": TOOLS, **options})
+
+
+class Given:
+    """A tool that is no function; its `run` gives whatever it is told."""
+
+    name, description = "given", "Give."
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.parameters_schema = {"type": "object", "properties": {}}
+
+    async def run(self, input) -> Any:
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return self.value
+
+
+@pytest.mark.parametrize("execution", ["parallel", "sequential"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("text", "the tool given gave a str;.*ToolResult"), (ToolResult(12), r"given gave ToolResult\(12\)")],
+)
+def test_a_tool_that_gives_no_text_is_named(value, message, execution):
+    with pytest.raises(UserError, match=message):
+        asyncio.run(Toolbox([Given(value)], execution).run([call("given"), call("given")]))
+
+
+def test_a_tool_that_lets_out_a_cancellation_has_failed():
+    """As a client of a tool server does whose own task was cancelled."""
+    [result] = asyncio.run(Toolbox([Given(asyncio.CancelledError())]).run([call("given")]))
+    assert result.is_error
+    assert "CancelledError" in str(result.message["content"])
