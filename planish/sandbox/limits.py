@@ -29,12 +29,13 @@ class Limits:
     """Of files under /tmp, which are gone with the run; 0: there is no place to write to."""
 
     def __post_init__(self) -> None:
+        # The kernel counts in whole numbers; 512e6 is none to Python.
+        for name in ("cpu_seconds", "memory_bytes", "output_bytes", "processes", "scratch_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UserError(f"Limits.{name}={value!r}: give a whole number, as an int")
         for name, holds, remedy in (
-            (
-                "cpu_seconds",
-                isinstance(self.cpu_seconds, int) and self.cpu_seconds >= 1,
-                "a whole number of at least 1",
-            ),
+            ("cpu_seconds", self.cpu_seconds >= 1, "a whole number of at least 1"),
             ("wall_seconds", 0 < self.wall_seconds < math.inf, "a number of seconds above 0"),
             ("processes", 1 <= self.processes <= 256, "a whole number from 1 to 256"),
             (

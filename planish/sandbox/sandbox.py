@@ -32,6 +32,7 @@ from planish.sandbox.system_calls import compiled_filter
 
 SELF_TEST = Path(__file__).with_name("self_test.py").read_text(encoding="utf-8")
 NOBODY = 65534
+SIGNAL_KILLED = 128 + 9
 SIGNAL_CPU_TIME = 128 + 24
 INSTALL = (
     "programs of a model run in a sandbox and never without one, and that needs bubblewrap; install it (Debian, Ubuntu: "
@@ -161,12 +162,15 @@ class Sandbox:
         exit_code = process.exit_code if process.ending is Ending.EXITED else None
         if process.ending is Ending.EXITED and exit_code is None:
             raise SandboxError(f"bubblewrap could not make the sandbox ({last_line(bytes(process.stderr.held))})")
+        seconds = time.monotonic() - began
+        # The kernel kills who ignores its signal, a second of CPU time later.
+        ignored = exit_code == SIGNAL_KILLED and seconds >= self.limits.cpu_seconds + 1
         return Execution(
-            Ending.CPU_TIME if exit_code == SIGNAL_CPU_TIME else process.ending,
+            Ending.CPU_TIME if exit_code == SIGNAL_CPU_TIME or ignored else process.ending,
             exit_code,
             bytes(process.stdout.held),
             bytes(process.stderr.held),
-            time.monotonic() - began,
+            seconds,
         )
 
     async def _start(self, command: Sequence[str], descriptors: Sequence[int]) -> asyncio.subprocess.Process:

@@ -295,6 +295,8 @@ def test_a_program_that_ignores_signals_ends(sandbox):
     source = "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
     assert run(sandbox(wall_seconds=1.5), source + "time.sleep(1000)").ending is Ending.WALL_TIME
     done = run(sandbox(cpu_seconds=1, wall_seconds=60.0), source + "while True: pass")
+    assert (done.ending, done.exit_code) == (Ending.CPU_TIME, 128 + 9)
+    done = run(sandbox(cpu_seconds=40), "import os\nos.kill(os.getpid(), 9)")
     assert (done.ending, done.exit_code) == (Ending.EXITED, 128 + 9)
 
 

@@ -143,7 +143,18 @@ def test_a_program_does_not_begin_when_nobody_waits_for_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"cpu_seconds": 0}, {"cpu_seconds": 0.5}, {"wall_seconds": 0}, {"processes": 0}, {"memory_bytes": 1}]
+    "wrong",
+    [
+        {"cpu_seconds": 0},
+        {"cpu_seconds": 0.5},
+        {"wall_seconds": 0},
+        {"processes": 0},
+        {"processes": 1.5},
+        {"memory_bytes": 1},
+        {"memory_bytes": 512e6},
+        {"output_bytes": 1e6},
+        {"scratch_bytes": 1e6},
+    ],
 )
 def test_limits_that_no_run_can_have(wrong):
     with pytest.raises(UserError, match=f"Limits.{next(iter(wrong))}="):
