@@ -282,8 +282,9 @@ def test_a_cancellation_that_nobody_asked_for_is_a_failure(where):
             self.leaks("cleanup")
 
     plan = bad("cancelled") if where == "playing" else Group().plan
+    builder = Leaking(plan=plan)
     with pytest.raises(RuntimeError, match="CancelledError") as caught:
-        play(builder := Leaking(plan=plan))
+        play(builder)
     assert "Leaking(" in caught.value.__notes__[0]
     assert builder.cleaned == 1
     group = play(builder := Leaking(plan=plan), RetryOnFailure())

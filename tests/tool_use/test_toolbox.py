@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -197,7 +197,7 @@ class Given:
 @pytest.mark.parametrize("execution", ["parallel", "sequential"])
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("text", "the tool given gave a str;.*ToolResult"), (ToolResult(12), r"given gave ToolResult\(12\)")],
+    [("text", "the tool given gave a str;.*ToolResult"), (ToolResult(cast(Any, 12)), r"given gave ToolResult\(12\)")],
 )
 def test_a_tool_that_gives_no_text_is_named(value, message, execution):
     with pytest.raises(UserError, match=message):
