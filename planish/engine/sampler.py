@@ -172,8 +172,7 @@ class Sampler:
         self._prompts, self._samples = KVPools(self._shape), KVPools(self._shape)
         self._last_hidden.clear()
         for request in requests:
-            if _claimed(request.future):
-                request.future.set_exception(error)
+            request.fail(error)
 
     # Prompts
 
@@ -208,12 +207,15 @@ class Sampler:
         request = prompt.scored_for
         if request is not None and request.scores is not None:
             weights, head = prompt.weights, self._head
-            request.scores.add(
-                prompt.computed,
-                hidden,
-                lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
-                lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
-            )
+            try:
+                request.scores.add(
+                    prompt.computed,
+                    hidden,
+                    lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
+                    lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
+                )
+            except Exception as error:  # memory, for instance, for more than others ask for
+                request.fail(error)
         prompt.computed += hidden.shape[0]
         if not prompt.ready:
             return
@@ -324,7 +326,8 @@ class Sampler:
         done: list[RunningSample] = []
         for i, (sample, token, logprob) in enumerate(zip(samples, drawn.tokens.tolist(), logprobs, strict=True)):
             if not math.isfinite(logprob):
-                _fail(sample.request)
+                # Others of its batch have rows of their own.
+                sample.request.fail(_not_finite(sample.request.op.sampler_id))
                 continue
             k = sample.request.op.topk_sample_logprobs
             sample.tokens.append(token)
@@ -333,8 +336,11 @@ class Sampler:
                 sample.top.append((top_ids[i][:k], top_values[i][:k]))
             if sample.request.op.on_token is not None:
                 _tell(sample, sample.request.op.on_token)
-            if len(sample.tokens) == sample.request.max_tokens or self._stopped(sample):
-                done.append(sample)
+            try:
+                if self._stopped(sample) or len(sample.tokens) == sample.request.max_tokens:
+                    done.append(sample)
+            except Exception as error:  # of the tokenizer: the text of these tokens is this request's alone
+                sample.request.fail(error)
         for sample in reversed(done):  # the last slot first: then none has to move into the place of another
             self._take_out(sample)
         for sample in done:
@@ -367,7 +373,6 @@ class Sampler:
         self._release_if_unused(sample.prompt)
 
     def _deliver(self, request: Request) -> None:
-        self._requests.remove(request)
         scores = request.scores
         assert request.prompt is not None
         response = SampleResponse(
@@ -378,12 +383,14 @@ class Sampler:
             prompt_alt_tokens=scores.alternatives if scores else None,
             prompt_cache_hit_tokens=request.prompt.cached,
         )
-        if _claimed(request.future):
+        self._requests.remove(request)
+        if request.claim():
             request.future.set_result(response)
 
     def _drop_ended(self) -> None:
-        """Take out what was cancelled, or failed because somebody who was told of its tokens raised."""
+        """Take out what was cancelled or has failed alone."""
         for request in [request for request in self._requests if request.future.done()]:
+            request.claim()  # tells those who wait for several futures that this one was cancelled
             self._requests.remove(request)
             for sample in self._scheduler.withdraw(request):
                 self._take_out(sample)
@@ -393,29 +400,17 @@ class Sampler:
 
 def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
     """Hand on the newest token. An error of the listener's is the end of its own request, not of the batch."""
-    future = sample.request.future
-    if future.done():
+    if sample.request.future.done():
         return
     top = list(zip(*sample.top[-1], strict=True)) if sample.top else []
     try:
         on_token(DrawnToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
-    except Exception as error:
-        if _claimed(future):
-            future.set_exception(error)
+    except BaseException as error:  # asyncio's CancelledError is no Exception
+        sample.request.fail(error)
 
 
-def _fail(request: Request) -> None:
-    """End a request whose logits are not finite. Others of its batch have rows of their own."""
-    if _claimed(request.future):
-        request.future.set_exception(
-            NonFiniteError(
-                f"sampler_id={request.op.sampler_id!r}: its logits are not finite, so no token can be drawn; its weights are too large: "
-                "go back to an earlier checkpoint and lower learning_rate"
-            )
-        )
-
-
-def _claimed(future: Future[SampleResponse]) -> bool:
-    """Whether there is no answer yet, and nobody gave up waiting for one: then the caller gives it."""
-    is_answered = future.done() and not future.cancelled()
-    return not is_answered and future.set_running_or_notify_cancel()
+def _not_finite(sampler_id: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"sampler_id={sampler_id!r}: its logits are not finite, so no token can be drawn; its weights are too large: "
+        "go back to an earlier checkpoint and lower learning_rate"
+    )

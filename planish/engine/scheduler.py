@@ -45,10 +45,24 @@ class Request:
     prompt: Prompt | None = None
     started: int = 0
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    is_answered: bool = False
+    """Or cancelled, and that is noted."""
 
     @property
     def num_samples(self) -> int:
         return self.op.num_samples if self.max_tokens else 0
+
+    def claim(self) -> bool:
+        """Whether there is no answer yet, and nobody gave up waiting for one: then the caller gives it. True once only."""
+        if self.is_answered:
+            return False
+        self.is_answered = True
+        return self.future.set_running_or_notify_cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with `error`, unless it was cancelled or answered."""
+        if self.claim():
+            self.future.set_exception(error)
 
 
 @dataclass(eq=False)

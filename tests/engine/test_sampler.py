@@ -1,8 +1,9 @@
 # pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalMemberAccess=false, reportArgumentType=false
 """The sampler against transformers, and every fast path against its slow twin: shared prompts, cache, batch, tenants."""
 
+from asyncio import CancelledError  # no Exception
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from planish.engine.prompt_scores import PromptScores
 from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.engine.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
@@ -394,14 +396,14 @@ def test_listening_changes_nothing(decoder):
     assert drawn(run(sampler_of(decoder), silent)) == drawn(run(sampler_of(decoder), heard))
 
 
-@pytest.mark.parametrize("at", [1, 5, 9])
-def test_a_listener_that_raises_ends_its_own_request_only(decoder, at):
+@pytest.mark.parametrize(("at", "kind"), [(1, LookupError), (5, LookupError), (9, LookupError), (5, CancelledError)])
+def test_a_listener_that_raises_ends_its_own_request_only(decoder, at, kind):
     told: list[DrawnToken] = []
 
     def listen(drawn: DrawnToken) -> None:
         told.append(drawn)
         if len(told) == at:
-            raise LookupError("the listener is gone")
+            raise kind("the listener is gone")
 
     sampler = sampler_of(decoder)
     futures: list[Future[SampleResponse]] = [Future(), Future()]
@@ -409,7 +411,7 @@ def test_a_listener_that_raises_ends_its_own_request_only(decoder, at):
     sampler.submit(request(tokens(30), 1, max_tokens=9), None, "base", futures[1])
     while sampler.busy:
         sampler.step()
-    with pytest.raises(LookupError, match="the listener is gone"):
+    with pytest.raises(kind, match="the listener is gone"):
         futures[0].result(timeout=0)
     assert len(told) == at
     assert len(futures[1].result(timeout=0).sequences[0].tokens) == 9
@@ -469,6 +471,56 @@ def test_what_a_broken_adapter_left_in_a_slot_reaches_nobody(model_dir, monkeypa
         sampler.step()
     assert isinstance(futures[1].exception(), NonFiniteError)
     assert futures[2].result(timeout=0).sequences[0].tokens == alone.sequences[0].tokens
+
+
+def test_a_request_cancelled_while_its_logits_turn_out_not_finite_is_ended_once(decoder, monkeypatch):
+    """Every sample of it finds that there is nothing left to answer."""
+    layout = adapter(decoder, 1).layout
+    broken = LoraWeights(layout, layout.init(1) * 0 + torch.nan, decoder.dtype, decoder.device)
+    sampler = sampler_of(decoder)
+    future: Future[SampleResponse] = Future()
+    sampler.submit(request(tokens(20), 3), broken, "broken", future)
+    prefill = sampler._prefill
+    monkeypatch.setattr(sampler, "_prefill", lambda batch: (future.cancel(), prefill(batch)))
+    sampler.step()
+    sampler.fail(RuntimeError("the device is gone"))
+    assert wait([future], timeout=0).done
+    assert future.cancelled()
+
+
+def test_who_waits_for_a_cancelled_request_among_others_is_told(decoder):
+    sampler = sampler_of(decoder)
+    futures: list[Future[SampleResponse]] = [Future(), Future()]
+    for future in futures:
+        sampler.submit(request(tokens(20)), None, "base", future)
+    sampler.step()
+    futures[0].cancel()
+    while sampler.busy:
+        sampler.step()
+    assert wait(futures, timeout=0).done == set(futures)
+
+
+@pytest.mark.parametrize("fault", ["text", "scores"])
+def test_a_fault_in_what_is_done_for_one_request_ends_that_one_only(decoder, monkeypatch, fault):
+    def broken(*_):
+        raise LookupError("a fault")
+
+    sampler = sampler_of(decoder)
+    if fault == "text":
+        monkeypatch.setattr(sampler, "_decode_text", broken)
+        op = request(tokens(30), 2, stop="x")
+    else:
+        monkeypatch.setattr(PromptScores, "add", broken)
+        op = request(tokens(30), 2, prompt_logprobs=True)
+    futures: list[Future[SampleResponse]] = [Future(), Future()]
+    for future, asked in zip(futures, (op, request(tokens(30), 2)), strict=True):
+        sampler.submit(asked, None, "base", future)
+    while sampler.busy:
+        sampler.step()
+    with pytest.raises(LookupError, match="a fault"):
+        futures[0].result(timeout=0)
+    assert len(futures[1].result(timeout=0).sequences) == 2
+    assert_nothing_left(sampler)
 
 
 def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):
