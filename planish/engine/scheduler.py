@@ -139,9 +139,13 @@ class Scheduler:
         return capacity_for(prompt_tokens) + (sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0)
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
-        """Start what fits, in order; answers the prompts that became active."""
+        """Start what fits, in order; answers the prompts that became active.
+
+        Who has a prompt comes first: it keeps memory that others wait for, until its last sample has started. So there is
+        one such request at most, and one of its samples fits at the latest when nothing else is left.
+        """
         active: list[Prompt] = []
-        for request in list(self.waiting):
+        for request in sorted(self.waiting, key=lambda request: request.prompt is None):
             if request.prompt is None:
                 if self._shares_what_is_being_computed(request, cache):
                     continue

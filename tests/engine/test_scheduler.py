@@ -1,0 +1,118 @@
+"""Admission: whoever fits alone is served, whatever else is asked for, and memory is never given twice."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planish.engine.positions import CHUNK
+from planish.engine.prefix_cache import PrefixCache
+from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
+from planish.engine.stopping import StopCondition
+from planish.service import Sample
+from planish.types import ModelInput, SamplingParams
+
+COMMON = np.random.default_rng(0).integers(0, 256, 400).tolist()
+
+
+def request(number: int, tokens: list[int], n: int = 1, max_tokens: int = 8) -> Request:
+    """`max_tokens` 0 asks about the prompt only."""
+    op = Sample("s", ModelInput.from_ints(tokens), n, SamplingParams(max_tokens=max_tokens or None))
+    scores: Any = None if max_tokens else SimpleNamespace(begins=len(tokens) // 2)
+    return Request(op, number, tokens, max_tokens, None, "base", StopCondition(), 0, scores, Future())
+
+
+class Run:
+    """What a sampler does with its scheduler, without a model."""
+
+    def __init__(self, scheduler: Scheduler, cached_chunks: int = 100) -> None:
+        self.scheduler = scheduler
+        self.cache: PrefixCache[int] = PrefixCache(CHUNK, cached_chunks)
+        self.drawn: dict[RunningSample, int] = {}
+        self.answered: list[int] = []
+        self._left: dict[Request, int] = {}
+
+    def ask(self, asked: Request) -> None:
+        assert self.scheduler.positions_needed(len(asked.tokens), asked.max_tokens) <= self.scheduler.max_positions
+        self._left[asked] = asked.num_samples or 1
+        self.scheduler.waiting.append(asked)
+
+    def withdraw(self, asked: Request) -> None:
+        for sample in self.scheduler.withdraw(asked):
+            self.scheduler.finish(sample)
+        del self._left[asked]
+        if asked.prompt is not None:
+            self._release(asked.prompt)
+
+    @property
+    def unanswered(self) -> list[Request]:
+        return list(self._left)
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        for prompt in scheduler.admit(self.cache):
+            prompt.computed = len(self.cache.find(prompt.version, prompt.tokens)) * CHUNK
+        assert scheduler._reserved <= scheduler.max_positions
+        assert len(scheduler.running) <= scheduler.max_batch
+        for prompt, count in scheduler.prefill_batch():
+            prompt.computed += count
+            if prompt.ready:
+                self.cache.add(prompt.version, prompt.tokens, self.cache.missing(prompt.version, prompt.tokens))
+                for asked in [asked for asked in self._left if asked.prompt is prompt and not asked.num_samples]:
+                    prompt.waiting -= 1
+                    self._count(asked)
+                self._release(prompt)
+        for sample in [sample for sample in scheduler.running if sample.prompt.ready]:
+            self.drawn[sample] = self.drawn.get(sample, 0) + 1
+            if self.drawn[sample] == sample.request.max_tokens:
+                scheduler.finish(sample)
+                self._release(sample.prompt)
+                self._count(sample.request)
+
+    def finish(self, most_steps: int = 20_000) -> None:
+        for _ in range(most_steps):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self._left, f"{len(self._left)} requests wait for ever"
+        assert not self.scheduler.busy
+        assert self.scheduler._reserved == 0
+
+    def _count(self, asked: Request) -> None:
+        self._left[asked] -= 1
+        if not self._left[asked]:
+            del self._left[asked]
+            self.answered.append(asked.number)
+
+    def _release(self, prompt: Prompt) -> None:
+        if not prompt.waiting and prompt in self.scheduler.prompts:
+            self.scheduler.release(prompt)
+
+
+def test_a_request_that_waits_for_a_prefix_does_not_lock_out_one_that_has_begun():
+    """The second waits for the prompt of the first; of the third, only some samples fit meanwhile, and its prompt stays."""
+    run = Run(Scheduler(max_batch=64, max_positions=512, prefill_tokens=2048))
+    run.ask(request(0, COMMON[:60]))
+    run.ask(request(1, COMMON[:32] + [1] * 168))
+    run.ask(request(2, [2] * 200, n=8))
+    run.finish()
+    assert run.answered == [0, 2, 1]
+
+
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_whatever_fits_alone_is_served(seed: int):
+    random = np.random.default_rng(seed)
+    scheduler = Scheduler(int(random.integers(1, 9)), 512, int(random.choice([32, 100, 2048])))
+    run = Run(scheduler, cached_chunks=int(random.integers(0, 9)))
+    for number in range(60):
+        common = COMMON[: 32 * random.integers(0, 4)]
+        tokens = common + [number] * int(random.integers(1, 250 - len(common)))
+        n, max_tokens = int(random.integers(1, 9)), int(random.choice([0, 1, 5, 20, 80]))
+        run.ask(request(number, tokens, n, max_tokens))
+        for _ in range(random.choice([0, 0, 0, 3])):
+            run.step()
+        if run.unanswered and random.random() < 0.15:
+            run.withdraw(run.unanswered[random.integers(0, len(run.unanswered))])
+    run.finish()
