@@ -33,6 +33,7 @@ from planish.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
     TensorData,
+    whole_number,
 )
 
 R = TypeVar("R")
@@ -178,6 +179,15 @@ class Sample(Operation[SampleResponse]):
 
     It cannot travel: a client of a server refuses it.
     """
+
+    def __post_init__(self) -> None:
+        counts = ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+        for name in (*counts, *(("prompt_logprobs_last_n",) if self.prompt_logprobs_last_n is not None else ())):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), "a whole number"))
+        targets = self.target_prompt_logprobs
+        if targets is not None and not isinstance(targets, TensorData):
+            kind = type(targets).__name__
+            raise ValueError(f"target_prompt_logprobs is a {kind}; give TensorData.from_numpy(...) of int64")
 
 
 @dataclass(frozen=True)

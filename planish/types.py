@@ -8,7 +8,8 @@ it can check alone (shapes, kinds, ranges); what needs a model (vocabulary, cont
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 StopReason = Literal["stop", "length"]
+
+_LEAST_TEMPERATURE = 1e-30
+"""Logits of 3e8 divided by it are float32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +123,20 @@ class SamplingParams:
     """Keep tokens at least this fraction as likely as the likeliest; 0 = off."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
+        if self.max_tokens is not None:
+            _keep_whole(self, "max_tokens", "a whole number of at least 1, or None", low=1)
+        if self.seed is not None:
+            _keep_whole(self, "seed", "a whole number, or None")
+        _keep_number(self, "temperature", low=0.0)
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
-                f"SamplingParams.max_tokens={self.max_tokens!r}: give a whole number of at least 1, or None"
+                f"SamplingParams.temperature={self.temperature!r}: logits divided by it are no numbers; give 0, which is greedy, "
+                f"or at least {_LEAST_TEMPERATURE:g}"
             )
-        if self.seed is not None and not _is_int(self.seed):
-            raise ValueError(f"SamplingParams.seed={self.seed!r}: give a whole number, or None")
-        _check_number("SamplingParams.temperature", self.temperature, low=0.0)
-        if not _is_int(self.top_k) or (self.top_k < 1 and self.top_k != -1):
-            raise ValueError(f"SamplingParams.top_k={self.top_k!r}: give a whole number of at least 1, or -1 for off")
-        _check_number("SamplingParams.top_p", self.top_p, low=0.0, high=1.0, open_low=True)
-        _check_number("SamplingParams.min_p", self.min_p, low=0.0, high=1.0)
+        if self.top_k != -1:
+            _keep_whole(self, "top_k", "a whole number of at least 1, or -1 for off", low=1)
+        _keep_number(self, "top_p", low=0.0, high=1.0, open_low=True)
+        _keep_number(self, "min_p", low=0.0, high=1.0)
         object.__setattr__(self, "stop", _stop(self.stop))
 
 
@@ -147,9 +154,9 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-            _check_number(f"AdamParams.{name}", getattr(self, name), low=0.0)
+            _keep_number(self, name, low=0.0)
         for name in ("beta1", "beta2"):
-            _check_number(f"AdamParams.{name}", getattr(self, name), low=0.0, high=1.0, open_high=True)
+            _keep_number(self, name, low=0.0, high=1.0, open_high=True)
 
 
 @dataclass(frozen=True)
@@ -163,10 +170,13 @@ class LoraConfig:
     train_attn: bool = True
 
     def __post_init__(self) -> None:
-        if not _is_int(self.rank) or not 1 <= self.rank <= 256:
-            raise ValueError(f"rank={self.rank!r}: give a whole number from 1 to 256")
-        if self.seed is not None and not _is_int(self.seed):
-            raise ValueError(f"seed={self.seed!r}: give a whole number, or None")
+        _keep_whole(self, "rank", "a whole number from 1 to 256", low=1, high=256)
+        if self.seed is not None:
+            # What torch's generators take.
+            low, high = -(2**63), 2**64 - 1
+            _keep_whole(self, "seed", "a whole number from -2**63 to 2**64 - 1, or None", low=low, high=high)
+        for name in ("train_unembed", "train_mlp", "train_attn"):
+            object.__setattr__(self, name, bool(getattr(self, name)))
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise ValueError(
                 "train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True"
@@ -387,13 +397,46 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return replace(params, seed=seed)
 
 
+def whole_number(name: str, value: Any, remedy: str, low: float = -math.inf, high: float = math.inf) -> int:
+    """`value` as an int of Python's, also where it is numpy's. ValueError names it, with the remedy."""
+    if not _is_int(value) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r}: give {remedy}")
+    return int(value)
+
+
+def _keep_whole(options: Any, name: str, remedy: str, low: float = -math.inf, high: float = math.inf) -> None:
+    value = whole_number(f"{type(options).__name__}.{name}", getattr(options, name), remedy, low, high)
+    object.__setattr__(options, name, value)
+
+
+def _keep_number(
+    options: Any, name: str, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False
+) -> None:
+    """The field as a float of Python's: optimizers and JSON take no other kind."""
+    given = getattr(options, name)
+    value = given.item() if isinstance(given, np.generic) else given
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    inside = is_number and low <= value <= min(high, sys.float_info.max)
+    if inside and not (open_low and value == low) and not (open_high and value == high):
+        object.__setattr__(options, name, float(value))
+        return
+    span = f"{'above' if open_low else 'at least'} {low:g}"
+    if high != math.inf:
+        span += f" and {'below' if open_high else 'at most'} {high:g}"
+    raise ValueError(f"{type(options).__name__}.{name}={given!r}: give a finite number {span}")
+
+
 def _token_list(tokens: Any, name: str) -> list[int]:
     values = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-    for token in values:
-        if type(token) is not int:
+    if not set(map(type, values)) <= {int}:
+        for token in values:
             if not _is_int(token):
                 raise ValueError(f"{name} holds {token!r}; token ids are whole numbers")
-            return [int(t) for t in values]
+        values = [int(token) for token in values]
+    if values and (max(values) >= 2**63 or min(values) < -(2**63)):
+        raise ValueError(
+            f"{name} holds a number of more than 64 bits, which no vocabulary has; use the model's own tokenizer"
+        )
     return values
 
 
@@ -402,26 +445,15 @@ def _stop(stop: Any) -> Any:
         if stop == "":
             raise ValueError("SamplingParams.stop is an empty string, which every text contains; give [] for no stop")
         return stop
-    items = list(stop)
+    items = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, bytes) else [None]
     if all(isinstance(item, str) for item in items) and all(items):
         return tuple(items)
     if all(_is_int(item) for item in items):
         return tuple(int(item) for item in items)
-    raise ValueError(f"SamplingParams.stop={items!r}: give non-empty strings only, or token ids only")
+    raise ValueError(
+        f"SamplingParams.stop={stop!r}: give a string, a list of non-empty strings, a list of token ids, or None"
+    )
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _check_number(
-    name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False
-) -> None:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    inside = number and math.isfinite(value) and low <= value <= high
-    if inside and not (open_low and value == low) and not (open_high and value == high):
-        return
-    span = f"{'above' if open_low else 'at least'} {low:g}"
-    if high != math.inf:
-        span += f" and {'below' if open_high else 'at most'} {high:g}"
-    raise ValueError(f"{name}={value!r}: give a finite number {span}")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planish.service import Sample
 from planish.types import (
     AdamParams,
     CheckpointPath,
@@ -170,21 +171,70 @@ def test_torch_round_trip(dtype):
         (SamplingParams, {"stop": ""}),
         (SamplingParams, {"stop": ["a", 1]}),
         (SamplingParams, {"stop": ["a", ""]}),
+        (SamplingParams, {"stop": 5}),
+        (SamplingParams, {"stop": b"x"}),
+        (SamplingParams, {"temperature": 1e-38}),
+        (SamplingParams, {"max_tokens": True}),
         (AdamParams, {"learning_rate": -1e-4}),
         (AdamParams, {"learning_rate": math.nan}),
         (AdamParams, {"beta1": 1.0}),
         (AdamParams, {"eps": math.inf}),
         (AdamParams, {"grad_clip_norm": -1}),
+        (AdamParams, {"weight_decay": 10**400}),
         (LoraConfig, {"rank": 0}),
         (LoraConfig, {"rank": 257}),
         (LoraConfig, {"rank": 8.0}),
         (LoraConfig, {"seed": 0.5}),
+        (LoraConfig, {"seed": 2**64}),
+        (LoraConfig, {"seed": -(2**63) - 1}),
     ],
 )
 def test_options_out_of_range_name_themselves(cls, arguments):
     with pytest.raises(ValueError) as caught:
         cls(**arguments)
     assert next(iter(arguments)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        (SamplingParams(np.int64(5), np.int64(3), top_k=np.int32(4), temperature=np.float32(0.5)), {int, float}),
+        (SamplingParams(seed=2**200, temperature=1, top_p=1, min_p=0), {int, float}),
+        (AdamParams(np.float32(1e-3), beta1=np.float32(0.5), beta2=0, eps=np.float64(1e-8), weight_decay=0), {float}),
+        (LoraConfig(np.int64(4), np.int64(4), train_unembed=np.bool_(True)), {int, bool}),
+        (Sample("s", ModelInput.empty(), np.int64(2), SamplingParams(), topk_sample_logprobs=np.int8(2)), {int}),
+    ],
+)
+def test_numbers_of_numpy_become_python_s(options, kinds):
+    """Random generators, optimizers and JSON take no others."""
+    values = [value for value in vars(options).values() if isinstance(value, (int, float, np.generic))]
+    assert values
+    assert {type(value) for value in values} <= {*kinds, bool}
+
+
+def test_every_token_is_looked_at_not_only_the_first_of_numpy_s():
+    with pytest.raises(ValueError, match="holds 1.7; token ids"):
+        EncodedTextChunk([np.int64(1), 1.7])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="64 bits"):
+        EncodedTextChunk([1, 2**70])
+    assert [type(token) for token in EncodedTextChunk([1, np.int64(2)]).tokens] == [int, int]
+
+
+@pytest.mark.parametrize(
+    "name", ["num_samples", "topk_sample_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"]
+)
+@pytest.mark.parametrize("value", [5.0, True, "2"])
+def test_counts_of_a_sample_are_whole_numbers(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}: give a whole number"):
+        Sample(
+            **{
+                "sampler_id": "s",
+                "prompt": ModelInput.empty(),
+                "num_samples": 1,
+                "sampling_params": SamplingParams(),
+                name: value,
+            }
+        )
 
 
 def test_an_adapter_that_trains_nothing_is_refused():

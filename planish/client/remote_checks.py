@@ -49,7 +49,7 @@ def check(operation: Operation[Any]) -> None:
         case LoadWeights():
             CheckpointPath.parse(operation.path)
         case Sample():
-            for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams), ("num_samples", int)):
+            for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams)):
                 _check_kind(name, getattr(operation, name), kind)
             if operation.on_token is not None:
                 raise UnsupportedError(

@@ -261,7 +261,7 @@ class Engine:
         return handle
 
     def _check_request(self, base: BaseModel, op: Sample) -> None:
-        for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams), ("num_samples", int)):
+        for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams)):
             if not isinstance(getattr(op, name), kind):
                 raise UserError(f"{name} is a {type(getattr(op, name)).__name__}; give {kind.__name__}")
         base.sampler.validate(op)

@@ -125,6 +125,12 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
         lambda c: sample(c, target_prompt_logprobs=TensorData([[1]], "int64")),
         "target_prompt_logprobs",
     ),
+    (
+        "targets of another kind",
+        lambda c: sample(c, target_prompt_logprobs=np.zeros((2, 1), np.int64)),
+        "target_prompt_logprobs is a ndarray",
+    ),
+    ("top-k of another kind", lambda c: sample(c, topk_sample_logprobs=5.0), "topk_sample_logprobs=5.0"),
     ("scored prompt", lambda c: c.compute_logprobs(ModelInput.empty()), "prompt is empty"),
 ]
 

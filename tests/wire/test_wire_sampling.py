@@ -35,7 +35,7 @@ PARAMS = st.builds(
     max_tokens=st.one_of(st.none(), st.integers(1, 10_000)),
     seed=st.one_of(st.none(), st.integers(-(2**63), 2**64 - 1)),
     stop=STOPS,
-    temperature=st.floats(0, 100),
+    temperature=st.just(0.0) | st.floats(1e-30, 100),
     top_k=st.one_of(st.just(-1), st.integers(1, 1000)),
     top_p=st.floats(0, 1, exclude_min=True),
 )
