@@ -12,9 +12,10 @@ sequences, so they depend on the datums alone, not even on their order, and cuts
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -101,21 +102,28 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
-    """Borders of the micro-batches: those that cost least, where a cut costs the shared prefix that is computed again."""
+    """Borders of the micro-batches: those that cost least, where a cut costs the shared prefix that is computed again.
+
+    What a micro-batch start .. stop - 1 adds to the cost depends on its start alone, and whether it fits on nothing but its rows, which
+    grow at either end. So the starts that fit are a window that moves on, and its cheapest stays at the head of a queue: one pass.
+    """
     n = len(lengths)
-    best = [0] + [-1] * n
-    came_from = [0] * (n + 1)
+    total = [0, *accumulate(length - common for length, common in zip(lengths, shared, strict=True))]
+    best, came_from = [0] * (n + 1), [0] * (n + 1)
+    costs = [0] * n
+    """Of everything up to stop, if the last micro-batch begins here."""
+    starts: deque[int] = deque()
     for stop in range(1, n + 1):
-        rows = longest = lengths[stop - 1]  # of sequences start .. stop - 1, packed together
-        for start in range(stop - 1, max(-1, stop - 1 - _MAX_DATUMS), -1):
-            if start < stop - 1:
-                rows += lengths[start] - shared[start + 1]
-                longest = max(longest, lengths[start])
-            if rows > max(budget, longest):
-                break
-            cost = best[start] + (shared[start] + _CUT_COST if start else 0)
-            if best[stop] < 0 or cost < best[stop]:
-                best[stop], came_from[stop] = cost, start
+        last = stop - 1
+        costs[last] = best[last] + (shared[last] + _CUT_COST if last else 0)
+        while starts and costs[starts[-1]] >= costs[last]:
+            starts.pop()
+        starts.append(last)
+        # The last is the longest of those that add no row to one which is too long: the others are its beginnings, or copies of it.
+        most = max(budget, lengths[last])
+        while stop - starts[0] > _MAX_DATUMS or total[stop] - total[starts[0]] + shared[starts[0]] > most:
+            starts.popleft()
+        best[stop], came_from[stop] = costs[starts[0]], starts[0]
     cuts = [n]
     while cuts[-1] > 0:
         cuts.append(came_from[cuts[-1]])

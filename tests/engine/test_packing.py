@@ -84,6 +84,19 @@ def test_groups_that_share_a_prompt_stay_together():
     assert sum(len(part) for part in packed) == 6 * 140
 
 
+@settings(max_examples=100, deadline=None)
+@given(sequences_of_few_tokens, st.integers(1, 40))
+def test_no_other_cut_has_fewer_micro_batches_and_rows(sequences: list[list[int]], budget: int):
+    ordered = sorted(sequences)
+    least = [(0, 0)]  # of the first so many: micro-batches, which cost more than these short prefixes, and rows
+    for stop in range(1, len(ordered) + 1):
+        runs = ((start, forest_size(ordered[start:stop])) for start in range(stop))
+        fitting = [(s, rows) for s, rows in runs if rows <= max(budget, *map(len, ordered[s:stop]))]
+        least.append(min((least[start][0] + 1, least[start][1] + rows) for start, rows in fitting))
+    packed = pack(arrays(sequences), budget)
+    assert (len(packed), sum(map(len, packed))) == least[-1]
+
+
 def test_a_datum_longer_than_the_budget_stands_alone():
     long, short = np.arange(50), np.array([7, 8])
     packed = pack([short, long, short], 10)
@@ -98,6 +111,13 @@ def test_thousands_of_datums_with_a_long_prefix_take_no_time():
     packed = pack(sequences, 16_600)
     assert time.perf_counter() - start < 20
     assert sum(len(part) for part in packed) == 16_000 * len(packed) + 3000
+
+
+def test_many_tiny_datums_take_no_time():
+    sequences = [np.array([i % 270, i // 270]) for i in range(20_000)]
+    start = time.perf_counter()
+    assert sum(map(len, pack(sequences, 4096))) < 21_000
+    assert time.perf_counter() - start < 4
 
 
 def test_padding_is_a_tree_of_its_own():
