@@ -18,6 +18,8 @@ from planish.native import cpu, cpu_head
 from planish.types import SamplingParams
 
 _CHUNK = 128
+_ENTRIES = 1 << 22
+"""Of runs that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,22 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float], ro
         weights = logits.clone() if rows is None else logits[torch.tensor(rows, device=device)]
         normalizer = log_normalizer(weights, temperatures)
         _filter(weights, params)
-        drawn = cpu_head.invert(weights, chosen) if own else _invert(weights, chosen)
-        drawn.clamp_(max=logits.shape[1] - 1)  # of a row that is not finite, anything may have come
+        drawn = _inverted(weights, chosen.unsqueeze(1)).squeeze(1)
     if any(p.temperature == 0 for p in params):
         greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
         best = logits.argmax(-1) if rows is None else logits.argmax(-1)[torch.tensor(rows, device=device)]
         drawn = torch.where(greedy, best, drawn)
     return Draw(drawn, normalizer)
+
+
+def draw_several(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Draw:
+    """K tokens for each row of float32 logits [R, V], by uniforms, float64 [R, K]: those that `draw` finds one by one. Tokens are [R, K]."""
+    weights = logits.clone()
+    normalizer = log_normalizer(weights, logits.new_full(logits.shape[:1], params.temperature or 1.0))
+    if params.temperature == 0:
+        return Draw(logits.argmax(-1, keepdim=True).expand(-1, uniforms.shape[1]), normalizer)
+    _filter(weights, [params] * len(logits))
+    return Draw(_inverted(weights, uniforms), normalizer)
 
 
 def _is_filtered(params: SamplingParams) -> bool:
@@ -69,22 +80,33 @@ def _padded(weights: Tensor) -> Tensor:
     return F.pad(weights, (0, missing)) if missing else weights
 
 
+def _inverted(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [B, K] for weights [B, V]; of a row that is not finite, any."""
+    own = cpu.usable(weights) and weights.is_contiguous()
+    drawn = cpu_head.invert(weights, uniforms) if own else _invert(weights, uniforms)
+    return drawn.clamp_(max=weights.shape[1] - 1)
+
+
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first entry at which the running sum of non-negative weights [B, V] exceeds uniform times their total.
+    """The first entry at which the running sum of non-negative weights [B, V] exceeds uniform [B, K] times their total.
 
     In two steps, over runs of 128 and then within one, as a running sum over the whole vocabulary costs as much as the softmax.
     """
     runs = _padded(weights).unflatten(-1, (-1, _CHUNK))
     ends = runs.sum(-1).double().cumsum(-1)
-    goal = (uniforms * ends[:, -1]).unsqueeze(1)
-    run = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
     # Rounding may point at a run without weight, or past the last entry with weight in a run; step back to one that has some.
-    run = torch.minimum(run, _last_positive(ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))))
-    before = torch.where(run > 0, ends.gather(1, (run - 1).clamp(min=0)), torch.zeros_like(goal))
-    within = runs.gather(1, run.unsqueeze(-1).expand(-1, 1, _CHUNK)).squeeze(1).double()
-    entry = torch.searchsorted(within.cumsum(-1), goal - before, right=True)
-    entry = torch.minimum(entry, _last_positive(within))
-    return (run * _CHUNK + entry).squeeze(1)
+    last = _last_positive(ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1])))
+    drawn = []
+    for some in uniforms.split(max(1, _ENTRIES // (_CHUNK * len(weights))), 1):
+        goal = some * ends[:, -1:]
+        run = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
+        run = torch.minimum(run, last)
+        before = torch.where(run > 0, ends.gather(1, (run - 1).clamp(min=0)), torch.zeros_like(goal))
+        within = runs.gather(1, run.unsqueeze(-1).expand(-1, -1, _CHUNK)).double()
+        entry = torch.searchsorted(within.cumsum(-1), (goal - before).unsqueeze(-1), right=True).squeeze(-1)
+        entry = torch.minimum(entry, _last_positive(within).squeeze(-1))
+        drawn.append(run * _CHUNK + entry)
+    return torch.cat(drawn, 1)
 
 
 def _last_positive(weights: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.drawing import draw, top_logprobs
-from planish.engine.randomness import UniformStream
+from planish.engine.drawing import draw_several, top_logprobs
+from planish.engine.randomness import uniforms
 from planish.model.head import log_normalizer
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
@@ -106,15 +106,15 @@ class PromptScores:
 
     def _draw(self, span: range, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
         assert self._alt is not None
-        params = [self.op.sampling_params] * len(span)
-        temperature = self.op.sampling_params.temperature or 1.0
-        rows = torch.arange(len(span), device=logits.device)
-        for choice in range(self.op.prompt_alt_tokens_k):
-            stream = UniformStream(self.seed, choice, _ALT_STREAM)
-            drawn = draw(logits, params, [stream.at(i) for i in span])
-            logprobs = exact(hidden, rows, drawn.tokens) / temperature - drawn.log_normalizer
-            self._alt[0][span.start - 1 : span.stop - 1, choice] = drawn.tokens.cpu().numpy()
-            self._alt[1][span.start - 1 : span.stop - 1, choice] = logprobs.cpu().numpy()
+        params, k = self.op.sampling_params, self.op.prompt_alt_tokens_k
+        numbers = torch.from_numpy(uniforms(self.seed, _ALT_STREAM, span, range(k))).to(logits.device)
+        drawn = draw_several(logits, params, numbers)
+        tokens = drawn.tokens.flatten()
+        rows = torch.arange(len(span), device=logits.device).repeat_interleave(k)
+        logprobs = exact(hidden, rows, tokens) / (params.temperature or 1.0) - drawn.log_normalizer[rows]
+        at = slice(span.start - 1, span.stop - 1)
+        self._alt[0][at] = drawn.tokens.cpu().numpy()
+        self._alt[1][at] = logprobs.view(-1, k).cpu().numpy()
 
     @property
     def logprobs(self) -> np.ndarray | None:

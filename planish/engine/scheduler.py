@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # tensors, which nothing here looks into
     from planish.engine.prompt_scores import PromptScores
     from planish.model.lora import LoraWeights
 
+_DRAWS = 1 << 18
+"""Most tokens drawn at positions of prompts in one step, which take some tenths of a second; beyond it, one chunk of one prompt."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -87,6 +90,11 @@ class Prompt:
     @property
     def ready(self) -> bool:
         return self.computed == len(self.tokens)
+
+    @property
+    def draws(self) -> int:
+        """Tokens drawn at each of its positions."""
+        return self.scored_for.op.prompt_alt_tokens_k if self.scored_for is not None else 0
 
     @property
     def capacity(self) -> int:
@@ -159,16 +167,26 @@ class Scheduler:
         return active
 
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
-        """Prompts to compute now, each with its number of tokens: whole chunks, unless the prompt ends."""
-        room = self.prefill_tokens
+        """Prompts to compute now, each with its number of tokens: whole chunks, unless the prompt ends.
+
+        Of at most `max_batch` adapters, and with a limit of its own for prompts at whose positions tokens are drawn: others go on beside them.
+        """
+        room, draws, adapters = self.prefill_tokens, _DRAWS, set()
         batch = []
         for prompt in self.prompts:
-            count = min(prompt.length - prompt.computed, room)
-            if count < prompt.length - prompt.computed:
+            if prompt.weights not in adapters and len(adapters) == self.max_batch:
+                continue
+            left = prompt.length - prompt.computed
+            count = min(left, room)
+            if prompt.draws:
+                count = min(count, max(draws // prompt.draws, CHUNK if draws == _DRAWS else 0))
+            if count < left:
                 count -= count % CHUNK
             if count > 0:
                 batch.append((prompt, count))
+                adapters.add(prompt.weights)
                 room -= count
+                draws -= count * prompt.draws
         return batch
 
     def finish(self, sample: RunningSample) -> None:

@@ -39,7 +39,7 @@ _SIGNATURES = {
     "keep": "ppnpnpnnni",
     "attend": "pnpppi",
     "attend_backward": "ppnpppppppppni",
-    "invert": "pppnni",
+    "invert": "pppnnni",
     "draw": "ppppppnni",
     "likeliest": "ppnpppnni",
     "single_logits": "ppppni",

@@ -111,9 +111,10 @@ def draw(logits: Tensor, rows: Tensor, temperatures: Tensor, uniforms: Tensor) -
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The same of weights, float32 [R, V], as `normalizers` leaves them: a token for each row."""
-    tokens = torch.empty(len(weights), dtype=torch.int64)
-    cpu.call("invert", weights.dtype, weights.contiguous(), uniforms, tokens, *weights.shape)
+    """The same of weights, float32 [R, V], as `normalizers` leaves them: tokens for uniforms, float64 [R, K], of each row."""
+    tokens = torch.empty(uniforms.shape, dtype=torch.int64)
+    sizes = (*weights.shape, uniforms.shape[1])
+    cpu.call("invert", weights.dtype, weights.contiguous(), uniforms.contiguous(), tokens, *sizes)
     return tokens
 
 

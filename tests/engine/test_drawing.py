@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine.drawing import draw, top_logprobs
-from planish.engine.randomness import UniformStream
+from planish.engine import drawing
+from planish.engine.drawing import draw, draw_several, top_logprobs
+from planish.engine.randomness import UniformStream, uniforms
 from planish.model.head import log_normalizer
 from planish.native import cpu
 from planish.types import SamplingParams
@@ -147,6 +148,30 @@ def test_the_cpu_s_own_way_draws_the_tokens_of_torch(monkeypatch):
     plain = draw(logits, params, uniforms, rows)
     assert torch.equal(plain.tokens, own.tokens)
     torch.testing.assert_close(plain.log_normalizer, own.log_normalizer)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0.7), SamplingParams(top_k=9, top_p=0.9), SamplingParams(temperature=0)]
+)
+def test_several_draws_a_row_are_those_of_one_by_one(params, own, monkeypatch):
+    if not own:
+        monkeypatch.setattr(cpu, "loaded", lambda: None)
+        monkeypatch.setattr(drawing, "_ENTRIES", 5000)
+    logits = torch.randn(6, 3001, generator=torch.Generator().manual_seed(6)) * 4
+    numbers = torch.from_numpy(np.random.default_rng(3).random((6, 50)))
+    found = draw_several(logits, params, numbers)
+    for column in range(50):
+        one = draw(logits, [params] * 6, numbers[:, column].tolist())
+        assert torch.equal(found.tokens[:, column], one.tokens)
+        assert torch.equal(found.log_normalizer, one.log_normalizer)
+
+
+def test_uniforms_of_many_streams_are_those_of_each():
+    streams = [UniformStream(5, index, 1) for index in range(7)]
+    for positions in (range(0, 9), range(3, 4), range(126, 260)):
+        expected = [[stream.at(position) for stream in streams[2:]] for position in positions]
+        assert uniforms(5, 1, positions, range(2, 7)).tolist() == expected
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from planish.engine import scheduler
 from planish.engine.prompt_scores import PromptScores
 from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.engine.sampler import Sampler, SamplerSettings
@@ -285,6 +286,19 @@ def test_questions_about_the_prompt(decoder, theirs):
     after = full_logprobs(theirs, prompt + sequence.tokens, 0.8)[149:-1]
     for i, top in enumerate(sequence.topk_logprobs):
         assert [token for token, _ in top] == after[i].topk(2).indices.tolist()
+
+
+def test_draws_at_a_prompt_do_not_depend_on_the_steps_they_take(decoder, tiling, monkeypatch):
+    op = request(tokens(150), prompt_alt_tokens_k=9, seed=3, temperature=0.8)
+    whole = run(sampler_of(decoder, tiling), op)[0].prompt_alt_tokens
+    monkeypatch.setattr(scheduler, "_DRAWS", 9 * 70)
+    sampler, computed = sampler_of(decoder, tiling), []
+    original = sampler._prefill
+    monkeypatch.setattr(sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch)))
+    pieces = run(sampler, op)[0].prompt_alt_tokens
+    assert computed == [[64], [64], [22]]
+    assert np.array_equal(whole.tokens.to_numpy(), pieces.tokens.to_numpy())
+    assert np.array_equal(whole.logprobs.to_numpy(), pieces.logprobs.to_numpy())
 
 
 @pytest.mark.parametrize("options", [{"prompt_logprobs": True, "prompt_logprobs_last_n": 20}, {"targets": True}])

@@ -17,10 +17,11 @@ from planish.types import ModelInput, SamplingParams
 COMMON = np.random.default_rng(0).integers(0, 256, 400).tolist()
 
 
-def request(number: int, tokens: list[int], n: int = 1, max_tokens: int = 8) -> Request:
+def request(number: int, tokens: list[int], n: int = 1, max_tokens: int = 8, alternatives: int = 0) -> Request:
     """`max_tokens` 0 asks about the prompt only."""
-    op = Sample("s", ModelInput.from_ints(tokens), n, SamplingParams(max_tokens=max_tokens or None))
-    scores: Any = None if max_tokens else SimpleNamespace(begins=len(tokens) // 2)
+    params = SamplingParams(max_tokens=max_tokens or None)
+    op = Sample("s", ModelInput.from_ints(tokens), n, params, prompt_alt_tokens_k=alternatives)
+    scores: Any = None if max_tokens else SimpleNamespace(begins=0 if alternatives else len(tokens) // 2)
     return Request(op, number, tokens, max_tokens, None, "base", StopCondition(), 0, scores, Future())
 
 
@@ -115,4 +116,26 @@ def test_whatever_fits_alone_is_served(seed: int):
             run.step()
         if run.unanswered and random.random() < 0.15:
             run.withdraw(run.unanswered[random.integers(0, len(run.unanswered))])
+    run.finish()
+
+
+def test_a_step_draws_a_limited_number_of_tokens_at_prompts_and_computes_the_others_beside_them():
+    scheduler = Scheduler(max_batch=64, max_positions=100_000, prefill_tokens=2048)
+    asked = [request(i, [i] * 500, max_tokens=0, alternatives=k) for i, k in enumerate([40_000, 100, 0, 1])]
+    scheduler.waiting += asked
+    scheduler.admit(PrefixCache[int](CHUNK, 0))
+    assert [(prompt.tokens[0], count) for prompt, count in scheduler.prefill_batch()] == [(0, CHUNK), (2, 500)]
+    scheduler.prompts.pop(0)
+    assert [(prompt.tokens[0], count) for prompt, count in scheduler.prefill_batch()] == [(1, 500), (2, 500), (3, 500)]
+
+
+def test_prompts_of_one_step_have_no_more_adapters_than_a_batch():
+    """Prompts that are only asked about count towards no batch."""
+    run = Run(Scheduler(max_batch=2, max_positions=100_000, prefill_tokens=2048))
+    for number in range(6):
+        asked = request(number, [number] * 9, max_tokens=0)
+        asked.weights = f"adapter {number // 2}"  # type: ignore[assignment]
+        run.ask(asked)
+    run.step()
+    assert run.answered == [0, 1, 2, 3]
     run.finish()

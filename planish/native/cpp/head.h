@@ -56,18 +56,23 @@ void normalizers(const X* logits, const int64_t* tokens, const float* exact, int
     });
 }
 
-// The first entry at which the running sum of non-negative weights exceeds uniform times their total. Sums of runs of 128, lane by lane and then over
-// lanes, are added in double; so are the entries of the run in which it happens. Rounding may point past all that have weight: then the last that has.
-inline int64_t inverted(const float* weights, int64_t v, double uniform, double* ends) {
-    constexpr int64_t RUN = 128;
-    const int64_t runs = (v + RUN - 1) / RUN;
+constexpr int64_t RUN = 128;
+
+// Running sums of non-negative weights at the ends of runs of 128: of each lane by lane and then over lanes, added in double.
+inline void run_ends(const float* weights, int64_t v, double* ends) {
     double total = 0;
-    for (int64_t r = 0; r < runs; r++) {
+    for (int64_t r = 0; r < (v + RUN - 1) / RUN; r++) {
         V s = zero();
         for (int64_t i = r * RUN; i < std::min(r * RUN + RUN, v); i += LANES) s = add(s, load(weights + i, tail(v - i)));
         ends[r] = total += sum(s);
     }
-    const double goal = uniform * total;
+}
+
+// The first entry at which the running sum exceeds uniform times the total. The entries of the run in which it happens are added in double.
+// Rounding may point past all that have weight: then the last that has.
+inline int64_t inverted(const float* weights, int64_t v, double uniform, const double* ends) {
+    const int64_t runs = (v + RUN - 1) / RUN;
+    const double goal = uniform * ends[runs - 1];
     int64_t run = std::min<int64_t>(std::upper_bound(ends, ends + runs, goal) - ends, runs - 1);
     while (run > 0 && !(ends[run] > ends[run - 1])) run--;
     const double rest = goal - (run ? ends[run - 1] : 0);
@@ -81,11 +86,14 @@ inline int64_t inverted(const float* weights, int64_t v, double uniform, double*
     return last;
 }
 
-// Tokens of weights [R, v], by one uniform number a row.
-void invert(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int threads) {
-    parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
-        std::vector<double> ends((v + 127) / 128);
-        for (int64_t r = a; r < b; r++) tokens[r] = inverted(weights + r * v, v, uniforms[r], ends.data());
+// Tokens [R, k] of weights [R, v], by as many uniform numbers.
+void invert(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int64_t k, int threads) {
+    parallel(rows, rows * (v + RUN * k), threads, [=](int64_t a, int64_t b) {
+        std::vector<double> ends((v + RUN - 1) / RUN);
+        for (int64_t r = a; r < b; r++) {
+            run_ends(weights + r * v, v, ends.data());
+            for (int64_t i = r * k; i < r * k + k; i++) tokens[i] = inverted(weights + r * v, v, uniforms[i], ends.data());
+        }
     });
 }
 
@@ -94,10 +102,11 @@ void draw(const float* logits, const int64_t* rows, const float* temperature, co
           int64_t n, int64_t v, int threads) {
     parallel(n, n * v, threads, [=](int64_t a, int64_t b) {
         std::vector<float> row(v);
-        std::vector<double> ends((v + 127) / 128);
+        std::vector<double> ends((v + RUN - 1) / RUN);
         for (int64_t i = a; i < b; i++) {
             scaled_row<float>(logits + rows[i] * v, nullptr, nullptr, 0, temperature[i], row.data(), v);
             normalizer[i] = log_sum(row.data(), v);
+            run_ends(row.data(), v, ends.data());
             tokens[i] = inverted(row.data(), v, uniforms[i], ends.data());
         }
     });

@@ -132,8 +132,8 @@ EXPORT void on_huge_pages(uintptr_t address, int64_t bytes) {
     const uintptr_t first = (address + PAGE - 1) / PAGE * PAGE, last = (address + bytes) / PAGE * PAGE;
     if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 }
-EXPORT void invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int threads) {
-    invert(weights, uniforms, tokens, rows, v, threads);
+EXPORT void invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int64_t k, int threads) {
+    invert(weights, uniforms, tokens, rows, v, k, threads);
 }
 EXPORT void draw_f(const float* logits, const int64_t* rows, const float* temperature, const double* uniforms, int64_t* tokens, float* normalizer,
                    int64_t n, int64_t v, int threads) {
