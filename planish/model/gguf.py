@@ -224,8 +224,14 @@ def _rope_scaling(source: GGUFFile) -> dict[str, Any] | None:
 def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, stored in source.tensors.items():
-        values = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32))
-        if source.architecture == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
+        try:
+            values = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32))
+        except NotImplementedError:
+            raise UnsupportedError(
+                f"{source.path} has {name} quantized as {stored.tensor_type.name}, which is not read here; get a file in another "
+                "quantization, Q8_0 for instance"
+            ) from None
+        if source.architecture == "llama" and name.split(".")[-2:-1] in (["attn_q"], ["attn_k"]):
             values = _halves_from_neighbours(values, _head_dim(source))
         tensors[_tensor_name(name)] = values.to(torch.bfloat16).contiguous()
     return tensors

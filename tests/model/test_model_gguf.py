@@ -133,6 +133,10 @@ def test_the_end_of_a_turn_ends_a_sequence_too(tmp_path):
         ({"extra": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)}, "yarn"),
         ({"extra": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))}, "RoPE scaling"),
         ({"without": ("model.embed_tokens.weight",)}, "token_embd"),
+        (
+            {"extra": lambda writer: writer.add_tensor("blk.0.table", np.ones(8, np.int32))},
+            "blk.0.table quantized as I32",
+        ),
     ],
 )
 def test_what_is_not_supported_leaves_nothing(tmp_path, options, named):
@@ -165,6 +169,12 @@ def test_damaged_files(tmp_path):
     with pytest.raises(UnknownModelError, match="no GGUF file"):
         convert_gguf(tmp_path / "absent.gguf", tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "m.gguf"]
+
+
+def test_a_tensor_whose_name_has_no_dot_is_named(tmp_path):
+    stray = {"extra": lambda writer: writer.add_tensor("stray", np.ones(8, np.float32))}
+    with pytest.raises(DamagedFileError, match="stray"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), **stray), tmp_path / "out")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
