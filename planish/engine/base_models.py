@@ -78,27 +78,31 @@ class BaseModels:
     def __init__(self, models: Mapping[str, str] | None, settings: EngineSettings) -> None:
         self._mapping = dict(models or {})
         self._settings = settings
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._loading: dict[Path, threading.Lock] = {}
+        """Held while the base model of a directory is loaded: those of others need not wait for it."""
         self._directories: dict[str, Path] = {}
         self._loaded: dict[Path, BaseModel] = {}
 
     def get(self, name: str) -> BaseModel:
         """The base model of this name, loaded now if it is not yet. UnknownModelError and its kin if it cannot be."""
+        directory = self.directory(name)
         with self._lock:
-            directory = self.directory(name)
+            loading = self._loading.setdefault(directory, threading.Lock())
+        with loading:
             if directory not in self._loaded:
                 # In a thread that ends: OpenMP keeps workers for every thread that ever computed, and where they are more than
                 # the cores, all of them sleep between products, which takes half of the sampler's speed.
-                with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as loading:
-                    self._loaded[directory] = loading.submit(BaseModel, directory, self._settings).result()
+                with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as thread:
+                    self._loaded[directory] = thread.submit(BaseModel, directory, self._settings).result()
             return self._loaded[directory]
 
     def directory(self, name: str) -> Path:
         """Where the files of this base model are."""
-        with self._lock:
-            if name not in self._directories:
-                self._directories[name] = resolve_model(name, self._mapping)
+        # Not under a lock: it may take a download, for which others need not wait; what is found twice at once is the same.
+        if name in self._directories:
             return self._directories[name]
+        return self._directories.setdefault(name, resolve_model(name, self._mapping))
 
     def loaded_contexts(self) -> dict[str, int]:
         """The context in tokens of each model that is loaded, by every name that it was asked for."""
@@ -113,7 +117,10 @@ class BaseModels:
     def clear(self) -> None:
         """Let go of all weights."""
         with self._lock:
-            self._loaded.clear()
+            loading = list(self._loading.items())
+        for directory, lock in loading:
+            with lock:
+                self._loaded.pop(directory, None)
 
 
 def weights_fingerprint(directory: Path) -> str:

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import planish.engine.settings as settings_module
+from planish.engine.base_models import BaseModel
 from planish.engine.checkpoint_files import ADAPTER, MANIFEST, Manifest, _stored
 from planish.engine.engine import Engine
 from planish.engine.owner import DeviceOwner
@@ -190,6 +191,28 @@ def test_a_sampler_keeps_its_version_while_training_goes_on(engine):
     assert tokens(engine, "after") != before
     engine.submit(UnloadModel("a")).result(WAIT)
     assert tokens(engine, "before") == before
+
+
+def test_a_base_model_that_is_being_loaded_does_not_hold_up_another(engine, monkeypatch):
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    began, go_on, load = threading.Event(), threading.Event(), BaseModel.__init__
+
+    def slow(self, directory, settings):
+        began.set()
+        assert go_on.wait(WAIT)
+        load(self, directory, settings)
+
+    monkeypatch.setattr(BaseModel, "__init__", slow)
+    with ThreadPoolExecutor() as callers:
+        slow_ones = [callers.submit(engine.submit, CreateSampler(name, "qwen")) for name in ("t", "u")]
+        assert began.wait(WAIT)
+        callers.submit(engine.check_sample, "llama", request("s")).result(WAIT)
+        assert tokens(engine, "s")
+        assert not any(caller.done() for caller in slow_ones)
+        go_on.set()
+        for caller in slow_ones:
+            caller.result(WAIT).result(WAIT)
+    assert engine._handles["t"].base is engine._handles["u"].base
 
 
 def test_a_request_may_come_before_its_sampler_is_ready(engine):
