@@ -445,7 +445,7 @@ def _stop(stop: Any) -> Any:
         if stop == "":
             raise ValueError("SamplingParams.stop is an empty string, which every text contains; give [] for no stop")
         return stop
-    items = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, bytes) else [None]
+    items: list[Any] = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, bytes) else [None]
     if all(isinstance(item, str) for item in items) and all(items):
         return tuple(items)
     if all(_is_int(item) for item in items):

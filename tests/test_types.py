@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,13 @@ from planish.types import (
     TensorData,
     TopkLogprobs,
 )
+
+SAMPLE: dict[str, Any] = {
+    "sampler_id": "s",
+    "prompt": ModelInput.empty(),
+    "num_samples": 1,
+    "sampling_params": SamplingParams(),
+}
 
 
 @pytest.mark.parametrize("name", ["AdamParams", "LoraConfig", "SamplingParams"])
@@ -196,20 +204,24 @@ def test_options_out_of_range_name_themselves(cls, arguments):
 
 
 @pytest.mark.parametrize(
-    ("options", "kinds"),
+    ("cls", "arguments", "kinds"),
     [
-        (SamplingParams(np.int64(5), np.int64(3), top_k=np.int32(4), temperature=np.float32(0.5)), {int, float}),
-        (SamplingParams(seed=2**200, temperature=1, top_p=1, min_p=0), {int, float}),
-        (AdamParams(np.float32(1e-3), beta1=np.float32(0.5), beta2=0, eps=np.float64(1e-8), weight_decay=0), {float}),
-        (LoraConfig(np.int64(4), np.int64(4), train_unembed=np.bool_(True)), {int, bool}),
-        (Sample("s", ModelInput.empty(), np.int64(2), SamplingParams(), topk_sample_logprobs=np.int8(2)), {int}),
+        (
+            SamplingParams,
+            {"max_tokens": np.int64(5), "seed": np.int64(3), "temperature": np.float32(0.5)},
+            {int, float},
+        ),
+        (SamplingParams, {"seed": 2**200, "temperature": 1, "top_p": 1, "min_p": 0}, {int, float}),
+        (AdamParams, {"learning_rate": np.float32(1e-3), "beta1": np.float32(0.5), "beta2": 0}, {float}),
+        (LoraConfig, {"rank": np.int64(4), "seed": np.int64(4), "train_unembed": np.bool_(True)}, {int, bool}),
+        (Sample, {**SAMPLE, "num_samples": np.int64(2), "topk_sample_logprobs": np.int8(2)}, {int, bool}),
     ],
 )
-def test_numbers_of_numpy_become_python_s(options, kinds):
+def test_numbers_of_numpy_become_python_s(cls, arguments, kinds):
     """Random generators, optimizers and JSON take no others."""
-    values = [value for value in vars(options).values() if isinstance(value, (int, float, np.generic))]
+    values = [value for value in vars(cls(**arguments)).values() if isinstance(value, (int, float, np.generic))]
     assert values
-    assert {type(value) for value in values} <= {*kinds, bool}
+    assert {type(value) for value in values} <= kinds
 
 
 def test_every_token_is_looked_at_not_only_the_first_of_numpy_s():
@@ -217,7 +229,8 @@ def test_every_token_is_looked_at_not_only_the_first_of_numpy_s():
         EncodedTextChunk([np.int64(1), 1.7])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="64 bits"):
         EncodedTextChunk([1, 2**70])
-    assert [type(token) for token in EncodedTextChunk([1, np.int64(2)]).tokens] == [int, int]
+    mixed: list[Any] = [1, np.int64(2)]
+    assert [type(token) for token in EncodedTextChunk(mixed).tokens] == [int, int]
 
 
 @pytest.mark.parametrize(
@@ -226,15 +239,7 @@ def test_every_token_is_looked_at_not_only_the_first_of_numpy_s():
 @pytest.mark.parametrize("value", [5.0, True, "2"])
 def test_counts_of_a_sample_are_whole_numbers(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r}: give a whole number"):
-        Sample(
-            **{
-                "sampler_id": "s",
-                "prompt": ModelInput.empty(),
-                "num_samples": 1,
-                "sampling_params": SamplingParams(),
-                name: value,
-            }
-        )
+        Sample(**{**SAMPLE, name: value})
 
 
 def test_an_adapter_that_trains_nothing_is_refused():

@@ -172,9 +172,12 @@ def test_damaged_files(tmp_path):
 
 
 def test_a_tensor_whose_name_has_no_dot_is_named(tmp_path):
-    stray = {"extra": lambda writer: writer.add_tensor("stray", np.ones(8, np.float32))}
+    def stray(writer):
+        writer.add_tensor("stray", np.ones(8, np.float32))
+
+    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), extra=stray)
     with pytest.raises(DamagedFileError, match="stray"):
-        convert_gguf(write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), **stray), tmp_path / "out")
+        convert_gguf(path, tmp_path / "out")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
