@@ -15,7 +15,7 @@ import chz
 from planish.errors import UserError
 from planish.preference.types import LabeledComparison, Messages, read_comparison
 from planish.renderers import Renderer, TrainOnWhat
-from planish.supervised.datasets import RowDataset, row_splits
+from planish.supervised.datasets import RowDataset, placed, row_splits
 from planish.supervised.rendering import conversation_to_data
 from planish.supervised.types import (
     Batch,
@@ -143,4 +143,4 @@ def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:
 
 
 def _read(rows: Sequence[Mapping[str, Any]], where: str) -> list[LabeledComparison]:
-    return [read_comparison(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)]
+    return [read_comparison(row, place) for place, row in placed(rows, where)]

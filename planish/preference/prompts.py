@@ -12,7 +12,7 @@ from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Messages, read_comparison
 from planish.renderers import Renderer
 from planish.supervised.conversations import conversation_of
-from planish.supervised.datasets import row_splits
+from planish.supervised.datasets import placed, row_splits
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PromptsFromRows(PromptBuilder):
     def __call__(self) -> Prompts:
         splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
         train, test = (
-            [read_prompt(row, f"dataset={self.dataset}, {name} row {number}") for number, row in enumerate(rows, 1)]
+            [read_prompt(row, place) for place, row in placed(rows, f"dataset={self.dataset}, {name}")]
             for name, rows in (("train", splits.train), ("test", splits.test))
         )
         return Prompts(train, test)

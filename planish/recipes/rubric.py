@@ -30,7 +30,7 @@ from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRo
 from planish.rubric.grading import Grader
 from planish.rubric.rubrics import RubricRow, read_rubric_row
 from planish.runs import checkpoint_of
-from planish.supervised.datasets import Rows, row_splits
+from planish.supervised.datasets import placed, row_splits
 
 LARGEST = 20
 ENDPOINT_OPTIONS = {
@@ -159,9 +159,7 @@ def rows_of_dataset(dataset: str, *, test_size: int | None, seed: int) -> Rubric
 
 
 def _read(rows: Any, where: str) -> list[RubricRow]:
-    """Rows that were drawn out of a table keep their numbers in it."""
-    numbers = rows.indices if isinstance(rows, Rows) else range(len(rows))
-    return [read_rubric_row(row, f"{where} row {number + 1}") for number, row in zip(numbers, rows, strict=True)]
+    return [read_rubric_row(row, place) for place, row in placed(rows, where)]
 
 
 def check(options: Options) -> None:

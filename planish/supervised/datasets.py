@@ -5,7 +5,7 @@ others each time. With shuffle_seed 0, epoch e has the order of `datasets.Datase
 runs see their data. Rows are rendered when their batch is asked for: what is held is what was read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -114,12 +114,17 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
     return RowSplits(Rows(train, np.sort(order[test_size:]).tolist()), Rows(train, np.sort(order[:test_size]).tolist()))
 
 
+def placed(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]:
+    """Each row behind its place, for messages. Rows that were drawn out of a table keep their numbers in it."""
+    numbers = rows.indices if isinstance(rows, Rows) else range(len(rows))
+    return ((f"{where} row {number + 1}", row) for number, row in zip(numbers, rows, strict=True))
+
+
 def check_rows(
     rows: Sequence[Row], read_row: ReadRow, renderer: Renderer, train_on_what: TrainOnWhat, where: str
 ) -> None:
     """UserError for the first row that cannot be trained on, before any of them is: tokens are not made for it."""
-    for number, row in enumerate(rows, start=1):
-        place = f"{where} row {number}"
+    for place, row in placed(rows, where):
         conversation = read_row(row, place)
         try:
             renderer.check_supervised_examples(conversation, train_on_what)

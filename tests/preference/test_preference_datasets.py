@@ -86,3 +86,11 @@ def test_what_cannot_be_learned_is_refused_before_anything_is(tmp_path, pairs):
         DPODatasetBuilderFromComparisons(
             common_config=only_users, comparison_builder=ComparisonBuilderFromJsonl(train_path=str(pairs))
         )()
+
+
+def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    rows = [*[{"prompt": "a", "chosen": "b", "rejected": "c"}] * 9, {"prompt": "a"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="(train|test) row 10: the row has"):
+        ComparisonBuilderFromRows(dataset=str(path), test_size=4)()

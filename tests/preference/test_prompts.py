@@ -48,6 +48,13 @@ def test_prompts_of_a_file(tmp_path):
     assert {p[0]["content"] for p in [*prompts.train, *prompts.test]} == {f"Say {n}." for n in range(10)}
 
 
+def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*[{"prompt": "a"}] * 9, {"text": "a"}]))
+    with pytest.raises(UserError, match="(train|test) row 10: the row has"):
+        PromptsFromRows(dataset=str(path), test_size=4)()
+
+
 def test_a_prompt_of_several_comparisons_comes_once(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n % 3}.", "chosen": "a", "rejected": "b"} for n in range(9)]

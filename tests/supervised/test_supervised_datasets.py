@@ -131,3 +131,10 @@ def test_a_row_that_cannot_be_trained_on_is_named_before_any_is(name, tmp_path):
     path = write(tmp_path / "chats.jsonl", [good, row, good, good, good])
     with pytest.raises(UserError, match=message):
         FromRowsBuilder(common_config=config(), dataset=path)()
+
+
+def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
+    good = {"messages": [{"role": "assistant", "content": "x"}]}
+    path = write(tmp_path / "chats.jsonl", [*[good] * 9, {"text": "x"}])
+    with pytest.raises(UserError, match="(train|test) row 10: the row has"):
+        FromRowsBuilder(common_config=config(), dataset=path, test_size=4)()
