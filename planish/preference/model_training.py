@@ -102,7 +102,7 @@ async def calibrate(config: Config, service_client: Any, model_path: str) -> Des
     chosen = await log_odds_of_chosen(form.model(sampling_client), calibration, both_orders=form.minds_order)
     temperature = fit_temperature(chosen, len(calibration))
     tested = held_out(form, splits.test, max_length, temperature)
-    found = await tested(sampling_client)
+    found = await tested(sampling_client) if splits.test else {}
     return Description(
         kind=builder.kind,
         model_name=config.model_name,
@@ -138,9 +138,11 @@ def newest_sampler(run: Path) -> str:
 
 def described(description: Description) -> str:
     calibrated = f"temperature {description.temperature:.3g}, fitted on {description.calibration_pairs} pairs"
-    if not description.test:
-        return calibrated
     test = description.test
+    if not test:
+        return calibrated
+    if "num_pairs" not in test:
+        return f"{calibrated}; each of {test['num_left_out']:.0f} held-out pairs is longer than max_length"
     return (
         f"{calibrated}; on {test['num_pairs']:.0f} held-out pairs: accuracy {test['accuracy']:.3f} +- "
         f"{test['accuracy_stderr']:.3f}, log loss {test['log_loss']:.3f}, Brier {test['brier']:.3f}, ECE {test['ece']:.3f}"

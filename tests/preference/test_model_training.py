@@ -141,6 +141,16 @@ def test_test_pairs_that_are_too_long_are_told(client, models, tmp_path):
     assert row["num_left_out"] + row["num_pairs"] == 8
 
 
+@pytest.mark.parametrize(("data", "left_out"), [({"test_size": 0}, None), ({"max_length": 200}, 2)])
+def test_a_run_without_a_pair_to_test_on_ends_as_others(client, models, tmp_path, capsys, data, left_out):
+    for split, count, length in (("train", 20, 1), ("test", 2, 300)):
+        rows = [{"prompt": f"{split} {n}", "chosen": "X" * length, "rejected": "O"} for n in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(client, models[0], tmp_path, "bradley_terry", tmp_path / "run", data=data, max_steps=1)
+    assert Description.read(done).test == ({} if left_out is None else {"num_left_out": left_out})
+    assert ("2 held-out pairs" in capsys.readouterr().out) == (left_out is not None)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
