@@ -23,11 +23,11 @@ async def judged(preference_model: PreferenceModel, comparisons: Sequence[Compar
     if isinstance(preference_model, ScoringPreferenceModel):
         given = await _by_scores(preference_model, comparisons)
     else:
-        given = await at_once([_asked(preference_model, comparison) for comparison in comparisons])
+        given = await at_once([asked(preference_model, comparison) for comparison in comparisons])
     return [checked_preference(preference, preference_model) for preference in given]
 
 
-async def _asked(preference_model: PreferenceModel, comparison: Comparison) -> float:
+async def asked(preference_model: PreferenceModel, comparison: Comparison) -> float:
     return await preference_model(comparison)
 
 
@@ -47,6 +47,7 @@ def _key(comparison: Comparison, answer: Messages) -> str:
 
 
 async def at_once(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error ends the others, and nothing outlives the call."""
     with first_error():
         async with asyncio.TaskGroup() as tasks:
             begun = [tasks.create_task(each) for each in work]

@@ -13,13 +13,13 @@ A model that minds the order of the answers is asked in both; then P is one of 2
 preference model can be measured, also one that was never trained.
 """
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planish.evaluators import SamplingClientEvaluator
+from planish.preference.judging import asked, at_once
 from planish.preference.preference_models import LogOddsModel, PreferenceModel
 from planish.preference.types import Label, LabeledComparison
 
@@ -48,15 +48,15 @@ class Judgment:
 async def judge(
     model: PreferenceModel, comparisons: Sequence[LabeledComparison], *, both_orders: bool
 ) -> list[Judgment]:
-    """All at once; ties are left out."""
+    """All at once, and the first error ends the others; ties are left out."""
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
-    given = asyncio.gather(*(model(labeled.comparison) for labeled in ranked))
-    if not both_orders:
-        return [Judgment(SIGN[labeled.label], each) for labeled, each in zip(ranked, await given, strict=True)]
-    swapped = asyncio.gather(*(model(labeled.comparison.swap()) for labeled in ranked))
+    comparisons = [labeled.comparison for labeled in ranked]
+    swaps = [comparison.swap() for comparison in comparisons] if both_orders else []
+    found = await at_once([asked(model, comparison) for comparison in [*comparisons, *swaps]])
+    given, swapped = found[: len(ranked)], found[len(ranked) :] if both_orders else [None] * len(ranked)
     return [
         Judgment(SIGN[labeled.label], one, other)
-        for labeled, one, other in zip(ranked, await given, await swapped, strict=True)
+        for labeled, one, other in zip(ranked, given, swapped, strict=True)
     ]
 
 
@@ -65,9 +65,9 @@ async def log_odds_of_chosen(
 ) -> list[float]:
     """Of each preferred answer over the other one, before any temperature; of both orders one after the other."""
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
-    asked = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
-    given = await asyncio.gather(*(model.log_odds(labeled.comparison) for labeled in asked))
-    return [SIGN[labeled.label] * each for labeled, each in zip(asked, given, strict=True)]
+    ordered = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
+    given = await at_once([model.log_odds(labeled.comparison) for labeled in ordered])
+    return [SIGN[labeled.label] * each for labeled, each in zip(ordered, given, strict=True)]
 
 
 def measures(judgments: Sequence[Judgment]) -> dict[str, float]:

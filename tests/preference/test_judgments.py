@@ -99,6 +99,40 @@ def test_log_odds_are_those_of_the_preferred_answer():
     assert asyncio.run(log_odds_of_chosen(Odds(), PAIRS[:1], both_orders=True)) == [3.0, 1.0]
 
 
+class Busy:
+    """A model of which one question fails and the others take for ever."""
+
+    def __init__(self):
+        self.running = 0
+
+    async def __call__(self, comparison):
+        self.running += 1
+        try:
+            if comparison.completion_A == PAIRS[0].comparison.completion_A:
+                raise OSError("gone")
+            await asyncio.sleep(60)
+            return 0.0
+        finally:
+            self.running -= 1
+
+    log_odds = __call__
+
+
+@pytest.mark.parametrize("ask", [judge, log_odds_of_chosen])
+@pytest.mark.parametrize("pairs", [PAIRS, PAIRS[1:2]], ids=["an error", "a cancellation"])
+def test_nothing_is_asked_any_more_when_a_judge_has_ended(ask, pairs):
+    async def left():
+        model = Busy()
+        asking = asyncio.create_task(ask(model, pairs, both_orders=True))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises((OSError, asyncio.CancelledError)):
+            await asking
+        return model.running
+
+    assert asyncio.run(left()) == 0
+
+
 def test_the_evaluator_names_its_measures_and_tells_what_it_left_out():
     evaluator = HeldOutPreferences(PAIRS, lambda client: client, both_orders=False, left_out=2, name="dev")
     found = asyncio.run(evaluator(shorter))
