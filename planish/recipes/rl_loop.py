@@ -11,6 +11,7 @@ same command started again goes on after the last checkpoint, with each step in 
 Left out on purpose: environments of several turns, asynchronous rollouts, KL penalties. This is the loop to read first.
 """
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -254,12 +255,13 @@ def check(config: Config) -> None:
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
         max_steps=(config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
+        ttl_seconds=(config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
         eval_every=(
             config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0),
             "eval_problems too",
         ),
-        learning_rate=(config.learning_rate > 0, "a number above 0"),
+        learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
 
 

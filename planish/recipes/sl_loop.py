@@ -257,8 +257,9 @@ def check(config: Config) -> None:
         num_epochs=(config.num_epochs >= 1, "a whole number of at least 1"),
         max_steps=(config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
+        ttl_seconds=(config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
         eval_examples=(config.eval_examples >= 0, "a whole number, 0 for none"),
-        learning_rate=(config.learning_rate > 0, "a number above 0"),
+        learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
 
 

@@ -1,5 +1,6 @@
 """The options of supervised training. Names and defaults are those of the public cookbooks; what is added is marked by its doc."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import chz
@@ -81,14 +82,14 @@ def may_change(config: Config) -> tuple[str, ...]:
 def check(config: Config) -> None:
     """UserError for an option that cannot be right, before anything is loaded."""
     rules: dict[str, tuple[bool, str]] = {
-        "learning_rate": (config.learning_rate > 0, "a number above 0"),
+        "learning_rate": (0 < config.learning_rate < math.inf, "a number above 0"),
         "lr_schedule": (config.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
         "warmup_steps": (config.warmup_steps >= 0, "0 or more"),
         "adam_beta1": (0 <= config.adam_beta1 < 1, "a number from 0 to below 1"),
         "adam_beta2": (0 <= config.adam_beta2 < 1, "a number from 0 to below 1"),
-        "adam_eps": (config.adam_eps >= 0, "0 or more"),
-        "weight_decay": (config.weight_decay >= 0, "0 or more"),
-        "grad_clip_norm": (config.grad_clip_norm >= 0, "0 or more"),
+        "adam_eps": (0 <= config.adam_eps < math.inf, "0 or more"),
+        "weight_decay": (0 <= config.weight_decay < math.inf, "0 or more"),
+        "grad_clip_norm": (0 <= config.grad_clip_norm < math.inf, "0 or more"),
         "lora_rank": (config.lora_rank >= 1, "a whole number of at least 1"),
         "num_epochs": (config.num_epochs >= 1, "a whole number of at least 1"),
         "max_steps": (config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
@@ -97,6 +98,8 @@ def check(config: Config) -> None:
         "infrequent_eval_every": (config.infrequent_eval_every >= 0, "a whole number, 0 for never"),
         "save_every": (config.save_every >= 0, "a whole number, 0 for only the last"),
         "rolling_save_every": (config.rolling_save_every >= 0, "a whole number, 0 for none"),
+        "ttl_seconds": (config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
+        "rolling_ttl_seconds": (config.rolling_ttl_seconds >= 1, "at least 1"),
     }
     for name, (holds, remedy) in rules.items():
         if not holds:

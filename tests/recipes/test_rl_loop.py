@@ -134,6 +134,8 @@ def test_weights_of_another_run_are_the_start(service, sums_dataset, tmp_path):
         ("loss_fn", "cross_entropy"),
         ("max_steps", 0),
         ("learning_rate", 0.0),
+        ("learning_rate", float("inf")),
+        ("ttl_seconds", 0),
         ("eval_every", 5),
     ],
 )

@@ -138,7 +138,15 @@ def test_what_is_too_long_is_cut_and_counted_or_left_out_and_counted(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("batch_size", 0), ("max_length", 1), ("num_epochs", 0), ("learning_rate", -1.0)]
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("max_length", 1),
+        ("num_epochs", 0),
+        ("learning_rate", -1.0),
+        ("learning_rate", float("inf")),
+        ("ttl_seconds", 0),
+    ],
 )
 def test_an_option_that_cannot_be_right_is_refused_by_name(sums_dataset, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}="):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -348,14 +349,17 @@ BAD = {
     "submit_ahead": -1,
     "eval_every": -1,
     "save_every": -1,
+    "ttl_seconds": 0,
+    "rolling_ttl_seconds": 0,
     "loggers": ["neptune"],
 }
+BOUNDLESS = dict.fromkeys(("learning_rate", "adam_eps", "weight_decay", "grad_clip_norm"), math.inf)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_an_option_that_cannot_be_right_is_refused_by_name(service, chats, tmp_path, name):
+@pytest.mark.parametrize(("name", "value"), [*BAD.items(), *BOUNDLESS.items()])
+def test_an_option_that_cannot_be_right_is_refused_by_name(service, chats, tmp_path, name, value):
     with pytest.raises(UserError, match=name):
-        train(service, chats, tmp_path / "run", **{name: BAD[name]})
+        train(service, chats, tmp_path / "run", **{name: value})
     assert not (tmp_path / "run").exists()
     assert service.operations == []
 
