@@ -13,6 +13,7 @@ metric_logs.json in the run directory holds, for each copy, the run's id there a
 
 import importlib.metadata
 import json
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -90,11 +91,15 @@ class MetricLogs(MetricLog):
         self.close(failed=kind is not None)
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """A number that JSON does not have is not worth the run: it is told to `warn`, and left out."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for name in [name for name in metrics if name not in finite]:
+            self._warn(f"{name} is {metrics[name]} in step {step}, and is left out")
         for log in self._own:
-            log.log(step, metrics)
+            log.log(step, finite)
         for name, copy in list(self._copies.items()):
             try:
-                copy.log(step, metrics)
+                copy.log(step, finite)
             except Exception as error:  # whatever a service raises, it is not worth the run
                 del self._copies[name]
                 self._warn(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planish.errors import UserError
+from planish.errors import StorageError, UserError
 from planish.metric_logs import MetricLogs, open_metric_logs, require_loggers
 from planish.metric_services import SERVICES, CopiedRun, Service
 from planish.runs import RunDirectory, read_rows
@@ -149,15 +149,32 @@ def test_a_service_learns_that_the_run_failed(tmp_path, recorder):
     assert recorder.closed == [True]
 
 
-def test_a_row_that_the_record_refuses_is_told_to_nobody(tmp_path, recorder):
+def test_a_row_that_the_record_refuses_is_told_to_nobody(tmp_path, recorder, monkeypatch):
+    def full(self: RunDirectory, step: int, metrics: Mapping[str, float]) -> None:
+        raise StorageError("no space")
+
+    monkeypatch.setattr(RunDirectory, "log", full)
     quiet = Console(file=io.StringIO())
     with (
         RunDirectory(tmp_path, CONFIG) as run,
         open_metric_logs(["wandb"], run, steps=2, console=quiet) as logs,
-        pytest.raises(ValueError, match="finite"),
+        pytest.raises(StorageError, match="no space"),
     ):
-        logs.log(0, {"a": float("nan")})
+        logs.log(0, {"a": 1.0})
     assert recorder.told == []
+
+
+def test_a_metric_that_is_not_finite_is_named_and_left_out_everywhere(tmp_path, recorder):
+    printed = io.StringIO()
+    with (
+        RunDirectory(tmp_path, CONFIG) as run,
+        open_metric_logs(["wandb"], run, steps=2, console=Console(file=printed)) as logs,
+    ):
+        logs.log(0, {"a": 1.0, "b": float("nan"), "c": float("-inf")})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "a": 1.0}]
+    assert recorder.told[0][1:] == (0, 1.0)
+    assert "WARNING: b is nan in step 0, and is left out" in printed.getvalue()
+    assert "WARNING: c is -inf in step 0, and is left out" in printed.getvalue()
 
 
 def test_a_logger_that_cannot_start_is_an_error_that_closes_the_others(tmp_path, recorder, monkeypatch):

@@ -12,7 +12,6 @@ recorded, and rows of steps behind the newest checkpoint are dropped at a start,
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -258,11 +257,8 @@ class Loop:
         await to_its_end(asyncio.to_thread(self.files.write, split, step, rollouts, advantages))
 
     def write_down(self, step: int, metrics: Metrics, spans: Spans) -> None:
-        """The row of a step. A number that JSON does not have is not worth the run."""
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        for name in [name for name in metrics if name not in finite]:
-            self.progress.say(f"WARNING: {name} is {metrics[name]} in step {step}, and is left out")
-        self.log.log(step, finite | spans.metrics())
+        """The row of a step."""
+        self.log.log(step, metrics | spans.metrics())
         self.run.log_spans(step, spans.rows())
         if self.trace is not None:
             self.trace.write(step, spans)

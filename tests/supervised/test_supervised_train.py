@@ -192,6 +192,20 @@ def test_tests_measure_the_weights_before_their_step(service, chats, tmp_path):
     assert service.operations.count("publish") == 4
 
 
+class Unknown(SamplingClientEvaluator):
+    async def __call__(self, sampling_client):
+        return {"sampled/steps": float("nan")}
+
+
+def test_a_metric_that_is_not_finite_is_left_out_and_said(service, chats, tmp_path, capsys):
+    train(service, chats, tmp_path, evaluator_builders=[Unknown])
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert all("sampled/steps" not in row for row in rows)
+    assert read_rows(tmp_path / "checkpoints.jsonl")[-1]["name"] == "final"
+    assert f"WARNING: sampled/steps is nan in step {STEPS}, and is left out" in capsys.readouterr().out
+
+
 def test_infrequent_evaluators_have_a_rhythm_of_their_own(service, chats, tmp_path):
     train(
         service,
