@@ -18,6 +18,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.checkpointing import Start
 from planish.distillation.soft_targets import SoftData, soft_targets
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
@@ -54,8 +55,8 @@ async def _run(config: Config, service_client: Any) -> Path:
     teacher = await teacher_client(config.teacher_config, service_client, config.model_name, "teacher_config")
     await require_topk(teacher, config.topk)
 
-    def objective_of(training_client: Any) -> "SoftCrossEntropy":
-        return SoftCrossEntropy(training_client.get_tokenizer(), teacher, config.topk)
+    def objective_of(start: Start) -> "SoftCrossEntropy":
+        return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)
 
     return await train(config, service_client, objective_of, SHOWN | TEACHER_SHOWN)
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from planish import ServiceClient
+from planish.checkpointing import Start
 from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
 from planish.preference.datasets import pairs_of
@@ -78,8 +79,8 @@ async def main(config: Config, service_client: Any = None) -> Path:
 async def _run(config: Config, service_client: Any) -> Path:
     loss = pair_loss_of(config)
 
-    def objective_of(training_client: Any) -> "PairObjective":
-        reference = reference_client(config, service_client) if loss.needs_reference else None
+    def objective_of(start: Start) -> "PairObjective":
+        reference = reference_client(config, service_client, start) if loss.needs_reference else None
         return PairObjective(config.loss, loss, reference)
 
     return await train(config, service_client, objective_of, {f"{config.loss}_loss": "loss {:.4f}", **SHOWN})
@@ -125,10 +126,13 @@ def _check_unused(config: Config) -> None:
         raise UserError("reference_model_name and reference_checkpoint_path are two references; give one of them")
 
 
-def reference_client(config: Config, service_client: Any) -> Any:
-    """A sampling client of the reference: that of the run's beginning, whatever was saved or trained since."""
+def reference_client(config: Config, service_client: Any, start: Start) -> Any:
+    """A sampling client of the reference: that of the run's beginning, whatever was saved or trained since.
+
+    A run that was killed before its first checkpoint begins once more, and its options may have been corrected.
+    """
     path = Path(config.log_path).expanduser() / REFERENCE
-    if not path.exists():
+    if start.record is None or not path.exists():
         checkpoint = config.reference_checkpoint_path
         if checkpoint is None and config.reference_model_name is None:
             checkpoint = config.load_checkpoint_path

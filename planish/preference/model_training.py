@@ -14,6 +14,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.checkpointing import Start
 from planish.errors import UserError
 from planish.preference.calibration import fit_temperature
 from planish.preference.forms import Form, LogOddsModel
@@ -79,7 +80,7 @@ def check(config: Config) -> None:
 async def _run(config: Config, service_client: Any) -> Path:
     builder = config.dataset_builder
 
-    def objective_of(training_client: Any) -> PreferenceObjective:
+    def objective_of(start: Start) -> PreferenceObjective:
         return PreferenceObjective(builder.form, builder.common_config.max_length)
 
     run = await train(config, service_client, objective_of, SHOWN)

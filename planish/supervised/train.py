@@ -9,7 +9,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import RunCheckpoints, origin_metadata, start_training
+from planish.checkpointing import RunCheckpoints, Start, origin_metadata, start_training
 from planish.console import StepDisplay
 from planish.errors import UserError
 from planish.metric_logs import open_metric_logs
@@ -43,14 +43,14 @@ async def main(config: Config, service_client: Any = None) -> Path:
         return await train(config, own_client, cross_entropy, SHOWN)
 
 
-def cross_entropy(training_client: Any) -> Objective:
-    return CrossEntropy(training_client.get_tokenizer())
+def cross_entropy(start: Start) -> Objective:
+    return CrossEntropy(start.training_client.get_tokenizer())
 
 
 async def train(
-    config: Config, service_client: Any, objective_of: Callable[[Any], Objective], shown: dict[str, str]
+    config: Config, service_client: Any, objective_of: Callable[[Start], Objective], shown: dict[str, str]
 ) -> Path:
-    """A run with the objective that `objective_of` makes for its training client; `shown` is a step's line on the console."""
+    """A run with the objective that `objective_of` makes at its start; `shown` is a step's line on the console."""
     train_set, test_set = await asyncio.to_thread(config.dataset_builder)
     steps = planned_steps(train_set, config)
     with RunDirectory(config.log_path, chz.asdict(config), may_change=may_change(config)) as run:
@@ -69,7 +69,7 @@ async def train(
             return run.path
         run.resume_at(start.batch)
         write_whole(run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()]))
-        objective = await asyncio.to_thread(objective_of, start.training_client)
+        objective = await asyncio.to_thread(objective_of, start)
         with (
             StepDisplay(steps, start.batch) as display,
             open_metric_logs(

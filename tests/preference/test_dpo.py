@@ -15,7 +15,8 @@ from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBui
 from planish.preference.dpo import Config, answer_logprob, dpo_loss, main, pair_loss, reference_logprobs
 from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
 from planish.preference.metric_definitions import definition_of
-from planish.runs import REFERENCE, read_rows
+from planish.runs import REFERENCE, checkpoint_of, read_rows
+from planish.supervised.loop import Loop
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.types import Datum, ModelInput
 
@@ -196,6 +197,25 @@ def test_a_resumed_run_keeps_its_reference_and_ends_as_if_it_was_not_stopped(
     assert first == second
     assert first[0]["chosen_reward"] == pytest.approx(0.0, abs=1e-4), "the reference is what the run begins with"
     assert abs(first[-1]["test/chosen_reward"]) > 1e-3
+
+
+def test_a_run_that_begins_once_more_names_its_reference_anew(client, models, pairs, tmp_path, monkeypatch):
+    first, second = (
+        str(train(client, models[0], pairs, tmp_path / name, max_steps=1, seed=seed))
+        for seed, name in enumerate(("first", "second"))
+    )
+
+    async def killed(self):
+        raise StoppedError
+
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
+        patch.setattr(Loop, "make_steps", killed)
+        train(client, models[0], pairs, tmp_path / "run", load_checkpoint_path=first, max_steps=1)
+    train(client, models[0], pairs, tmp_path / "run", load_checkpoint_path=second, max_steps=1)
+    named = json.loads((tmp_path / "run" / REFERENCE).read_text())
+    assert named == {"model_path": checkpoint_of(second)}
+    row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
+    assert row["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5), "policy and reference are the same at first"
 
 
 def test_reference_logprobs_are_the_trainers(client, models, pairs):
