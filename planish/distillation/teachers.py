@@ -31,23 +31,29 @@ def pinned(teacher: TeacherConfig) -> TeacherConfig:
 async def teacher_client(teacher: TeacherConfig, service_client: Any, student_model: str, option: str) -> Any:
     """A sampling client of the teacher; UserError, which names `option`, if its tokens are not the student's."""
     client = await policy_client(teacher, service_client, option)
-    if teacher.base_model != student_model:
-        student = await service_client.create_sampling_client_async(base_model=student_model)
-        tokenizers = [await asyncio.to_thread(each.get_tokenizer) for each in (student, client)]
-        difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
-        if difference is not None:
-            raise UserError(
-                f"{option}: the vocabulary of {teacher.base_model} is not that of {student_model} ({difference}); give a teacher "
-                "with the student's tokenizer"
-            )
+    await require_one_vocabulary(student_model, teacher.base_model, service_client, option)
     return client
 
 
-def vocabulary_difference(student: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
+async def require_one_vocabulary(trained: str, other: str, service_client: Any, option: str) -> None:
+    """UserError, which names `option`, unless the base model `other` has the tokens of the one that is `trained`."""
+    if other == trained:
+        return
+    clients = [await service_client.create_sampling_client_async(base_model=name) for name in (trained, other)]
+    tokenizers = [await asyncio.to_thread(client.get_tokenizer) for client in clients]
+    difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
+    if difference is not None:
+        raise UserError(
+            f"{option}: the vocabulary of {trained} is not that of {other} ({difference}); give a model with the tokenizer of "
+            "model_name"
+        )
+
+
+def vocabulary_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str | None:
     """The token with the lowest id that is not the same in both, in words; None if there is none."""
-    differing = student.items() ^ teacher.items()
+    differing = first.items() ^ second.items()
     if not differing:
         return None
     token, _ = min(differing, key=lambda item: (item[1], item[0]))
-    ids = [str(vocabulary.get(token, "not there")) for vocabulary in (student, teacher)]
-    return f"token {token!r} is {ids[0]} in the student's and {ids[1]} in the teacher's"
+    ids = [str(vocabulary.get(token, "not there")) for vocabulary in (first, second)]
+    return f"token {token!r} is {ids[0]} in the first and {ids[1]} in the second"

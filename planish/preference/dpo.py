@@ -22,6 +22,7 @@ import torch
 
 from planish import ServiceClient
 from planish.checkpointing import Start
+from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
 from planish.preference.datasets import pairs_of
@@ -78,6 +79,10 @@ async def main(config: Config, service_client: Any = None) -> Path:
 
 async def _run(config: Config, service_client: Any) -> Path:
     loss = pair_loss_of(config)
+    if loss.needs_reference:
+        option = "reference_model_name" if config.reference_checkpoint_path is None else "reference_checkpoint_path"
+        base_model = await reference_base_model(config, service_client)
+        await require_one_vocabulary(config.model_name, base_model, service_client, option)
 
     def objective_of(start: Start) -> "PairObjective":
         reference = reference_client(config, service_client, start) if loss.needs_reference else None
@@ -124,6 +129,14 @@ def _check_unused(config: Config) -> None:
         raise UserError("loss=simpo asks no reference; leave reference_model_name and reference_checkpoint_path out")
     if all(reference is not None for reference in references):
         raise UserError("reference_model_name and reference_checkpoint_path are two references; give one of them")
+
+
+async def reference_base_model(config: Config, service_client: Any) -> str:
+    if config.reference_checkpoint_path is None:
+        return config.reference_model_name or config.model_name
+    path = checkpoint_of(config.reference_checkpoint_path)
+    client = await service_client.create_sampling_client_async(model_path=path)
+    return await client.get_base_model_async()
 
 
 def reference_client(config: Config, service_client: Any, start: Start) -> Any:

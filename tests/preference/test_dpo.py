@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,20 @@ def test_a_run_that_begins_once_more_names_its_reference_anew(client, models, pa
     assert named == {"model_path": checkpoint_of(second)}
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5), "policy and reference are the same at first"
+
+
+@pytest.mark.parametrize("option", ["reference_model_name", "reference_checkpoint_path"])
+def test_a_reference_of_other_tokens_is_refused_before_anything_is_trained(client, models, pairs, tmp_path, option):
+    other = shutil.copytree(models[1], tmp_path / "other")
+    tokens = other / "tokenizer.json"
+    tokens.write_text(tokens.read_text().replace("<think>", "<muse>"))
+    reference = str(other)
+    if option == "reference_checkpoint_path":
+        policy = client.create_lora_training_client(base_model=reference, rank=2, seed=0)
+        reference = policy.save_state("x").result().path
+    with pytest.raises(UserError, match=rf"{option}: the vocabulary of .*'<(think|muse)>'"):
+        train(client, models[0], pairs, tmp_path / "run", **{option: reference})
+    assert not (tmp_path / "run").exists()
 
 
 def test_reference_logprobs_are_the_trainers(client, models, pairs):
