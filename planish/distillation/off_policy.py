@@ -24,7 +24,7 @@ from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
 from planish.supervised import config as supervised
-from planish.supervised.nll import NLLEvaluator
+from planish.supervised.nll import NLLEvaluator, held_out_data
 from planish.supervised.objective import CrossEntropy, Gradient, Metrics
 from planish.supervised.train import SHOWN, train
 from planish.supervised.types import SupervisedDataset
@@ -95,7 +95,7 @@ class SoftCrossEntropy:
         return SoftGradient(soft, await CrossEntropy(self.tokenizer).submit(training_client, soft.data))
 
     def test(self, test_set: SupervisedDataset) -> "SoftEvaluator":
-        return SoftEvaluator(NLLEvaluator.from_dataset(test_set).data, self.teacher, self.topk)
+        return SoftEvaluator(held_out_data(test_set), self.teacher, self.topk)
 
 
 @dataclass(frozen=True)

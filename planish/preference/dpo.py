@@ -29,7 +29,7 @@ from planish.preference.datasets import pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.runs import REFERENCE, checkpoint_of, write_whole
 from planish.supervised import config as supervised
-from planish.supervised.nll import DATUMS_PER_CALL
+from planish.supervised.nll import DATUMS_PER_CALL, held_out_data
 from planish.supervised.objective import Metrics
 from planish.supervised.train import train
 from planish.supervised.types import SupervisedDataset
@@ -187,9 +187,7 @@ class PairObjective:
         return loss, {f"{self.name}_loss": float(loss.detach()), **measured}
 
     def test(self, test_set: SupervisedDataset) -> "PairEvaluator":
-        test_set.set_epoch(0)
-        data = [datum for index in range(len(test_set)) for datum in test_set.get_batch(index)]
-        return PairEvaluator(data, self)
+        return PairEvaluator(held_out_data(test_set), self)
 
 
 @dataclass(frozen=True)

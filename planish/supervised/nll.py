@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Self
 
+from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
 from planish.supervised.types import SupervisedDataset
 from planish.types import Datum, ForwardBackwardOutput
@@ -70,6 +71,18 @@ class Tally:
         return found
 
 
+def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
+    """All datums of a test set, rendered now; UserError if there are none."""
+    dataset.set_epoch(0)
+    data = [datum for index in range(len(dataset)) for datum in dataset.get_batch(index)]
+    if not data:
+        raise UserError(
+            "the test set has nothing to measure: what is learned lies behind max_length in each of its rows; give a larger "
+            "max_length, other test data, or no tests"
+        )
+    return data
+
+
 class NLLEvaluator(TrainingClientEvaluator):
     """NAME/nll and NAME/bpb of held-out datums."""
 
@@ -79,9 +92,8 @@ class NLLEvaluator(TrainingClientEvaluator):
 
     @classmethod
     def from_dataset(cls, dataset: SupervisedDataset, name: str = "test") -> Self:
-        """Of all batches of the data set's first epoch, rendered now."""
-        dataset.set_epoch(0)
-        return cls([datum for index in range(len(dataset)) for datum in dataset.get_batch(index)], name)
+        """Of all batches of the data set's first epoch, rendered now. UserError if they hold nothing."""
+        return cls(held_out_data(dataset), name)
 
     async def __call__(self, training_client: Any) -> Mapping[str, float]:
         parts = [self.data[start : start + DATUMS_PER_CALL] for start in range(0, len(self.data), DATUMS_PER_CALL)]

@@ -92,9 +92,9 @@ def builder(model, pairs, **changes):
     return DPODatasetBuilderFromComparisons(common_config=common, comparison_builder=comparisons)
 
 
-def train(client, model, pairs, path, **changes):
+def train(client, model, pairs, path, max_length=None, **changes):
     options = {"learning_rate": 1e-3, "lora_rank": 4, "num_epochs": 3, "save_every": 2, "eval_every": 3, **changes}
-    config = Config(log_path=str(path), model_name=model, dataset_builder=builder(model, pairs), **options)
+    config = Config(log_path=str(path), model_name=model, dataset_builder=builder(model, pairs, max_length=max_length), **options)
     return asyncio.run(main(config, client))
 
 
@@ -217,6 +217,15 @@ def test_a_run_that_begins_once_more_names_its_reference_anew(client, models, pa
     assert named == {"model_path": checkpoint_of(second)}
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5), "policy and reference are the same at first"
+
+
+def test_a_test_set_of_which_nothing_is_left_is_refused(client, models, tmp_path):
+    for split, count, length in (("train", 10, 1), ("test", 3, 200)):
+        rows = [{"prompt": f"{n}" * length, "chosen": "a", "rejected": "b"} for n in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="the test set has nothing to measure.*max_length"):
+        train(client, models[0], tmp_path, tmp_path / "run", max_length=120)
+    assert read_rows(tmp_path / "run" / "metrics.jsonl") == []
 
 
 @pytest.mark.parametrize("option", ["reference_model_name", "reference_checkpoint_path"])

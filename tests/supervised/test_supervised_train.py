@@ -319,11 +319,11 @@ class Numbered(SupervisedDataset):
 
 
 class Given(SupervisedDatasetBuilder):
-    def __init__(self, dataset):
-        self.dataset = dataset
+    def __init__(self, dataset, test=None):
+        self.dataset, self.test = dataset, test
 
     def __call__(self):
-        return self.dataset, None
+        return self.dataset, self.test
 
 
 def data_of(chats):
@@ -349,6 +349,13 @@ def test_a_batch_with_nothing_to_learn_changes_nothing(service, chats, tmp_path)
 def test_a_length_that_nothing_fits_into_is_refused(service, chats, tmp_path):
     with pytest.raises(UserError, match="max_length"):
         train(service, chats, tmp_path, common={"max_length": 5})
+    assert "optim_step" not in service.operations
+
+
+def test_a_test_set_of_which_nothing_is_left_is_refused(service, chats, tmp_path):
+    given = Given(Numbered(data_of(chats)), test=Numbered([None], empty=[0]))
+    with pytest.raises(UserError, match="the test set has nothing to measure.*max_length"):
+        train(service, chats, tmp_path, dataset_builder=given)
     assert "optim_step" not in service.operations
 
 
