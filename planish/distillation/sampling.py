@@ -14,6 +14,7 @@ a file that was made from anything else is not gone on with.
 
 import asyncio
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,10 +99,12 @@ class SampledFile:
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def add(self, answers: Sequence[Row | None]) -> None:
-        """Keep the answers to the next prompts; first the rows, then that they are there."""
+        """Keep the answers to the next prompts; first the rows, on disk, then that they are there."""
         rows = [row for row in answers if row is not None]
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
         self.done += len(answers)
         self.left_out += len(answers) - len(rows)
         self._write_record()

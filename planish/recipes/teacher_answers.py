@@ -20,6 +20,7 @@ from planish.recipes.sl_options import SLOptions, chat_builder
 from planish.recipes.sum_prompts import drawn_sum_prompts, sum_test
 from planish.renderers import TrainOnWhat
 from planish.rl.train import context_of
+from planish.runs import hold_directory
 from planish.supervised.conversations import Conversation
 from planish.supervised.datasets import FromRowsBuilder
 
@@ -85,7 +86,10 @@ def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any
 async def write_answers(
     options: TeacherOptions, service_client: Any, prefix: Sequence[Mapping[str, Any]] = (), *, shows_examples: bool
 ) -> None:
-    """Have the teacher answer all prompts, each behind `prefix`, as far as they are not answered yet."""
+    """Have the teacher answer all prompts, each behind `prefix`, as far as they are not answered yet.
+
+    The run's directory is held meanwhile, as it is while the run trains: two processes would both append.
+    """
     renderer = model_renderer(options.model_name, options.renderer_name)
     prompts = prompts_of(options, prefix, shows_examples=shows_examples)
     needed = options.batch_size + (options.test_size or 0)
@@ -95,15 +99,6 @@ async def write_answers(
             f"{needed}; give more prompts, or smaller sizes"
         )
     teacher = pinned(teacher_config(options))
-    sampler = TeacherSampler(
-        await teacher_client(teacher, service_client, options.model_name, "teacher_model"),
-        renderer,
-        options.max_tokens,
-        options.temperature,
-        options.seed,
-        prefix,
-        await context_of(teacher.base_model, service_client),
-    )
     origin = {
         "teacher": chz.asdict(teacher),
         "renderer": renderer.name,
@@ -113,7 +108,21 @@ async def write_answers(
         **({"max_operand": options.max_operand} if options.dataset == SUMS else {}),
         **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")},
     }
-    await sample_conversations(sampler, prompts, answers_path(options), origin)
+    path = answers_path(options)
+    held = hold_directory(path.parent, "log_path", "this run")
+    try:
+        sampler = TeacherSampler(
+            await teacher_client(teacher, service_client, options.model_name, "teacher_model"),
+            renderer,
+            options.max_tokens,
+            options.temperature,
+            options.seed,
+            prefix,
+            await context_of(teacher.base_model, service_client),
+        )
+        await sample_conversations(sampler, prompts, path, origin)
+    finally:
+        held.release()
 
 
 def prompts_of(

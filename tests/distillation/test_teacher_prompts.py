@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 
 import numpy as np
 import pytest
@@ -136,6 +137,18 @@ def test_a_killed_process_goes_on_with_the_same_draws(renderer, tmp_path):
     again = Teacher(renderer)
     sample(again, prompts, path)
     assert again.asked == [], "nothing is asked twice"
+
+
+def test_answers_are_on_disk_before_the_record_that_speaks_of_them(renderer, tmp_path, monkeypatch):
+    path, synced = tmp_path / "s.jsonl", []
+
+    def fsync(handle):
+        synced.append((os.fstat(handle).st_ino, os.fstat(handle).st_size))
+
+    file = SampledFile(path, {})
+    monkeypatch.setattr(os, "fsync", fsync)
+    file.add([{"index": 0, "messages": []}])
+    assert synced[0] == (path.stat().st_ino, path.stat().st_size), "a power cut would leave the record alone"
 
 
 def test_a_file_of_other_origin_is_left_alone(renderer, tmp_path):

@@ -14,7 +14,7 @@ from planish.recipes.sums import held_out_sums
 from planish.recipes.training_run import read_options
 from planish.renderers import Renderer
 from planish.renderers.termination import Parsed, Termination
-from planish.runs import read_rows
+from planish.runs import hold_directory, read_rows
 from planish.testing import tiny_model
 
 
@@ -141,6 +141,16 @@ def test_off_policy_on_sums_that_the_teacher_answers(small_model, tmp_path, engi
     sampled = read_rows(tmp_path / "run" / "sampled.jsonl")
     assert [row["index"] for row in sampled] == list(range(24))
     assert [message["role"] for message in sampled[0]["messages"]] == ["user", "assistant"] * 3
+
+
+def test_only_one_process_has_the_teacher_answer(small_model, tmp_path, engine, ends):
+    options = taught_options(off_policy_distillation, small_model, tmp_path, teacher_model=small_model, topk=4)
+    other = hold_directory(tmp_path / "run", "log_path", "this run")
+    with pytest.raises(UserError, match="log_path=.*: another process is writing this run"):
+        off_policy_distillation.main(options, engine)
+    assert not (tmp_path / "run" / "sampled.jsonl").exists()
+    other.release()
+    off_policy_distillation.main(options, engine)
 
 
 def test_off_policy_on_given_answers(small_model, tmp_path, engine):
