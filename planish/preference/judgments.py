@@ -55,8 +55,7 @@ async def judge(
     found = await at_once([asked(model, comparison) for comparison in [*comparisons, *swaps]])
     given, swapped = found[: len(ranked)], found[len(ranked) :] if both_orders else [None] * len(ranked)
     return [
-        Judgment(SIGN[labeled.label], one, other)
-        for labeled, one, other in zip(ranked, given, swapped, strict=True)
+        Judgment(SIGN[labeled.label], one, other) for labeled, one, other in zip(ranked, given, swapped, strict=True)
     ]
 
 

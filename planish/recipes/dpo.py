@@ -26,6 +26,7 @@ from planish.recipes.preference_pairs import KINDS, count_of_sums, drawn_pairs
 from planish.schedules import SCHEDULES
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
+DRAWN, LARGEST = "style", 30
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"batch_size": 256, "learning_rate": 1e-5, "max_length": 8192},
 }
@@ -49,8 +50,10 @@ class Options:
     model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
     dataset: str | None = chz.field(default=None, doc="hub name, local directory or JSONL file; none = drawn pairs")
     test_size: int | None = chz.field(default=64, doc="test pairs; none = the whole test split, 0 = no tests")
-    drawn: str = chz.field(default="style", doc=f"drawn pairs: {' or '.join(KINDS)}")
-    largest: int = chz.field(default=30, doc="of drawn pairs: the largest number that is added")
+    drawn: str | None = chz.field(default=None, doc=f"drawn pairs: {' or '.join(KINDS)}; none = {DRAWN}")
+    largest: int | None = chz.field(
+        default=None, doc=f"of drawn pairs: the largest number that is added; none = {LARGEST}"
+    )
     log_path: str = chz.field(default="/tmp/planish-examples/dpo", doc="directory of the run's files")
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     load_checkpoint_path: str | None = chz.field(
@@ -117,16 +120,19 @@ def dpo_config(options: Options) -> dpo.Config:
 
 def comparisons(options: Options) -> ComparisonBuilder:
     if options.dataset is not None:
+        training_run.refuse(options, ("drawn", "largest"), "is for drawn pairs, and dataset is given; leave it out")
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
         )
-    if options.drawn not in KINDS:
-        raise UserError(f"drawn={options.drawn}: give {' or '.join(KINDS)}")
-    count = count_of_sums(options.largest)
+    kind = DRAWN if options.drawn is None else options.drawn
+    if kind not in KINDS:
+        raise UserError(f"drawn={kind}: give {' or '.join(KINDS)}")
+    largest = LARGEST if options.largest is None else options.largest
+    count = count_of_sums(largest)
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:
         raise UserError(f"test_size={test_size}: there are {count} drawn sums; give fewer, or a larger largest")
-    return DrawnComparisonBuilder(largest=options.largest, test_size=test_size, seed=options.seed, kind=options.drawn)
+    return DrawnComparisonBuilder(largest=largest, test_size=test_size, seed=options.seed, kind=kind)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ def check(options: Options) -> None:
     if is_sampled(options):
         teacher_answers.check(options)
         return
+    teacher_answers.check_sums(options)
     for name, default in ONLY_SAMPLED.items():
         if getattr(options, name) != default:
             raise UserError(

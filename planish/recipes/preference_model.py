@@ -29,6 +29,7 @@ from planish.schedules import SCHEDULES
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
 Pairs = Literal["courtesy", "sums", "solutions"]
+LARGEST, QUESTIONS = 20, "openai/gsm8k"
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"batch_size": 64, "learning_rate": 3e-4, "lora_rank": 64, "max_length": 8192},
 }
@@ -41,9 +42,15 @@ class Options:
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
     )
-    pairs: Pairs = chz.field(default="courtesy", doc="without dataset, which pairs are made: courtesy, sums, solutions")
-    largest: int = chz.field(default=20, doc="of pairs=courtesy and pairs=sums: the largest number that is added")
-    questions: str = chz.field(default="openai/gsm8k", doc="of pairs=solutions: questions with worked solutions")
+    pairs: Pairs | None = chz.field(
+        default=None, doc="without dataset, which pairs are made: courtesy, sums, solutions; none = courtesy"
+    )
+    largest: int | None = chz.field(
+        default=None, doc=f"of pairs=courtesy and pairs=sums: the largest number that is added; none = {LARGEST}"
+    )
+    questions: str | None = chz.field(
+        default=None, doc=f"of pairs=solutions: questions with worked solutions; none = {QUESTIONS}"
+    )
     test_size: int | None = chz.field(
         default=64, doc="test pairs; none = the whole test split of dataset, 0 = no tests"
     )
@@ -57,7 +64,9 @@ class Options:
     lora_rank: int = 32
     seed: int = chz.field(default=0, doc="of initial weights, of the data's order and of what is held out")
 
-    question: str = chz.field(default=QUESTION, doc="of bradley_terry: what is asked about an answer")
+    question: str | None = chz.field(
+        default=None, doc=f"of bradley_terry: what is asked about an answer; none = {QUESTION}"
+    )
     batch_size: int = chz.field(default=16, doc="comparisons a step")
     max_length: int = chz.field(
         default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
@@ -96,6 +105,8 @@ def model_config(options: Options) -> model_training.Config:
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"{name}={value}: give a whole number of at least {least}")
+    if options.kind != "bradley_terry":
+        training_run.refuse(options, ("question",), "is for kind=bradley_terry; leave it out")
     shared = chz.chz_fields(Options).keys() & chz.chz_fields(model_training.Config).keys()
     builder = PreferenceDatasetBuilder(
         common_config=ChatDatasetBuilderCommonConfig(
@@ -106,7 +117,7 @@ def model_config(options: Options) -> model_training.Config:
         ),
         comparison_builder=comparisons(options),
         kind=options.kind,
-        question=options.question,
+        question=QUESTION if options.question is None else options.question,
         calibration_size=options.calibration_size,
         shuffle_seed=options.seed,
     )
@@ -116,6 +127,8 @@ def model_config(options: Options) -> model_training.Config:
 
 def comparisons(options: Options) -> ComparisonBuilder:
     if options.dataset is not None:
+        made = ("pairs", "largest", "questions")
+        training_run.refuse(options, made, "is for pairs that are made, and dataset is given; leave it out")
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
         )
@@ -123,9 +136,11 @@ def comparisons(options: Options) -> ComparisonBuilder:
         raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
     drawn = {"test_size": options.test_size, "seed": options.seed}
     if options.pairs == "solutions":
-        return ExchangedSolutionsBuilder(questions=options.questions, **drawn)
-    builder = CourteousAnswersBuilder if options.pairs == "courtesy" else ExchangedSumsBuilder
-    return builder(largest=options.largest, **drawn)
+        training_run.refuse(options, ("largest",), "is for pairs=courtesy and pairs=sums; leave it out")
+        return ExchangedSolutionsBuilder(questions=options.questions or QUESTIONS, **drawn)
+    training_run.refuse(options, ("questions",), "is for pairs=solutions; leave it out")
+    builder = ExchangedSumsBuilder if options.pairs == "sums" else CourteousAnswersBuilder
+    return builder(largest=LARGEST if options.largest is None else options.largest, **drawn)
 
 
 if __name__ == "__main__":

@@ -174,23 +174,21 @@ def check(options: Options) -> None:
         judge_max_tokens=(options.judge_max_tokens >= 1, "a whole number of at least 1"),
     )
     if options.dataset is not None:
-        _refuse(options, ("largest", "shown_verdicts"), "is for drawn sums, and dataset is given; leave it out")
+        training_run.refuse(
+            options, ("largest", "shown_verdicts"), "is for drawn sums, and dataset is given; leave it out"
+        )
     if options.judge_url is None:
-        _refuse(options, ENDPOINT_OPTIONS, "is for a judge behind judge_url; give judge_url, or leave it out")
+        training_run.refuse(
+            options, ENDPOINT_OPTIONS, "is for a judge behind judge_url; give judge_url, or leave it out"
+        )
         if options.rollout_processes != 0:
             raise UserError(
                 f"rollout_processes={options.rollout_processes}: a judge without judge_url lives in this process; give 0"
             )
     else:
         mine = ("judge_checkpoint", "judge_renderer_name")
-        _refuse(options, mine, "is for a judge on the engine of the run; leave it out with judge_url")
+        training_run.refuse(options, mine, "is for a judge on the engine of the run; leave it out with judge_url")
         endpoint_of(options)
-
-
-def _refuse(options: Options, names: Any, reason: str) -> None:
-    for name in names:
-        if getattr(options, name) not in (None, {}):
-            raise UserError(f"{name}={getattr(options, name)} {reason}")
 
 
 if __name__ == "__main__":

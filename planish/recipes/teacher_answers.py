@@ -25,6 +25,7 @@ from planish.supervised.conversations import Conversation
 from planish.supervised.datasets import FromRowsBuilder
 
 SUMS = "sums"
+MAX_OPERAND = 20
 SAMPLED = "sampled.jsonl"
 
 
@@ -41,7 +42,13 @@ class TeacherOptions(SLOptions):
     max_tokens: int = chz.field(default=256, doc="longest answer of the teacher")
     temperature: float = chz.field(default=1.0, doc="of the teacher's answers")
     num_prompts: int | None = chz.field(default=None, doc="prompts that are answered; none = all, or 512 sums")
-    max_operand: int = chz.field(default=20, doc="of sums: the largest number that is added")
+    max_operand: int | None = chz.field(
+        default=None, doc=f"of sums: the largest number that is added; none = {MAX_OPERAND}"
+    )
+
+    @property
+    def largest_operand(self) -> int:
+        return MAX_OPERAND if self.max_operand is None else self.max_operand
 
 
 def teacher_config(options: TeacherOptions) -> TeacherConfig:
@@ -52,17 +59,24 @@ def teacher_config(options: TeacherOptions) -> TeacherConfig:
 
 def check(options: TeacherOptions) -> None:
     """UserError for an option that cannot be right."""
+    check_sums(options)
     training_run.require(
         options,
         max_tokens=(options.max_tokens >= 1, "a whole number of at least 1"),
         temperature=(options.temperature >= 0, "0 or more"),
         num_prompts=(options.num_prompts is None or options.num_prompts >= 1, "a whole number of at least 1"),
-        max_operand=(options.max_operand >= 1, "a whole number of at least 1"),
+        max_operand=(options.max_operand is None or options.max_operand >= 1, "a whole number of at least 1"),
         train_on_what=(
             options.train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES,
             "nothing: what is learned of a sampled conversation is the teacher's answer",
         ),
     )
+
+
+def check_sums(options: TeacherOptions) -> None:
+    """UserError for what only sums have, where the questions are others."""
+    if options.dataset != SUMS:
+        training_run.refuse(options, ("max_operand",), f"is for sums, and dataset={options.dataset}; leave it out")
 
 
 def answers_path(options: TeacherOptions) -> Path:
@@ -80,7 +94,7 @@ def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any
     if options.dataset != SUMS:
         return ()
     names = {"model_name": options.model_name, "renderer_name": options.renderer_name}
-    return (partial(sum_test, max_operand=options.max_operand, shows_examples=shows_examples, **names),)
+    return (partial(sum_test, max_operand=options.largest_operand, shows_examples=shows_examples, **names),)
 
 
 async def write_answers(
@@ -105,7 +119,7 @@ async def write_answers(
         "prefix": list(prefix),
         "dataset": options.dataset,
         "prompts": len(prompts),
-        **({"max_operand": options.max_operand} if options.dataset == SUMS else {}),
+        **({"max_operand": options.largest_operand} if options.dataset == SUMS else {}),
         **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")},
     }
     path = answers_path(options)
@@ -130,7 +144,7 @@ def prompts_of(
 ) -> list[Conversation]:
     if options.dataset == SUMS:
         count = options.num_prompts or 512
-        return drawn_sum_prompts(count, options.max_operand, options.seed, shows_examples=shows_examples)
+        return drawn_sum_prompts(count, options.largest_operand, options.seed, shows_examples=shows_examples)
     prompts = load_prompts(options.dataset, model_renderer(options.model_name, options.renderer_name), prefix)
     if options.num_prompts is not None and options.num_prompts > len(prompts):
         raise UserError(

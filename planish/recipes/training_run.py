@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +64,13 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
         sys.exit(0)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
         raise UserError(str(error)) from error
+
+
+def refuse(config: Any, names: Iterable[str], reason: str) -> None:
+    """Raise UserError for the first option of `names` that is given, and would be ignored."""
+    for name in names:
+        if getattr(config, name) not in (None, {}):
+            raise UserError(f"{name}={getattr(config, name)} {reason}")
 
 
 def require(config: Any, **conditions: tuple[bool, str]) -> None:

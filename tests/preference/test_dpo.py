@@ -94,7 +94,9 @@ def builder(model, pairs, **changes):
 
 def train(client, model, pairs, path, max_length=None, **changes):
     options = {"learning_rate": 1e-3, "lora_rank": 4, "num_epochs": 3, "save_every": 2, "eval_every": 3, **changes}
-    config = Config(log_path=str(path), model_name=model, dataset_builder=builder(model, pairs, max_length=max_length), **options)
+    config = Config(
+        log_path=str(path), model_name=model, dataset_builder=builder(model, pairs, max_length=max_length), **options
+    )
     return asyncio.run(main(config, client))
 
 
@@ -209,9 +211,10 @@ def test_a_run_that_begins_once_more_names_its_reference_anew(client, models, pa
     async def killed(self):
         raise StoppedError
 
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        patch.setattr(Loop, "make_steps", killed)
+    monkeypatch.setattr(Loop, "make_steps", killed)
+    with pytest.raises(StoppedError):
         train(client, models[0], pairs, tmp_path / "run", load_checkpoint_path=first, max_steps=1)
+    monkeypatch.undo()
     train(client, models[0], pairs, tmp_path / "run", load_checkpoint_path=second, max_steps=1)
     named = json.loads((tmp_path / "run" / REFERENCE).read_text())
     assert named == {"model_path": checkpoint_of(second)}

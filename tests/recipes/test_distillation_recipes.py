@@ -164,6 +164,7 @@ def test_off_policy_on_given_answers(small_model, tmp_path, engine):
         dataset=str(path),
         max_tokens=256,
         num_prompts=None,
+        max_operand=None,
     )
     rows = check_metrics(off_policy_distillation.main(options, engine))
     assert rows[0]["num_sequences"] == 4
@@ -174,7 +175,12 @@ def test_off_policy_on_given_answers(small_model, tmp_path, engine):
     ("changes", "message"),
     [
         ({}, "there is no teacher"),
-        ({"teacher_model": "x", "dataset": "chats.jsonl"}, "max_tokens=8: the answers are those of"),
+        (
+            {"teacher_model": "x", "dataset": "chats.jsonl", "max_operand": None},
+            "max_tokens=8: the answers are those of",
+        ),
+        ({"teacher_model": "x", "dataset": "chats.jsonl"}, "max_operand=3 is for sums"),
+        ({"teacher_model": "x", "dataset": "chats.jsonl", "teacher_answers": True}, "max_operand=3 is for sums"),
         ({"teacher_model": "x", "topk": 0}, "topk=0"),
         ({"teacher_model": "x", "num_prompts": 0}, "num_prompts=0"),
         ({"teacher_model": "x", "train_on_what": "all_messages"}, "train_on_what="),
@@ -203,14 +209,26 @@ def test_prompt_distillation_of_a_file(small_model, tmp_path, engine, questions,
     text = "Answer as a pirate."
     (tmp_path / name).write_text(json.dumps([{"role": "system", "content": text}]) if name.endswith("json") else text)
     options = taught_options(
-        prompt_distillation, small_model, tmp_path, dataset=questions, prompt=str(tmp_path / name), num_prompts=7
+        prompt_distillation,
+        small_model,
+        tmp_path,
+        dataset=questions,
+        prompt=str(tmp_path / name),
+        num_prompts=7,
+        max_operand=None,
     )
     rows = check_metrics(prompt_distillation.main(options, engine))
     assert [row["step"] for row in rows] == [0, 1]
     origin = json.loads((tmp_path / "run" / "sampled.jsonl.json").read_text())["origin"]
     assert origin["prefix"] == [{"role": "system", "content": text}]
     other = taught_options(
-        prompt_distillation, small_model, tmp_path, dataset=questions, prompt=str(tmp_path / name), num_prompts=6
+        prompt_distillation,
+        small_model,
+        tmp_path,
+        dataset=questions,
+        prompt=str(tmp_path / name),
+        num_prompts=6,
+        max_operand=None,
     )
     with pytest.raises(UserError, match="prompts was 7, is 6"):
         prompt_distillation.main(other, engine)
@@ -233,8 +251,9 @@ def test_prompt_distillation_refuses_a_prompt_that_is_none(small_model, tmp_path
         path.write_text(content)
     with pytest.raises(UserError, match=message):
         prompt_distillation.main(taught_options(prompt_distillation, small_model, tmp_path, prompt=str(path)))
+    other = taught_options(prompt_distillation, small_model, tmp_path, dataset="x.jsonl", max_operand=None)
     with pytest.raises(UserError, match="prompt is missing"):
-        prompt_distillation.main(taught_options(prompt_distillation, small_model, tmp_path, dataset="x.jsonl"))
+        prompt_distillation.main(other)
     assert not (tmp_path / "run").exists()
 
 

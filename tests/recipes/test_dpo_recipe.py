@@ -45,7 +45,7 @@ def test_pairs_of_a_file(small_model, tmp_path, engine):
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n}.", "chosen": str(n), "rejected": "no"} for n in range(12)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = dpo.main(options_of(small_model, tmp_path, dataset=str(path), max_steps=None), engine)
+    run = dpo.main(options_of(small_model, tmp_path, dataset=str(path), max_steps=None, largest=None), engine)
     assert [row.get("num_pairs") for row in read_rows(run / "metrics.jsonl")] == [4, 4, None]
 
 
@@ -100,3 +100,10 @@ def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path
     with pytest.raises(UserError, match=f"{name}="):
         dpo.main(options_of(small_model, tmp_path, **{name: value}))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [("drawn", "style"), ("largest", 30)])
+def test_what_only_drawn_pairs_have_is_refused_with_a_dataset(small_model, tmp_path, name, value):
+    given = {"dataset": "pairs.jsonl", "largest": None, name: value}
+    with pytest.raises(UserError, match=f"{name}={value} is for drawn pairs"):
+        dpo.main(options_of(small_model, tmp_path, **given))

@@ -35,7 +35,8 @@ def options_of(small_model, tmp_path, **changes):
 
 @pytest.mark.parametrize(("pairs", "kind"), [("courtesy", "chat"), ("sums", "bradley_terry"), ("solutions", "chat")])
 def test_made_pairs_of_each_sort_train_a_model(small_model, tmp_path, engine, sums_dataset, pairs, kind):
-    options = options_of(small_model, tmp_path, kind=kind, pairs=pairs, questions=str(sums_dataset))
+    given = {"questions": str(sums_dataset), "largest": None} if pairs == "solutions" else {}
+    options = options_of(small_model, tmp_path, kind=kind, pairs=pairs, **given)
     run = preference_model.main(options, engine)
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -49,7 +50,8 @@ def test_comparisons_of_a_file_and_a_question_of_ones_own(small_model, tmp_path,
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n}.", "chosen": str(n), "rejected": "no"} for n in range(12)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = options_of(small_model, tmp_path, kind="bradley_terry", dataset=str(path), question="Good?")
+    given = {"dataset": str(path), "question": "Good?", "largest": None}
+    options = options_of(small_model, tmp_path, kind="bradley_terry", **given)
     run = preference_model.main(options, engine)
     model = PreferenceModelBuilderFromRun(path=str(run))(engine)
     assert Description.read(run).question == "Good?"
@@ -68,6 +70,23 @@ def test_comparisons_of_a_file_and_a_question_of_ones_own(small_model, tmp_path,
 def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, engine, name, value):
     with pytest.raises(UserError, match=f"{name}="):
         preference_model.main(options_of(small_model, tmp_path, **{name: value}), engine)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dataset": "pairs.jsonl"}, "largest=4 is for pairs that are made"),
+        ({"dataset": "pairs.jsonl", "largest": None, "pairs": "courtesy"}, "pairs=courtesy is for pairs that are made"),
+        ({"dataset": "pairs.jsonl", "largest": None, "questions": "a"}, "questions=a is for pairs that are made"),
+        ({"pairs": "solutions"}, "largest=4 is for pairs=courtesy"),
+        ({"questions": "a"}, "questions=a is for pairs=solutions"),
+        ({"question": "Good?"}, "question=Good.* is for kind=bradley_terry"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(small_model, tmp_path, engine, given, message):
+    with pytest.raises(UserError, match=message):
+        preference_model.main(options_of(small_model, tmp_path, **given), engine)
     assert not (tmp_path / "run").exists()
 
 
