@@ -24,12 +24,15 @@ from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
 from planish.supervised import config as supervised
+from planish.supervised.context import within_context
 from planish.supervised.nll import NLLEvaluator, held_out_data
 from planish.supervised.objective import CrossEntropy, Gradient, Metrics
 from planish.supervised.train import SHOWN, train
 from planish.supervised.types import SupervisedDataset
 from planish.types import Datum, ModelInput, SamplingParams
 
+READ_BESIDES = 2
+"""Tokens of a teacher's request besides a datum's: the last target, and one that the request draws."""
 TEACHER_SHOWN = {"teacher_kl": "teacher kl {:.4f}", "test/teacher_kl": "test teacher kl {:.4f}"}
 
 
@@ -54,6 +57,7 @@ async def _run(config: Config, service_client: Any) -> Path:
     config = chz.replace(config, teacher_config=pinned(config.teacher_config))
     teacher = await teacher_client(config.teacher_config, service_client, config.model_name, "teacher_config")
     await require_topk(teacher, config.topk)
+    config = await within_context(config, service_client, [(config.teacher_config.base_model, READ_BESIDES)])
 
     def objective_of(start: Start) -> "SoftCrossEntropy":
         return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)

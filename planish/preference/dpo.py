@@ -29,6 +29,7 @@ from planish.preference.datasets import pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.runs import REFERENCE, checkpoint_of, write_whole
 from planish.supervised import config as supervised
+from planish.supervised.context import within_context
 from planish.supervised.nll import DATUMS_PER_CALL, held_out_data
 from planish.supervised.objective import Metrics
 from planish.supervised.train import train
@@ -83,6 +84,9 @@ async def _run(config: Config, service_client: Any) -> Path:
         option = "reference_model_name" if config.reference_checkpoint_path is None else "reference_checkpoint_path"
         base_model = await reference_base_model(config, service_client)
         await require_one_vocabulary(config.model_name, base_model, service_client, option)
+        config = await within_context(config, service_client, [(base_model, 1)])  # with the last target
+    else:
+        config = await within_context(config, service_client)
 
     def objective_of(start: Start) -> "PairObjective":
         reference = reference_client(config, service_client, start) if loss.needs_reference else None

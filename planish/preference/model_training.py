@@ -24,6 +24,7 @@ from planish.preference.model_files import Description
 from planish.preference.types import LabeledComparison
 from planish.runs import CHECKPOINTS, PREFERENCE_MODEL, read_rows
 from planish.supervised import config as supervised
+from planish.supervised.context import within_context
 from planish.supervised.objective import Gradient
 from planish.supervised.train import train
 from planish.supervised.types import SupervisedDataset
@@ -38,6 +39,10 @@ SHOWN = {
     "learning_rate": "lr {:.1e}",
     "time/total": "{:.1f} s",
 }
+
+
+READ_BESIDES = 2
+"""Tokens of a judge's request besides a datum's: an answer, and one that the request draws."""
 
 
 @chz.chz
@@ -78,6 +83,7 @@ def check(config: Config) -> None:
 
 
 async def _run(config: Config, service_client: Any) -> Path:
+    config = await within_context(config, service_client, [(config.model_name, READ_BESIDES)])
     builder = config.dataset_builder
 
     def objective_of(start: Start) -> PreferenceObjective:

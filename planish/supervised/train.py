@@ -16,6 +16,7 @@ from planish.metric_logs import open_metric_logs
 from planish.provenance import code_diff
 from planish.runs import CODE_DIFF, RunDirectory, write_whole
 from planish.supervised.config import Config, check, may_change
+from planish.supervised.context import within_context
 from planish.supervised.loop import Loop, Measured
 from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
@@ -38,9 +39,13 @@ async def main(config: Config, service_client: Any = None) -> Path:
     """
     check(config)
     if service_client is not None:
-        return await train(config, service_client, cross_entropy, SHOWN)
+        return await _run(config, service_client)
     with ServiceClient(base_url=config.base_url) as own_client:
-        return await train(config, own_client, cross_entropy, SHOWN)
+        return await _run(config, own_client)
+
+
+async def _run(config: Config, service_client: Any) -> Path:
+    return await train(await within_context(config, service_client), service_client, cross_entropy, SHOWN)
 
 
 def cross_entropy(start: Start) -> Objective:

@@ -68,7 +68,9 @@ class ChatDatasetBuilderCommonConfig:
 
     model_name_for_tokenizer: str
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    max_length: int | None = chz.field(default=32768, doc="tokens; what is beyond is cut off and counted")
+    max_length: int | None = chz.field(
+        default=32768, doc="tokens, at most the model's context; what is beyond is cut off and counted"
+    )
     batch_size: int = chz.field(default=128, doc="conversations a step")
     train_on_what: TrainOnWhat = TrainOnWhat.ALL_ASSISTANT_MESSAGES
     reduction: Reduction = chz.field(

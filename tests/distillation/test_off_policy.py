@@ -1,21 +1,24 @@
 """Soft targets: by hand, against the whole vocabulary in plain torch, and runs on the engine."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from planish import ServiceClient
 from planish.distillation.metric_definitions import definition_of
 from planish.distillation.off_policy import Config, main
 from planish.distillation.soft_targets import SoftData, soft_datum, soft_targets
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
+from planish.model_renderer import learn_renderer
 from planish.runs import read_rows
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
-from planish.testing import VOCAB_SIZE
+from planish.testing import VOCAB_SIZE, tiny_model
 from planish.types import Datum, ModelInput, TopkLogprobs
 
 
@@ -52,8 +55,8 @@ def data_of(model, chats):
     return list(train.get_batch(0))
 
 
-def builder_of(model, chats):
-    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=model, batch_size=4, max_length=64)
+def builder_of(model, chats, max_length=64):
+    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=model, batch_size=4, max_length=max_length)
     return FromRowsBuilder(common_config=common, dataset=str(chats), test_size=2)
 
 
@@ -88,7 +91,7 @@ def test_the_loss_is_the_cross_entropy_of_two_whole_distributions(client, models
     assert soft.weight == pytest.approx(len(data))
 
 
-def config_of(models, chats, path, **changes):
+def config_of(models, chats, path, max_length=64, **changes):
     options = {
         "log_path": str(path),
         "model_name": models[0],
@@ -101,7 +104,7 @@ def config_of(models, chats, path, **changes):
         "topk": 8,
         **changes,
     }
-    return Config(dataset_builder=builder_of(models[0], chats), **options)
+    return Config(dataset_builder=builder_of(models[0], chats, max_length), **options)
 
 
 def test_the_student_takes_on_the_distribution_and_every_metric_is_defined(client, models, chats, tmp_path):
@@ -114,6 +117,21 @@ def test_the_student_takes_on_the_distribution_and_every_metric_is_defined(clien
         assert 0 < row["teacher_topk_mass"] < 1
     assert rows[0]["test/nll"] == pytest.approx(rows[0]["test/teacher_kl"] + rows[0]["test/teacher_entropy"])
     assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+
+
+def test_answers_beyond_the_context_are_cut_so_that_the_teacher_holds_them_too(models, tmp_path):
+    tiny_model(tmp_path / "short", max_context=100, tied=False)
+    names = {"short": str(tmp_path / "short"), "long": models[0]}
+    rows = [{"prompt": f"Say {n}.", "completion": "a" * 300} for n in range(10)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with ServiceClient(models=names, data_dir=tmp_path / "data") as client:
+        learn_renderer(client, "long")
+        given = {"teacher_config": TeacherConfig(base_model="short"), "max_length": None, "num_epochs": 1}
+        run = asyncio.run(main(config_of(["long", "short"], tmp_path / "chats.jsonl", tmp_path / "run", **given), client))
+    first, *_, last = read_rows(run / "metrics.jsonl")
+    assert first["num_tokens"] == 98 * first["num_sequences"]
+    assert "test/teacher_kl" in last
+    assert '"max_length": 98' in (run / "config.json").read_text()
 
 
 def test_a_teacher_that_is_the_student_has_nothing_to_teach(client, models, chats, tmp_path):

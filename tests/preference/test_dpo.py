@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.model_renderer import learn_renderer
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
 from planish.preference.dpo import Config, answer_logprob, dpo_loss, main, pair_loss, reference_logprobs
 from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
@@ -19,6 +20,7 @@ from planish.preference.metric_definitions import definition_of
 from planish.runs import REFERENCE, checkpoint_of, read_rows
 from planish.supervised.loop import Loop
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
+from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
 
 TRL = json.loads((Path(__file__).parent / "data" / "trl_dpo.json").read_text())
@@ -220,6 +222,19 @@ def test_a_run_that_begins_once_more_names_its_reference_anew(client, models, pa
     assert named == {"model_path": checkpoint_of(second)}
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5), "policy and reference are the same at first"
+
+
+def test_pairs_beyond_the_context_are_cut_so_that_the_reference_holds_them_too(tmp_path):
+    tiny_model(tmp_path / "short", max_context=100)
+    rows = [{"prompt": f"Say {n}.", "chosen": "a" * 300, "rejected": "b"} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with ServiceClient(models={"short": str(tmp_path / "short")}, data_dir=tmp_path / "data") as client:
+        learn_renderer(client, "short")
+        run = train(client, "short", tmp_path / "pairs.jsonl", tmp_path / "run", num_epochs=1)
+    first, last = read_rows(run / "metrics.jsonl")
+    assert (first["num_truncated"], first["num_tokens"] // 5 > 99) == (5, True)
+    assert "test/margin" in last
+    assert '"max_length": 99' in (run / "config.json").read_text()
 
 
 def test_a_test_set_of_which_nothing_is_left_is_refused(client, models, tmp_path):

@@ -7,16 +7,21 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import DamagedFileError, UserError
+from planish.model_renderer import learn_renderer
 from planish.preference import model_training
+from planish.preference.bradley_terry import QUESTION
 from planish.preference.datasets import ComparisonBuilderFromRows
+from planish.preference.forms import form_of
 from planish.preference.judgments import judge, measures
 from planish.preference.model_datasets import PreferenceDatasetBuilder
 from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
 from planish.preference.model_metric_definitions import definition_of
 from planish.preference.model_training import Config, main
 from planish.preference.splits import prompt_of
+from planish.preference.types import read_comparison
 from planish.runs import PREFERENCE_MODEL, read_rows
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
+from planish.testing import tiny_model
 
 KINDS = ("chat", "bradley_terry")
 ENOUGH = {
@@ -139,6 +144,27 @@ def test_test_pairs_that_are_too_long_are_told(client, models, tmp_path):
     assert row["test/num_pairs"] + row["test/num_left_out"] == 10
     assert row["test/num_left_out"] > 0
     assert row["num_left_out"] + row["num_pairs"] == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_beyond_the_context_are_left_out_and_those_within_it_judged(tmp_path, kind):
+    tiny_model(tmp_path / "short", max_context=200)
+    with ServiceClient(models={"short": str(tmp_path / "short")}, data_dir=tmp_path / "data") as client:
+        form = form_of(kind, learn_renderer(client, "short"), QUESTION)
+        beside = longest(form, 1) - 1
+        rows = [{"prompt": f"{n}", "chosen": "X" * (198 - beside + n % 2), "rejected": "O"} for n in range(10, 60)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        done = run(client, "short", tmp_path / "pairs.jsonl", kind, tmp_path / "run", max_steps=1)
+    row = read_rows(done / "metrics.jsonl")[0]
+    assert row["num_left_out"] > 0
+    assert row["num_pairs"] > 0
+    assert row["test/num_left_out"] > 0
+    assert '"max_length": 198' in (done / "config.json").read_text()
+
+
+def longest(form, length):
+    row = {"prompt": "10", "chosen": "X" * length, "rejected": "O"}
+    return max(datum.model_input.length for datum in form.data_of(read_comparison(row, "here"), None))
 
 
 @pytest.mark.parametrize(("data", "left_out"), [({"test_size": 0}, None), ({"max_length": 200}, 2)])

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from planish.client.futures import Pending
-from planish.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepResponse, TensorData
+from planish.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    GetServerCapabilitiesResponse,
+    OptimStepResponse,
+    SupportedModel,
+    TensorData,
+)
 
 LOGPROB = -0.5
 
@@ -39,6 +47,7 @@ class Weights:
 class LedgerService:
     tokenizer: Any
     die_at: int | None = None
+    context: int = 1 << 16
     states: dict[str, Weights] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     clients: list["LedgerClient"] = field(default_factory=list)
@@ -60,6 +69,9 @@ class LedgerService:
 
     def create_training_client_from_state_with_optimizer(self, path) -> "LedgerClient":
         return self._client(self.states[path])
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return GetServerCapabilitiesResponse([SupportedModel("tiny", self.context)])
 
     def create_rest_client(self) -> Any:
         def delete(path: str) -> Any:

@@ -1,0 +1,78 @@
+"""A run's longest example is what its models hold."""
+
+import asyncio
+import json
+
+import chz
+import pytest
+
+from planish.supervised.config import Config
+from planish.supervised.context import within_context
+from planish.supervised.datasets import FromConversationFileBuilder
+from planish.supervised.train import main
+from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from planish.types import GetServerCapabilitiesResponse, SupportedModel
+
+
+class Models:
+    """A service that lists models only, one of them once somebody asked for a sampler of it."""
+
+    def __init__(self, contexts, later=()):
+        self.contexts, self.later = contexts, list(later)
+
+    async def get_server_capabilities_async(self):
+        listed = [name for name in self.contexts if name not in self.later]
+        return GetServerCapabilitiesResponse([SupportedModel(name, self.contexts[name]) for name in listed])
+
+    async def create_sampling_client_async(self, base_model):
+        if base_model in self.later:
+            self.later.remove(base_model)
+
+
+def config(max_length, path="run", file="chats.jsonl"):
+    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer="tiny", batch_size=4, max_length=max_length)
+    builder = FromConversationFileBuilder(common_config=common, file_path=str(file))
+    return Config(log_path=str(path), model_name="tiny", dataset_builder=builder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "contexts", "readers", "found"),
+    [
+        (100, {"tiny": 100}, [], 100),
+        (101, {"tiny": 100}, [], 100),
+        (None, {"tiny": 100}, [], 100),
+        (100, {"tiny": 100}, [("tiny", 1)], 99),
+        (100, {"tiny": 100, "other": 60}, [("other", 2)], 58),
+        (100, {"tiny": 50, "other": 60}, [("other", 2)], 50),
+        (40, {"tiny": 50, "other": 60}, [("other", 2)], 40),
+        (100, {"tiny": None}, [], 100),
+        (None, {}, [], None),
+    ],
+)
+def test_the_length_is_at_most_what_each_model_holds(asked, contexts, readers, found, capsys):
+    held = asyncio.run(within_context(config(asked), Models(contexts), readers))
+    assert held.dataset_builder.common_config.max_length == found
+    assert ("is lowered to" in capsys.readouterr().out) == (asked != found)
+
+
+def test_a_model_that_is_not_listed_is_known_once_it_is_loaded():
+    service = Models({"tiny": 100, "other": 60}, later=["tiny", "other"])
+    held = asyncio.run(within_context(config(100), service, [("other", 1)]))
+    assert held.dataset_builder.common_config.max_length == 59
+
+
+def test_a_builder_of_ones_own_is_left_alone():
+    class Own(SupervisedDatasetBuilder):
+        def __call__(self):
+            raise NotImplementedError
+
+    own = chz.replace(config(1), dataset_builder=Own())
+    assert asyncio.run(within_context(own, Models({"tiny": 100}))) is own
+
+
+def test_a_run_cuts_at_the_context_and_writes_it_down(service, chats, tmp_path):
+    service.context = 30
+    asyncio.run(main(config(32768, tmp_path / "run", chats), service))
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["dataset_builder"]["common_config"]["max_length"] == 30
+    assert service.weights.steps == 3
