@@ -50,9 +50,9 @@ async def judge(
 ) -> list[Judgment]:
     """All at once, and the first error ends the others; ties are left out."""
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
-    comparisons = [labeled.comparison for labeled in ranked]
-    swaps = [comparison.swap() for comparison in comparisons] if both_orders else []
-    found = await at_once([asked(model, comparison) for comparison in [*comparisons, *swaps]])
+    as_given = [labeled.comparison for labeled in ranked]
+    swaps = [comparison.swap() for comparison in as_given] if both_orders else []
+    found = await at_once([asked(model, comparison) for comparison in [*as_given, *swaps]])
     given, swapped = found[: len(ranked)], found[len(ranked) :] if both_orders else [None] * len(ranked)
     return [
         Judgment(SIGN[labeled.label], one, other) for labeled, one, other in zip(ranked, given, swapped, strict=True)

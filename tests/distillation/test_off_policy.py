@@ -127,7 +127,9 @@ def test_answers_beyond_the_context_are_cut_so_that_the_teacher_holds_them_too(m
     with ServiceClient(models=names, data_dir=tmp_path / "data") as client:
         learn_renderer(client, "long")
         given = {"teacher_config": TeacherConfig(base_model="short"), "max_length": None, "num_epochs": 1}
-        run = asyncio.run(main(config_of(["long", "short"], tmp_path / "chats.jsonl", tmp_path / "run", **given), client))
+        run = asyncio.run(
+            main(config_of(["long", "short"], tmp_path / "chats.jsonl", tmp_path / "run", **given), client)
+        )
     first, *_, last = read_rows(run / "metrics.jsonl")
     assert first["num_tokens"] == 98 * first["num_sequences"]
     assert "test/teacher_kl" in last

@@ -35,6 +35,10 @@ def config(max_length, path="run", file="chats.jsonl"):
     return Config(log_path=str(path), model_name="tiny", dataset_builder=builder)
 
 
+def length_of(config):
+    return config.dataset_builder.common_config.max_length
+
+
 @pytest.mark.parametrize(
     ("asked", "contexts", "readers", "found"),
     [
@@ -51,14 +55,14 @@ def config(max_length, path="run", file="chats.jsonl"):
 )
 def test_the_length_is_at_most_what_each_model_holds(asked, contexts, readers, found, capsys):
     held = asyncio.run(within_context(config(asked), Models(contexts), readers))
-    assert held.dataset_builder.common_config.max_length == found
+    assert length_of(held) == found
     assert ("is lowered to" in capsys.readouterr().out) == (asked != found)
 
 
 def test_a_model_that_is_not_listed_is_known_once_it_is_loaded():
     service = Models({"tiny": 100, "other": 60}, later=["tiny", "other"])
     held = asyncio.run(within_context(config(100), service, [("other", 1)]))
-    assert held.dataset_builder.common_config.max_length == 59
+    assert length_of(held) == 59
 
 
 def test_a_builder_of_ones_own_is_left_alone():
