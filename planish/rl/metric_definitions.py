@@ -235,8 +235,8 @@ OPTIMIZER = Section(
             "optim/kl_sample_train_v2",
             "nats/token",
             "mean((q - l)^2) / 2 over the same tokens: biased, never negative, little noise",
-            "on-policy: rounding, about 1e-13 with this engine; with a lag: about `kl_pre_post_v2` of the steps between, "
-            "and steady",
+            "on-policy: 0 where the CPU's own kernels serve, else rounding, about 1e-13; with a lag: about `kl_pre_post_v2` "
+            "of the steps between, and steady",
             "on-policy above 1e-4: sampler and trainer disagree; with a lag, rising: updates are too large for it",
         ),
         _M(
