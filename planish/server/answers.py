@@ -48,6 +48,8 @@ class Failed:
 
     message: str
     category: Category
+    error_class: str | None = None
+    """As planish/wire/client_errors.py names it."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Self
 from planish.server.answers import Category, Done, Failed
 from planish.server.store import StoredBody, Transaction
 
-_COLUMNS = "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, message, category"
+_COLUMNS = "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, message, category, error_class"
 
 
 _REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
@@ -34,6 +34,7 @@ class Row:
     body_bytes: int = 0
     message: str | None = None
     category: Category | None = None
+    error_class: str | None = None
 
     @classmethod
     def of(cls, found: sqlite3.Row) -> Self:
@@ -61,10 +62,10 @@ def insert(
         return found
     stored = transaction.store(content)
     transaction.execute(
-        f"INSERT INTO requests ({_COLUMNS}, body, body_file) VALUES ({'?, ' * 11} ?, ?)",
+        f"INSERT INTO requests ({_COLUMNS}, body, body_file) VALUES ({'?, ' * 12} ?, ?)",
         (
             *(new.id, new.tenant, new.kind, new.owner, new.seq, new.state, new.digest, new.accepted, new.body_bytes),
-            *(new.message, new.category, stored.inline, stored.file),
+            *(new.message, new.category, new.error_class, stored.inline, stored.file),
         ),
     )
     if not new.is_to_do:
@@ -95,8 +96,8 @@ def finish(
             )
         case Failed():
             transaction.execute(
-                "UPDATE requests SET state = ?, finished = ?, message = ?, category = ? WHERE id = ?",
-                (done.state, now, answer.message, answer.category, done.id),
+                "UPDATE requests SET state = ?, finished = ?, message = ?, category = ?, error_class = ? WHERE id = ?",
+                (done.state, now, answer.message, answer.category, answer.error_class, done.id),
             )
     if not done.is_replayed:
         drop_bodies(transaction, "id = ?", (done.id,))

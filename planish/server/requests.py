@@ -28,6 +28,7 @@ from planish.server.measurements import Counters
 from planish.server.settings import ServerSettings
 from planish.server.store import Store, Transaction
 from planish.service import ForwardBackward, Operation, Sample
+from planish.wire.client_errors import name_of
 
 _INLINE_TOKENS = 4096
 _RETRY_SECONDS = 10.0
@@ -247,7 +248,7 @@ class Requests:
                 except FileNotFoundError:  # it aged between the two looks
                     raise _aged(request_id) from None
             case "failed" | "refused":
-                return Failed(row.message or "", row.category or "unknown")
+                return Failed(row.message or "", row.category or "unknown", row.error_class)
         return TryAgain()  # between the journal and memory, at a start
 
     async def _written(self, request: Request, answer: Done | Failed, written: asyncio.Future[None]) -> None:
@@ -306,4 +307,4 @@ def _size(answer: Done | Failed) -> int:
 def failure(error: Exception) -> Failed:
     """What a client is told of an error."""
     category: Category = "user" if isinstance(error, ValueError) else "server"
-    return Failed(str(error) or type(error).__name__, category)
+    return Failed(str(error) or type(error).__name__, category, name_of(error))

@@ -121,7 +121,8 @@ def _acceptance(index: int, accepted: Accepted) -> Mapping[str, Any]:
 def _result(index: int, outcome: Done | Failed) -> Frame:
     if isinstance(outcome, Done):
         return Frame({"index": index, "last": True}, outcome.content)
-    return Frame({"index": index, "last": True, "error": outcome.message, "category": outcome.category})
+    said = {"error": outcome.message, "category": outcome.category, ERROR_CLASS: outcome.error_class}
+    return Frame({"index": index, "last": True, **said})
 
 
 def _refusal(index: int, error: Exception) -> Mapping[str, Any]:

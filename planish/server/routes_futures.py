@@ -14,6 +14,7 @@ from starlette.responses import Response
 from planish.server.answers import Done, Failed, Outcome, TryAgain
 from planish.server.exchange import Exchange, answered, endpoint, nothing
 from planish.server.external_weights import shown_path
+from planish.wire.client_errors import ERROR_CLASS
 from planish.wire.sampling import sample_response_from_message, sample_response_to_json
 from planish.wire.training import output_from_message, output_to_json
 
@@ -26,8 +27,8 @@ async def retrieve_future(exchange: Exchange) -> Response:
     match await _outcome(exchange, request_id):
         case Done() as done:
             return await exchange.compute(done.content, lambda: _result(done, exchange.takes_protobuf))
-        case Failed(message, category):
-            return answered({"error": message, "category": category})
+        case Failed(message, category, error_class):
+            return answered({"error": message, "category": category, ERROR_CLASS: error_class})
         case TryAgain(state, reason):
             answer = {"type": "try_again", "request_id": request_id, "queue_state": state}
             return answered(answer if reason is None else {**answer, "queue_state_reason": reason}, 408)

@@ -13,7 +13,7 @@ The body of a training request stays until a snapshot of its model covers it. Bo
 asks for others need not read past them.
 """
 
-VERSION = 1
+VERSION = 2
 
 SCHEMA = """
 CREATE TABLE sessions (
@@ -45,7 +45,7 @@ CREATE TABLE requests (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, owner TEXT NOT NULL, seq INTEGER NOT NULL,
     state TEXT NOT NULL, digest BLOB, accepted REAL NOT NULL, finished REAL,
     body_bytes INTEGER NOT NULL DEFAULT 0, result_bytes INTEGER NOT NULL DEFAULT 0, message TEXT, category TEXT,
-    body_file TEXT, result_file TEXT, body BLOB, result BLOB
+    error_class TEXT, body_file TEXT, result_file TEXT, body BLOB, result BLOB
 ) STRICT;
 CREATE INDEX requests_of_owner ON requests (owner, seq);
 CREATE INDEX requests_by_age ON requests (finished, result_bytes) WHERE finished IS NOT NULL;
@@ -60,3 +60,6 @@ CREATE INDEX checkpoints_of_run ON checkpoints (run, made);
 
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 """
+
+UPGRADES = {1: "ALTER TABLE requests ADD COLUMN error_class TEXT"}
+"""By version: what makes the next one of a database."""

@@ -31,7 +31,7 @@ from planish.errors import StorageError, UserError
 from planish.runs import sync_directory
 from planish.server.crash_points import crash_point
 from planish.server.measurements import Disk
-from planish.server.schema import SCHEMA, VERSION
+from planish.server.schema import SCHEMA, UPGRADES, VERSION
 
 R = TypeVar("R")
 
@@ -185,7 +185,8 @@ class Store:
                 f"data_dir={self.directory}: its database is of a later planish (version {found}, here {VERSION}); update planish"
             )
         if found < VERSION:
-            connection.executescript(f"BEGIN; {SCHEMA}; PRAGMA user_version = {VERSION}; COMMIT;")
+            script = "; ".join(UPGRADES[version] for version in range(found, VERSION)) if found else SCHEMA
+            connection.executescript(f"BEGIN; {script}; PRAGMA user_version = {VERSION}; COMMIT;")
         return connection
 
     def _connected(self) -> sqlite3.Connection:

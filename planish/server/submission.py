@@ -43,6 +43,7 @@ from planish.service import (
     SaveWeightsForSampler,
     UnloadModel,
 )
+from planish.wire.client_errors import name_of
 from planish.wire.models import session_of
 
 R = TypeVar("R")
@@ -228,6 +229,7 @@ class Submission:
             *(f"{model.id}:{seq}", model.row.tenant, kind, model.id, seq, "refused", None, time.time()),
             message=str(error),
             category="user",
+            error_class=name_of(error),
         )
         await self._journal(model, row, Entry(kind, b"", b"", UnloadModel(model.id)))
 

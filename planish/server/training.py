@@ -244,7 +244,13 @@ class Training:
                 journal.finish(transaction, request.row, why, time.time())
 
         for request in requests:
-            request.row = replace(request.row, state="refused", message=why.message, category=why.category)
+            request.row = replace(
+                request.row,
+                state="refused",
+                message=why.message,
+                category=why.category,
+                error_class=why.error_class,
+            )
         model.row = replace(model.row, passed=model.lane.passed)
         await self._store.keep(refuse)
 
@@ -268,4 +274,4 @@ def unloaded(row: Row) -> Done:
 
 
 def _refusal(row: Row) -> Failed:
-    return Failed(row.message or "it was refused", row.category or "user")
+    return Failed(row.message or "it was refused", row.category or "user", row.error_class)

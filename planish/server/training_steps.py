@@ -10,7 +10,8 @@ An error that is raised here comes from before the engine had the request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,7 +122,8 @@ class TrainingSteps:
         submitted, making = self._clock.now(), operation
         if operation.from_path is not None:
             making = replace(operation, from_path=await self._pinned(model, request, operation.from_path))
-        info: GetInfoResponse = await self._engine.perform(making)
+        with _named(making.from_path, operation.from_path):
+            info: GetInfoResponse = await self._engine.perform(making)
         arch = info.model_data.arch
         model.row = replace(model.row, arch=arch)
         self._await(
@@ -135,7 +137,8 @@ class TrainingSteps:
         await model.settled()
         submitted = self._clock.now()
         path = await self._pinned(model, request, operation.path)
-        future = await self._engine.submit(replace(operation, path=path))
+        with _named(path, operation.path):
+            future = await self._engine.submit(replace(operation, path=path))
         self._await(model, _Work(request, operation, future, submitted))
         await model.settled()
         model.is_dirty = model.is_dirty and future.exception() is not None
@@ -227,6 +230,17 @@ class TrainingSteps:
         written.add_done_callback(lambda _: model.unwritten.pop(request.seq, None))
         model.running.pop(request.seq, None)
         model.changed.set()
+
+
+@contextmanager
+def _named(pinned: str | None, path: str | None) -> Iterator[None]:
+    """Errors name a checkpoint as the client did, not its copy."""
+    try:
+        yield
+    except UserError as error:
+        if pinned is not None and path is not None:
+            error.args = (str(error).replace(pinned, path),)
+        raise
 
 
 async def _encoded(kind: str, operation: Operation[Any], result: Any) -> Done:

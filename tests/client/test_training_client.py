@@ -14,6 +14,7 @@ import torch
 import planish
 from planish import (
     AdamParams,
+    CheckpointError,
     Datum,
     EncodedTextChunk,
     ModelInput,
@@ -365,6 +366,22 @@ def test_state_goes_on_where_it_was(service_client, another_client, training_cli
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     rest.delete_checkpoint(training_client.model_id, checkpoint.checkpoint_id).result()
     assert path not in [checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints]
+
+
+def test_errors_have_the_same_class_near_and_far(service_client, training_client):
+    unlikely = datum(logprobs=[-1e4] * 6, advantages=[1.0] * 6)
+    torn = training_client.forward_backward([unlikely], "importance_sampling"), training_client.optim_step(STEP)
+    for pending in torn:
+        with pytest.raises(NonFiniteError):
+            pending.result(WAIT)
+    path = training_client.save_weights_for_sampler("one").result(WAIT).path
+    training_client.save_state("one").result(WAIT)
+    with pytest.raises(CheckpointError, match="'one'"):
+        training_client.save_state("one").result(WAIT)
+    with pytest.raises(CheckpointError, match=f"{path} .*without optimizer"):
+        service_client.create_training_client_from_state_with_optimizer(path)
+    with pytest.raises(CheckpointError, match=f"{path} .*without optimizer"):
+        training_client.load_state_with_optimizer(path).result(WAIT)
 
 
 def test_async_forms_of_checkpoints(service_client, training_client):

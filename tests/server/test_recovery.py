@@ -12,8 +12,8 @@ from core_client import BASE, TENANT, Client, adam, drawn, gradient, make_core, 
 from planish.server.answers import Done, Failed, TryAgain
 from planish.server.errors import Gone, NotFound, Unavailable
 from planish.server.settings import ServerSettings
-from planish.service import LoadWeights, PublishSampler
-from planish.types import Checkpoint
+from planish.service import ForwardBackward, LoadWeights, PublishSampler
+from planish.types import Checkpoint, Datum, ModelInput
 
 SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes=1000)
 
@@ -86,12 +86,20 @@ def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
             before = [await client.answer(request_id) for request_id in done]
             accepted = await core.submit_sample(TENANT, 0, sample(sampler))
             drawn_before = await client.answer(accepted.request_id)
+            bad = Datum(ModelInput.from_ints([1]), {"target_tokens": [2], "logprobs": [-1e4], "advantages": [1.0]})
+            failing = await (await client.model()).submit(
+                ForwardBackward(f"{client.session_id}:train:1", [bad], "importance_sampling")
+            )
+            failed = await client.answer(failing)
+            assert isinstance(failed, Failed)
+            assert failed.error_class == "NonFiniteError"
             waiting = await model.submit(adam(model.model_id), 4)
             assert isinstance(await core.result(TENANT, waiting, 0.05), TryAgain)
         async with running(model_dir, data_dir) as core:
             client.core = core
             assert [await client.answer(request_id) for request_id in done] == before
             assert await client.answer(accepted.request_id) == drawn_before
+            assert await client.answer(failing) == failed
             assert await core.submit_sample(TENANT, 0, sample(sampler)) == accepted
             assert await model.submit(gradient(model.model_id), 1) == done[0]
             assert isinstance(await core.result(TENANT, waiting, 0.05), TryAgain)

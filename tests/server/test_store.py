@@ -12,6 +12,8 @@ import pytest
 from core_client import run
 
 from planish.errors import StorageError, UserError
+from planish.server.journal import row
+from planish.server.schema import VERSION
 from planish.server.store import BODIES, DATABASE, Store, Transaction
 
 LARGE = bytes(300_000)
@@ -237,9 +239,26 @@ def test_a_database_of_a_later_version_is_left_alone(tmp_path):
     with pytest.raises(UserError, match="later planish"):
         Store(tmp_path)
     connection = sqlite3.connect(tmp_path / DATABASE)
-    connection.execute("PRAGMA user_version = 1")
+    connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.close()
     Store(tmp_path).close()
+
+
+def test_a_journal_of_an_earlier_version_is_read(tmp_path):
+    async def scenario() -> None:
+        old = Store(tmp_path)
+        await old.write(journal("a", b"body"))
+        await old.write(lambda transaction: transaction.execute("ALTER TABLE requests DROP COLUMN error_class"))
+        await old.write(lambda transaction: transaction.execute("PRAGMA user_version = 1"))
+        old.close()
+        for _ in range(2):
+            store = Store(tmp_path)
+            found = await store.read(lambda connection: row(connection, "a"))
+            assert found is not None
+            assert (found.kind, found.error_class) == ("k", None)
+            store.close()
+
+    run(scenario())
 
 
 def test_a_directory_that_cannot_be_is_an_error_that_names_it(tmp_path):
