@@ -5,11 +5,12 @@ A checkpoint is named by its path (tinker://RUN/KIND/NAME), by the directory of 
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from planish.commands.records import Records
@@ -19,6 +20,9 @@ from planish.runs import CHECKPOINTS, CONFIG, METRICS, CheckpointRecord, read_ro
 
 _PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
 """Options that say where a run was watched and kept, not what it did."""
+_ADDRESS = re.compile(r"(?!tinker:|planish:)\b[A-Za-z][\w+.-]*://\S+")
+_PATH = re.compile(r"(?<![^\s=,:;\"'(\[])(?:~|\.{1,2})?(?:/[^\s/,;\"')\]]+){2,}/?")
+"""Among other words, at least two parts; a slash and one word is more likely something else."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class RunFacts:
     """What a run directory says."""
 
     config: Mapping[str, Any]
+    """For anybody to read: of paths the last part, and no addresses."""
     step: int | None
     """The last step before the checkpoint; None if it was saved before the first."""
     metrics: Mapping[str, float]
@@ -99,5 +104,17 @@ def run_facts(run: Path, record: CheckpointRecord) -> RunFacts:
     for row in read_rows(run / METRICS):
         if row.get("step") == step:
             metrics |= {name: value for name, value in row.items() if name != "step"}
-    public = {name: value for name, value in config.items() if name not in _PRIVATE}
-    return RunFacts(public, step if metrics else None, metrics)
+    return RunFacts(_public(config), step if metrics else None, metrics)
+
+
+def _public(value: Any) -> Any:
+    match value:
+        case dict():
+            return {_public(name): _public(part) for name, part in value.items() if name not in _PRIVATE}
+        case list():
+            return [_public(part) for part in value]
+        case str() if value.startswith(("/", "~/")) and "\n" not in value:  # a name of a file may have blanks
+            return PurePath(value).name or value
+        case str():
+            return _PATH.sub(lambda found: PurePath(found[0]).name, _ADDRESS.sub("(an address)", value))
+    return value

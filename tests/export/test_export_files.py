@@ -76,7 +76,17 @@ def test_the_card_tells_what_is_known(trained, tmp_path):
 def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypatch):
     made = trained("llama")
     monkeypatch.setenv("PLANISH_MODELS", f"tiny={made.base}")
-    with RunDirectory(tmp_path / "run", {"learning_rate": 0.05, "log_path": "/home/somebody"}) as run:
+    config = {
+        "learning_rate": 0.05,
+        "log_path": "/home/somebody",
+        "model_name": "/home/somebody/models/qwen",
+        "dataset": "/home/somebody/two words/train.jsonl",
+        "load_checkpoint_path": "tinker://run/weights/warm",
+        "judge_url": "http://10.0.0.7:8000/v1",
+        "judge": {"base_url": "http://10.0.0.7:8000/v1", "paths": ["~/somebody/x.parquet", "a=/home/somebody/b.jsonl"]},
+        "system": "Say and/or, /no_think; then <b>stop</b>.",
+    }
+    with RunDirectory(tmp_path / "run", config) as run:
         run.log(0, {"reward/total": 0.125})
         run.log(1, {"reward/total": 0.5, "time/total": 2.0})
     row = {"name": "final", "batch": 2, "sampler_path": made.path, "final": True}
@@ -88,6 +98,9 @@ def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypa
         card = (tmp_path / name / "README.md").read_text()
         assert '"learning_rate": 0.05' in card
         assert "somebody" not in card
+        assert "10.0.0.7" not in card
+        for told in ("qwen", "train.jsonl", "tinker://run/weights/warm", "x.parquet", "a=b.jsonl", config["system"]):
+            assert f'"{told}"' in card
         assert "Metrics of its step 1" in card
         assert "| `reward/total` | 0.5 |" in card
     other = made.path.replace("final", "other")
