@@ -10,7 +10,7 @@ from planish.commands.runs import add_source_arguments
 from planish.commands.tables import size
 from planish.errors import UserError
 from planish.export.origin import found_checkpoint
-from planish.export.writing import DTYPES, FORMATS, ExportOptions, write_export
+from planish.export.writing import DTYPES, FORMATS, ExportOptions, check_target, write_export
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
         shard_bytes=arguments.shard_mib << 20,
     )
+    check_target(arguments.directory, options)
     records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
     with found_checkpoint(arguments.checkpoint, records, arguments.run) as origin:
         exported = write_export(origin, arguments.directory, options)

@@ -25,7 +25,7 @@ def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> It
     was made here; it is replaced when the new one is whole. UserError for any other; StorageError when the disk refuses.
     """
     target = target.expanduser().absolute()
-    _check_free(target, marker, overwrite)
+    check_free(target, marker=marker, overwrite=overwrite)
     aside = target.with_name(f".{target.name}.partial")
     try:
         aside.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,9 @@ def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> It
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _check_free(target: Path, marker: str, overwrite: bool) -> None:
+def check_free(target: Path, *, marker: str, overwrite: bool) -> None:
+    """UserError if `whole_directory` would refuse the target."""
+    target = target.expanduser()
     if target.is_dir() and not target.is_symlink():
         if not any(target.iterdir()) or (overwrite and (target / marker).is_file()):
             return

@@ -18,7 +18,7 @@ from planish.export.lora_update import LoraUpdate, read_update
 from planish.export.merging import SHARD_BYTES, Rounding, write_merged
 from planish.export.model_card import README, Base, Format, model_card
 from planish.export.origin import Origin
-from planish.export.whole_directory import whole_directory
+from planish.export.whole_directory import check_free, whole_directory
 from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, resolve_model
@@ -60,10 +60,16 @@ class Exported:
     """Of a merged model."""
 
 
+def check_target(target: Path, options: ExportOptions) -> None:
+    """UserError if an export cannot be put there; for what is slow, such as a download, to come after it."""
+    check_free(target, marker=MARKER, overwrite=options.overwrite)
+
+
 def write_export(
     origin: Origin, target: Path, options: ExportOptions, models: Mapping[str, str] | None = None
 ) -> Exported:
     """Write an export to `target`, whole or not at all. `models`: names of base models as directories, as in ServiceClient."""
+    check_target(target, options)
     update = read_update(origin.directory)
     base = _base(update, options, models)
     with whole_directory(target, marker=MARKER, overwrite=options.overwrite) as out:

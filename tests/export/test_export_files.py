@@ -227,6 +227,15 @@ def test_what_is_there_stays_unless_it_is_an_export(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
 
+def test_a_target_that_is_taken_is_told_before_anything_is_read(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    missing = "tinker://no/weights/no"
+    assert main(["export", missing, str(tmp_path), "--data-dir", str(tmp_path / "data")]) == 1
+    assert "there already" in capsys.readouterr().err
+    with pytest.raises(UserError, match="there already"):
+        weights.build_hf_model(adapter_path=tmp_path / "no", output_path=tmp_path)
+
+
 KILLED = """
 import sys, time
 from pathlib import Path
