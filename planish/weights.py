@@ -16,8 +16,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from planish.commands.records import records_of
-from planish.errors import StorageError, UserError
+from planish.commands.records import downloaded, records_of
+from planish.errors import UserError
 from planish.export.merging import SHARD_BYTES
 from planish.export.origin import Origin
 from planish.export.writing import MARKER, ExportOptions, write_export
@@ -34,15 +34,9 @@ def download(
     data_dir: PathLike | None = None,
 ) -> str:
     """The files of a checkpoint, of a server or of this machine's own, in a directory that is new or empty; returns it."""
-    out = Path(output_dir).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"output_dir={out}: there is something already; give a directory that is new or empty")
     records = records_of(base_url, api_key, None if data_dir is None else Path(data_dir))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"output_dir={out}: {error}; give a directory that can be written to") from error
-    records.download(tinker_path, out)
+    out = Path(output_dir).expanduser()
+    downloaded(records, tinker_path, out, "output_dir=")
     return str(out)
 
 

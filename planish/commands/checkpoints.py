@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from planish.commands.records import Records, Row, as_json, records_of
+from planish.commands.records import Records, Row, as_json, downloaded, records_of
 from planish.commands.runs import add_source_arguments
 from planish.commands.tables import print_fields, print_table, size, time, time_left
 from planish.errors import CheckpointError, UserError
@@ -123,10 +123,7 @@ def _delete(records: Records, arguments: argparse.Namespace) -> None:
 
 def _download(records: Records, arguments: argparse.Namespace) -> None:
     out: Path = (arguments.out or Path(arguments.path.rpartition("/")[2])).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: there is something already; give a directory that is new or empty")
-    out.mkdir(parents=True, exist_ok=True)
-    files = records.download(arguments.path, out)
+    files = downloaded(records, arguments.path, out, "--out ")
     if arguments.json:
         print(as_json({"path": arguments.path, "files": [str(file) for file in files]}))
     else:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -28,6 +29,7 @@ from planish.types import Checkpoint, CheckpointPath
 from planish.wire.records import checkpoint_to_json
 
 Row = Mapping[str, Any]
+R = TypeVar("R")
 _PAGE = 1000
 
 
@@ -88,7 +90,7 @@ class ServerRecords:
 
     def download(self, path: str, directory: Path) -> list[Path]:
         urls = self._ask("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
-        return [asyncio.run(self._fetched(url, directory / _file_name(name))) for name, url in sorted(urls.items())]
+        return [_finished(self._fetched(url, directory / _file_name(name))) for name, url in sorted(urls.items())]
 
     def _pages(self, path: str, name: str, limit: int | None) -> list[Row]:
         found: list[Row] = []
@@ -101,7 +103,7 @@ class ServerRecords:
         return found
 
     def _ask(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
-        return asyncio.run(self._asked(method, API + path, **options))
+        return _finished(self._asked(method, API + path, **options))
 
     async def _asked(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
         http = Http(self._url, self._headers)
@@ -205,9 +207,37 @@ def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None)
     return ServerRecords(url, api_key or os.environ.get("PLANISH_API_KEY") or os.environ.get("TINKER_API_KEY"))
 
 
+def downloaded(records: Records, path: str, out: Path, option: str) -> list[Path]:
+    """The files of a checkpoint in a directory that is new or empty; `option` named it, for the errors' words."""
+    try:
+        existed = out.exists()
+        if existed and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{option}{out}: there is something already; give a directory that is new or empty")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{option}{out}: {error}; give a directory that can be written to") from error
+    try:
+        return records.download(path, out)
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            if not existed:
+                out.rmdir()
+        raise
+
+
 def as_json(rows: object) -> str:
     """With line breaks, for programs and for people."""
     return orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode()
+
+
+def _finished(work: Coroutine[Any, Any, R]) -> R:
+    """The result of `work`, also where an event loop runs in this thread, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def _parsed(path: str) -> CheckpointPath:

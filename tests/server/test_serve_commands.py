@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from server_process import BASE_MODEL, running_server
 
 import planish
+from planish import weights
 from planish.cli import main
 from planish.commands.checkpoints import duration
 from planish.commands.tables import size, time_left
@@ -109,8 +111,21 @@ def test_a_download_has_the_files(place: Place, capsys, tmp_path: Path):
     assert {Path(file) for file in answer["files"]} == set(out.iterdir())
     with safe_open(out / "adapter_model.safetensors", "pt") as tensors:
         assert any("lora_A" in name for name in tensors.keys())  # noqa: SIM118  (no mapping)
-    assert main(["checkpoints", "download", path, "--out", str(out), *place.options]) == 1
-    assert "--out" in capsys.readouterr().err
+    for taken in (out, out / "planish.json" / "below"):
+        assert main(["checkpoints", "download", path, "--out", str(taken), *place.options]) == 1
+        assert f"--out {taken}" in capsys.readouterr().err
+    missing = tmp_path / "missing"
+    assert main(["checkpoints", "download", path[:-1], "--out", str(missing), *place.options]) == 1
+    assert not missing.exists()
+
+
+def test_a_download_works_where_an_event_loop_runs(served: Place, tmp_path: Path):
+    path, (_, url, _, key) = saved(served, "in-a-notebook"), served.options
+
+    async def cell() -> str:
+        return weights.download(tinker_path=path, output_dir=tmp_path / "out", base_url=url, api_key=key)
+
+    assert Path(asyncio.run(cell()), "adapter_model.safetensors").is_file()
 
 
 def test_deleting_asks_first(place: Place, capsys, monkeypatch):
