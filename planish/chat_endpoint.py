@@ -86,8 +86,7 @@ class ChatEndpoint(MessageCompleter):
 
     def __post_init__(self) -> None:
         """UserError for an option that cannot be right; the key is looked up, so a missing one is noticed before any work."""
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_url(self.base_url):
             raise UserError(f"base_url={self.base_url!r}: give a URL such as http://127.0.0.1:8000/v1")
         rules = {
             "model": (bool(self.model), "the name by which the endpoint knows the model"),
@@ -193,6 +192,14 @@ class ChatEndpoint(MessageCompleter):
     @property
     def _url(self) -> str:
         return f"{self.base_url.rstrip('/')}/chat/completions"
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:  # half of an IPv6 address
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _message(response: Response) -> Message:

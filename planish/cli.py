@@ -16,6 +16,8 @@ A command's module is loaded when the command is named, by what the table below 
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,14 +50,31 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 on success, 1 with a message on stderr when it could not be done."""
+    """Run the command; 0 on success, 1 with a message on stderr when it could not be done, 130 when Ctrl-C ended it."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser(words[:1]).parse_args(words)
     try:
-        return arguments.function(arguments) or 0
+        arguments = _parser(words[:1]).parse_args(words)
+        status = arguments.function(arguments) or 0
+        sys.stdout.flush()
+        return status
     except PlanishError as error:
         print(f"planish: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nplanish: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if not _has_no_reader(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
+        return 141
+
+
+def _has_no_reader(pipe: int) -> bool:
+    """Whether whoever read it has gone, as `head` does."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
 
 
 def _parser(named: Sequence[str]) -> argparse.ArgumentParser:

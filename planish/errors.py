@@ -13,6 +13,9 @@
 Each class also derives from its standard relative, so `except ValueError` and `except OSError` hold.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PlanishError(Exception):
     """Base of all errors that planish raises on purpose."""
@@ -48,3 +51,14 @@ class EngineClosedError(PlanishError, RuntimeError):
 
 class StorageError(PlanishError, OSError):
     """The disk refused a write. Nothing that was whole before is damaged."""
+
+
+@contextmanager
+def as_user_errors(option: str) -> Iterator[None]:
+    """A plain ValueError of the block is a UserError that names `option`: for commands, which read what a user typed."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from error

@@ -187,6 +187,7 @@ def test_it_pickles_while_it_is_used(script):
     ("options", "message"),
     [
         ({"base_url": "api.openai.com/v1"}, "base_url='api.openai.com/v1': give a URL"),
+        ({"base_url": "http://[::1"}, "give a URL"),
         ({"model": ""}, "model=''"),
         ({"api_key_env": "NOT_THERE"}, "api_key_env=NOT_THERE: there is no such variable"),
         ({"max_tokens": 0}, "max_tokens=0"),

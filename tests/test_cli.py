@@ -1,6 +1,7 @@
 """`planish` lists and fetches models, converts traces, and says what is wrong without a traceback."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -43,6 +44,60 @@ def test_it_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "planish", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "models" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runs", "--limit", "-1"], "--limit -1: .* 0 lists all"),
+        (["checkpoints", "list", "--limit", "-1"], "--limit -1: .* 0 lists all"),
+        (["runs", "--base-url", "http://[::1"], "--base-url: .*IPv6"),
+        (["eval", "gsm8k", "--model", "mine", "--base-url", "http://[::1"], "--base-url: .*IPv6"),
+        (["chat", "--base-url", "http://[::1"], "--base-url: .*IPv6"),
+        (["chat", "--model", "tinker://foo"], "--model: .*'tinker://foo'"),
+        (["eval", "gsm8k", "--model", "tinker://foo"], "--model: .*'tinker://foo'"),
+        (["eval", "gsm8k", "--model", "mine", "--temperature", "nan"], "temperature=nan"),
+        (["eval", "gsm8k", "--model", "mine", "--temperature", "inf"], "temperature=inf"),
+    ],
+)
+def test_what_was_typed_wrong_is_told_in_a_line(mapped, tmp_path, capsys, monkeypatch, words, message):
+    (tmp_path / "test.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    more = ["--data", "test.jsonl"] if words[0] == "eval" else []
+    assert main([*words, *more]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_control_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
+    def interrupted(arguments) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planish.commands.models.run", interrupted)
+    assert main(["models"]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+SAY = """
+import sys, types
+from planish import cli
+sys.modules["say"] = say = types.ModuleType("say")
+say.add_arguments, say.run = lambda parser: None, lambda arguments: print("something")
+cli.COMMANDS = [cli.Command("say", "say", "says something")]
+sys.stdin.read()
+sys.exit(cli.main(["say"]))
+"""
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", SAY], **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def test_trace_writes_a_file_for_a_viewer(tmp_path, capsys):

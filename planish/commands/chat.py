@@ -23,7 +23,7 @@ from rich.text import Text
 
 from planish.commands.chat_session import ChatSession, Draws, Ended
 from planish.commands.chat_voice import Piece, listening
-from planish.errors import PlanishError
+from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
 
 _PROMPT = "> "
@@ -126,5 +126,8 @@ def _typed(screen: Screen) -> Iterator[str]:
 
 
 def _piped() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.rstrip("\r\n")
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin is no text ({error}); give lines in {error.encoding}") from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from planish.checkpointing import choose_renderer
 from planish.client.local import chosen_url, connect, start_engine
-from planish.errors import UserError
+from planish.errors import UserError, as_user_errors
 from planish.export.origin import newest
 from planish.model.config import ModelConfig
 from planish.renderers import Renderer
@@ -71,7 +71,7 @@ class Voice:
 
     def answer(self, messages: Messages, temperature: float, max_tokens: int, seed: int | None, show: Show) -> Answer:
         """Draw the assistant's next message. Ctrl-C ends it where it is. UserError if there is no room for one."""
-        with _told():
+        with as_user_errors("the conversation"):
             prompt = self.renderer.build_generation_prompt(messages)
         params = SamplingParams(
             max_tokens=self._room(prompt.length, max_tokens),
@@ -144,9 +144,12 @@ def listening(
     if url is None and api_key is not None:
         raise UserError("--api-key is for a server, and --base-url is missing; give both, or neither")
     key = api_key or os.environ.get("PLANISH_API_KEY") or os.environ.get("TINKER_API_KEY")
-    service = connect(url, key, {}) if url else start_engine(None, data_dir, {})
+    with as_user_errors("--base-url"):
+        service = connect(url, key, {}) if url else start_engine(None, data_dir, {})
     try:
-        yield _voice(service, _checkpoint(model), renderer_name, streams=url is None)
+        with as_user_errors("--model"):
+            voice = _voice(service, _checkpoint(model), renderer_name, streams=url is None)
+        yield voice
     finally:
         service.close(finish=False)
 
@@ -170,18 +173,8 @@ def _voice(service: Service, model: str, renderer_name: str | None, streams: boo
         metadata = service.checkpoint_info(model).checkpoint.user_metadata or {}
         renderer_name = metadata.get("renderer_name")
     tokenizer = load_tokenizer(service.tokenizer_directory(base))
-    with _told():
-        renderer = choose_renderer(renderer_name, base, tokenizer)
+    renderer = choose_renderer(renderer_name, base, tokenizer)
     return Voice(service, sampler_id, model, renderer, _context(service, base), streams)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """What a renderer refuses is the user's to mend."""
-    try:
-        yield
-    except ValueError as error:
-        raise error if isinstance(error, UserError) else UserError(str(error)) from error
 
 
 def _context(service: Service, base: str) -> int | None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from planish.commands.records import Records, Row, as_json, downloaded, records_of
-from planish.commands.runs import add_source_arguments
+from planish.commands.runs import add_source_arguments, limit_of
 from planish.commands.tables import print_fields, print_table, size, time, time_left
 from planish.errors import CheckpointError, UserError
 
@@ -76,7 +76,7 @@ def duration(text: str) -> int | None:
 
 
 def _list(records: Records, arguments: argparse.Namespace) -> None:
-    rows = records.checkpoints(arguments.run, arguments.limit or None)
+    rows = records.checkpoints(arguments.run, limit_of(arguments))
     if arguments.json:
         print(as_json(rows))
         return
@@ -113,7 +113,11 @@ def _delete(records: Records, arguments: argparse.Namespace) -> None:
     if not arguments.yes:
         if not sys.stdin.isatty():
             raise UserError("nobody can be asked here; give --yes to delete without a question")
-        if input(f"delete {', '.join(paths)} for good? [y/N] ").strip().lower() not in ("y", "yes"):
+        try:
+            answer = input(f"delete {', '.join(paths)} for good? [y/N] ")
+        except EOFError:
+            answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
             print("nothing was deleted")
             return
     for path in paths:

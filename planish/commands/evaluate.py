@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planish.client.service_client import ServiceClient
 from planish.console import StepDisplay
-from planish.errors import UserError
+from planish.errors import UserError, as_user_errors
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
 from planish.evaluation.evaluate import CONCURRENCY, checked_draws
 from planish.evaluation.files import RESULTS, SAMPLES
@@ -63,10 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Sampling | None, out: Path) -> Results:
-    with ServiceClient(
-        base_url=arguments.base_url, api_key=arguments.api_key, data_dir=arguments.data_dir
-    ) as service_client:
-        model = open_model(service_client, arguments.model, arguments.renderer)
+    with as_user_errors("--base-url"):
+        connected = ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key, data_dir=arguments.data_dir)
+    with connected as service_client:
+        with as_user_errors("--model"):
+            model = open_model(service_client, arguments.model, arguments.renderer)
         with StepDisplay(len(task.questions), unit="questions") as display:
             work = evaluate(
                 model.sampling_client,

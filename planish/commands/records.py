@@ -24,7 +24,7 @@ from planish.client.remote_errors import ServerUnreachableError, body_of, refusa
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_link import API, checked_url
 from planish.engine.checkpoints import CheckpointStore, data_directory
-from planish.errors import CheckpointError, StorageError, UnsupportedError, UserError
+from planish.errors import CheckpointError, StorageError, UnsupportedError, UserError, as_user_errors
 from planish.types import Checkpoint, CheckpointPath
 from planish.wire.records import checkpoint_to_json
 
@@ -61,7 +61,8 @@ class Records(Protocol):
 
 class ServerRecords:
     def __init__(self, url: str, key: str | None) -> None:
-        self._url = checked_url(url)
+        with as_user_errors("--base-url"):
+            self._url = checked_url(url)
         self._headers = {"X-API-Key": key} if key else {}
 
     def runs(self, limit: int | None) -> list[Row]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from planish.commands.records import Records, Row, as_json, records_of
 from planish.commands.tables import print_fields, print_table, time
+from planish.errors import UserError
 
 _SHOWN = 20
 
@@ -27,12 +28,19 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def limit_of(arguments: argparse.Namespace) -> int | None:
+    """The most rows; None: all."""
+    if arguments.limit < 0:
+        raise UserError(f"--limit {arguments.limit}: give a whole number of at least 0; 0 lists all")
+    return arguments.limit or None
+
+
 def run(arguments: argparse.Namespace) -> None:
     records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
     if arguments.run is not None:
         _tell(records, arguments.run, arguments.json)
         return
-    rows = records.runs(arguments.limit or None)
+    rows = records.runs(limit_of(arguments))
     if arguments.json:
         print(as_json(rows))
         return

@@ -1,5 +1,6 @@
 """What is asked, how it is answered, and what is kept of an answer."""
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -69,7 +70,7 @@ class Sampling:
         for name in ("samples", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: give a whole number of at least 1")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature={self.temperature}: give a number of at least 0; 0 is greedy")
         if self.samples > 1 and self.temperature == 0:
             raise UserError(

@@ -241,3 +241,9 @@ def test_a_checkpoint_speaks_its_own_format(model, tmp_path):
     with listening(str(run), None, None, None, tmp_path) as voice:
         assert voice.renderer.name == "role_colon"
     assert model_renderer(model).name != "role_colon"
+
+
+def test_a_pipe_of_other_bytes_than_text_is_told(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n\xff\xfe\n"), "utf-8"))
+    with pytest.raises(UserError, match="give lines in utf-8"):
+        list(chat._piped())

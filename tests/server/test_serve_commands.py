@@ -131,9 +131,17 @@ def test_a_download_works_where_an_event_loop_runs(served: Place, tmp_path: Path
 def test_deleting_asks_first(place: Place, capsys, monkeypatch):
     path = saved(place, "gone")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    answers = iter(["", "y"])
-    monkeypatch.setattr("builtins.input", lambda _: next(answers))
-    assert "nothing" in said(capsys, "checkpoints", "delete", path, *place.options)
+    answers = iter(["", EOFError, "y"])
+
+    def answer(_: str) -> str:
+        given = next(answers)
+        if given is EOFError:
+            raise EOFError
+        return str(given)
+
+    monkeypatch.setattr("builtins.input", answer)
+    for _ in range(2):
+        assert "nothing" in said(capsys, "checkpoints", "delete", path, *place.options)
     said(capsys, "checkpoints", "delete", path, *place.options)
     assert main(["checkpoints", "show", path, *place.options]) == 1
     assert "planish: " in capsys.readouterr().err
