@@ -79,6 +79,7 @@ def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Sampling | No
                 concurrency=arguments.concurrency,
                 out=out,
                 model_name=model.name,
+                weights=model.weights,
                 display=display,
             )
             return asyncio.run(work)

@@ -6,7 +6,6 @@ a name that cannot be loaded is an error of the call that gave it.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +21,11 @@ from planish.engine.trainer import Trainer
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.sources import resolve_model
-from planish.model.weights import weight_files
+from planish.model.weights import weights_fingerprint
 from planish.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_SAMPLED_BLOCKS = 64
-_BLOCK_BYTES = 4096
 
 
 class BaseModel:
@@ -121,19 +117,3 @@ class BaseModels:
         for directory, lock in loading:
             with lock:
                 self._loaded.pop(directory, None)
-
-
-def weights_fingerprint(directory: Path) -> str:
-    """16 hexadecimal digits that tell apart the weights in the files, by blocks spread over them.
-
-    Reading everything would take a minute for a large model; two models that people train differ in nearly every block.
-    """
-    digest = hashlib.sha256()
-    for name in weight_files(directory):
-        with open(directory / name, "rb") as file:
-            size = file.seek(0, 2)
-            digest.update(size.to_bytes(8, "little"))
-            for block in range(_SAMPLED_BLOCKS):
-                file.seek(max(0, size - _BLOCK_BYTES) * block // (_SAMPLED_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()[:16]

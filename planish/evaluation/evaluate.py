@@ -52,6 +52,7 @@ async def evaluate(
     concurrency: int = CONCURRENCY,
     out: str | Path | None = None,
     model_name: str | None = None,
+    weights: str | None = None,
     display: StepDisplay | None = None,
 ) -> Results:
     """Put the task's questions to a model.
@@ -59,7 +60,8 @@ async def evaluate(
     `sampling` and `k`, the k of pass@k, are for tasks whose answers are drawn (None: Sampling() and 1). `renderer`: None is the
     one that the base model is known for. `context_window`: with it, an answer gets no more tokens than its prompt leaves room
     for, and a prompt that leaves none is an error of that question; without, it ends the evaluation. `out`: a directory to keep
-    the answers in, and to go on from. `model_name`: how the files name the model; None: its checkpoint, or its base model.
+    the answers in, and to go on from. `model_name`: how the files name the model; None: its checkpoint, or its base model. `weights`:
+    what tells its weights from others of that name, so that answers of those are not gone on with; `open_model` finds it.
     """
     draws, sizes = checked_draws(task, sampling, k, concurrency)
     renderer = renderer or choose_renderer(None, sampling_client.get_base_model(), sampling_client.get_tokenizer())
@@ -67,6 +69,7 @@ async def evaluate(
         "name": model_name or getattr(sampling_client, "model_path", None) or sampling_client.get_base_model(),
         "base_model": sampling_client.get_base_model(),
         "renderer": renderer.name,
+        "weights": weights,
     }
     settings = {} if draws is None else asdict(draws)
     asked = [_rendered(task, renderer, question) for question in task.questions]

@@ -6,7 +6,7 @@
 
 Invariants: the answers of one question are appended at once; a question of which a kill left only some is asked again. As draws are
 a function of the seed and the question's number, what is asked again gives the same answers. A directory belongs to one evaluation:
-other questions, another model or other draws are refused. `limit` and `k` may change, for they select from what is there.
+other questions, another model, other weights under its name or other draws are refused. `limit` and `k` may change, for they select from what is there.
 """
 
 import json

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from planish.checkpointing import choose_renderer
-from planish.errors import PlanishError, UserError
+from planish.errors import PlanishError, UnknownModelError, UserError
+from planish.model.weights import weights_fingerprint
 from planish.renderers import Renderer
 from planish.runs import CHECKPOINTS, read_rows
-from planish.types import CheckpointPath
+from planish.types import Checkpoint, CheckpointPath
 
 SCHEMES = ("tinker://", "planish://")
 
@@ -21,6 +22,8 @@ class OpenedModel:
     renderer: Renderer
     context_window: int | None
     """Tokens; None where the service does not say."""
+    weights: str | None = None
+    """What tells them from others that had, or will have, this name; None where nobody knows, as of a server's base model."""
 
 
 def open_model(service_client: Any, name: str, renderer_name: str | None = None) -> OpenedModel:
@@ -30,9 +33,15 @@ def open_model(service_client: Any, name: str, renderer_name: str | None = None)
     place = {"model_path": resolved} if is_checkpoint else {"base_model": resolved}
     client = service_client.create_sampling_client(**place)
     base_model = client.get_base_model()
-    trained_with = checkpoint_renderer(service_client, resolved) if is_checkpoint else None
-    renderer = choose_renderer(renderer_name or trained_with, base_model, client.get_tokenizer())
-    return OpenedModel(resolved, client, renderer, context_window_of(service_client, base_model))
+    tokenizer = client.get_tokenizer()
+    saved = _checkpoint(service_client, resolved) if is_checkpoint else None
+    trained_with = (saved.user_metadata or {}).get("renderer_name") if saved else None
+    renderer = choose_renderer(renderer_name or trained_with, base_model, tokenizer)
+    if is_checkpoint:
+        weights = saved.time.isoformat() if saved else None
+    else:
+        weights = _fingerprint(Path(tokenizer.name_or_path))
+    return OpenedModel(resolved, client, renderer, context_window_of(service_client, base_model), weights)
 
 
 def newest_weights(name: str) -> str:
@@ -46,15 +55,22 @@ def newest_weights(name: str) -> str:
     return str(saved[-1])
 
 
-def checkpoint_renderer(service_client: Any, path: str) -> str | None:
-    """The renderer's name in the checkpoint's metadata; None if there is none to be read."""
+def _checkpoint(service_client: Any, path: str) -> Checkpoint | None:
+    """As its run's list has it; None if there is none to be read."""
     try:
         parsed = CheckpointPath.parse(path)
         listed = service_client.create_rest_client().list_checkpoints(parsed.run_id).result().checkpoints
     except (PlanishError, ValueError):  # weights of another place, which are sampled from and not listed
         return None
-    found = next((one for one in listed if one.checkpoint_id == parsed.checkpoint_id), None)
-    return (found.user_metadata or {}).get("renderer_name") if found else None
+    return next((one for one in listed if one.checkpoint_id == parsed.checkpoint_id), None)
+
+
+def _fingerprint(directory: Path) -> str | None:
+    """Of a base model's files; None if the directory has only a tokenizer, as that of a server's model."""
+    try:
+        return weights_fingerprint(directory)
+    except UnknownModelError:
+        return None
 
 
 def context_window_of(service_client: Any, base_model: str) -> int | None:

@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from planish.engine.base_models import weights_fingerprint
 from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG
 from planish.errors import CheckpointError, StorageError, UserError
 from planish.export.lora_update import LoraUpdate, read_update
@@ -22,6 +21,7 @@ from planish.export.whole_directory import check_free, whole_directory
 from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, resolve_model
+from planish.model.weights import weights_fingerprint
 
 MARKER = "planish_export.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from planish import ServiceClient
 from planish.cli import _parser, main
 from planish.errors import UserError
 from planish.evaluation import TASKS, Sampling, evaluate, load_task, open_model
+from planish.testing import tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -49,6 +51,8 @@ def test_it_prints_what_it_keeps(here, sums, capsys):
     assert "evaluations/gsm8k-tiny/results.json" in printed
     found = results_of(out)
     assert found["task"]["num_questions"] == 4
+    weights = found["model"].pop("weights")
+    assert re.fullmatch("[0-9a-f]{16}", weights)
     assert found["model"] == {"name": "tiny", "base_model": "tiny", "renderer": "qwen3_instruct"}
     assert found["settings"]["k"] == [1, 3]
     assert f"pass@3                   {found['metrics']['pass@3']:.4f} ± " in printed
@@ -62,6 +66,15 @@ def test_it_prints_what_it_keeps(here, sums, capsys):
     assert (out / "samples.jsonl").read_bytes() == before
     assert main(words("tiny", sums, "--limit", "4", "--seed", "1")) == 1
     assert "seed was 0, is 1" in capsys.readouterr().err
+
+
+def test_answers_of_other_weights_of_that_name_are_not_gone_on_with(here, sums, capsys):
+    model = tiny_model(here / "model", seed=0)
+    assert main(words(str(model), sums, "--limit", "1", "--out", "out")) == 0
+    shutil.rmtree(model)
+    tiny_model(model, seed=1)
+    assert main(words(str(model), sums, "--limit", "1", "--out", "out")) == 1
+    assert "weights was" in capsys.readouterr().err
 
 
 def test_concurrency_changes_no_answer(sums):
@@ -109,7 +122,16 @@ def test_a_checkpoint_is_named_by_path_or_by_its_run_and_brings_its_renderer(her
         with pytest.raises(UserError, match="saved no weights"):
             open_model(service, str(run))
     assert main(words(path, sums, "--limit", "1", "--out", "out")) == 0
-    assert results_of(here / "out")["model"] == {"name": path, "base_model": "tiny", "renderer": "role_colon"}
+    told = results_of(here / "out")["model"]
+    saved_at = told.pop("weights")
+    assert told == {"name": path, "base_model": "tiny", "renderer": "role_colon"}
+    with ServiceClient() as service:
+        service.create_training_client_from_state(path).save_weights_for_sampler("other").result()
+        [other] = list((here / "data").glob("*/sampler_weights/other"))
+        Path(here / "data", path.removeprefix("tinker://")).rename(here / "gone")
+        other.rename(here / "data" / path.removeprefix("tinker://"))
+    assert main(words(path, sums, "--limit", "1", "--out", "out")) == 1
+    assert f"weights was '{saved_at}'" in capsys.readouterr().err
     assert main(words("tinker://gone/sampler_weights/x", sums)) == 1
     assert "gone" in capsys.readouterr().err
 
