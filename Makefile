@@ -52,5 +52,5 @@ $(VENV)/.model: $(VENV)/.run
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers build dist *.egg-info runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers build dist *.egg-info runs/demo .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,17 @@
 """What an installed planish needs besides its modules is in the package."""
 
+import subprocess
 import tomllib
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "planish"
+
+
+def test_clean_leaves_the_runs_of_a_user(tmp_path):
+    command = ["make", "-n", "-f", str(PACKAGE.parent / "Makefile"), "clean"]
+    words = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+    assert "runs/demo" in words
+    assert "runs" not in words
 
 
 def test_every_file_that_is_no_module_is_package_data():
