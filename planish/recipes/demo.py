@@ -4,6 +4,7 @@ GRPO through the public API on sums of two numbers, most of which the untrained 
 before and after are kept out of training. Everything is written to runs/demo; a new run takes the place of the old one.
 """
 
+import os
 import random
 import shutil
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import chz
 
 from planish import AdamParams, SamplingParams, ServiceClient
-from planish.checkpointing import RunCheckpoints
+from planish.checkpointing import RunCheckpoints, origin_metadata
 from planish.completers import derived_seed
 from planish.console import StepDisplay, step_line
 from planish.model.sources import DEFAULT_MODEL
@@ -36,6 +37,7 @@ from planish.runs import RunDirectory, remove_run
 from planish.types import SampledSequence
 
 WARM_UP = 4
+RENDERER = "role_colon"
 SHOWN = {"reward/total": "reward {:.3f}", "optim/kl_sample_train_v2": "kl {:.1e}", "time/total": "{:.1f} s"}
 
 
@@ -83,14 +85,24 @@ def main(config: Config) -> Path:
     checkpoints = Path(config.log_path) / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
     with ServiceClient(data_dir=checkpoints) as service_client:
-        return train(config, service_client)
+        run = train(config, service_client)
+    print(f"talk:    {python()} -m planish chat --model {run} --data-dir {checkpoints}")
+    return run
+
+
+def python() -> str:
+    """This one, as a command to be typed here."""
+    return min(sys.executable, os.path.relpath(sys.executable), key=len)
 
 
 def train(config: Config, service_client: Any) -> Path:
     training_client = service_client.create_lora_training_client(
-        base_model=config.model_name, rank=config.lora_rank, seed=config.seed
+        base_model=config.model_name,
+        rank=config.lora_rank,
+        seed=config.seed,
+        user_metadata=origin_metadata("demo", RENDERER),
     )
-    renderer = get_renderer("role_colon", training_client.get_tokenizer())
+    renderer = get_renderer(RENDERER, training_client.get_tokenizer())
     tests, pool = split_sums(config)
     with RunDirectory(config.log_path, chz.asdict(config)) as run, StepDisplay(config.steps) as display:
         display.say(

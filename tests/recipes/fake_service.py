@@ -6,6 +6,7 @@ operations. States that were saved stay, as files would. It has the methods of t
 
 import random
 import re
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -52,7 +53,9 @@ class FakeService:
             raise Killed
         self.operations.append(operation)
 
-    def create_lora_training_client(self, base_model: str, rank: int, seed: int | None) -> "FakeTrainingClient":
+    def create_lora_training_client(
+        self, base_model: str, rank: int, seed: int | None, user_metadata: Mapping[str, str] | None = None
+    ) -> "FakeTrainingClient":
         return FakeTrainingClient(self, Weights(), base_model, rank)
 
     def create_training_client_from_state(self, path: str) -> "FakeTrainingClient":

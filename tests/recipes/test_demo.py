@@ -1,5 +1,9 @@
 """The demo's files and its held-out sums, on a fake service; the real model runs in `make demo`."""
 
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
 from planish.errors import UserError
@@ -19,6 +23,15 @@ def test_the_demo_writes_one_row_a_step_and_reports_what_it_found(service, tmp_p
     assert "before, 100% after" in printed
     assert "metrics.jsonl" in printed
     assert (run / "reward.png").exists()
+
+
+def test_the_demo_names_a_command_that_talks_with_what_it_made(service, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "ServiceClient", lambda data_dir: nullcontext(service))
+    run = demo.main(demo.Config(model_name="tiny", log_path=str(tmp_path / "demo"), steps=1))
+    [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("talk: ")]
+    _, python, *words = command.split()
+    assert Path(python).samefile(sys.executable)
+    assert words == ["-m", "planish", "chat", "--model", str(run), "--data-dir", str(run / "checkpoints")]
 
 
 def test_held_out_sums_are_never_trained_on_in_either_order():
