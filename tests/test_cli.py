@@ -89,8 +89,8 @@ sys.exit(cli.main(["say"]))
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", SAY], **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SAY], stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
