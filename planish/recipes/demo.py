@@ -231,4 +231,4 @@ def summary(run: RunDirectory, count: int, before: float, after: float) -> str:
 
 
 if __name__ == "__main__":
-    training_run.run_command(main, Config, {}, sys.argv[1:])
+    training_run.run_command(main, Config, {}, sys.argv[1:], again="begins anew")

@@ -23,8 +23,17 @@ C = TypeVar("C")
 Presets = Mapping[str, Mapping[str, Any]]
 
 
-def run_command(main: Callable[[C], object], config_type: type[C], presets: Presets, argv: Sequence[str]) -> None:
-    """Run a recipe with `key=value` options; errors that the user can mend are printed without a traceback."""
+def run_command(
+    main: Callable[[C], object],
+    config_type: type[C],
+    presets: Presets,
+    argv: Sequence[str],
+    again: str = "goes on from the last checkpoint",
+) -> None:
+    """Run a recipe with `key=value` options; errors that the user can mend are printed without a traceback.
+
+    `again`: what the same command does after Ctrl-C.
+    """
     try:
         main(read_options(config_type, presets, argv))
     except PlanishError as error:
@@ -32,7 +41,7 @@ def run_command(main: Callable[[C], object], config_type: type[C], presets: Pres
         print(f"error: {error}{places}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"stopped; the same command {again}", file=sys.stderr)
         sys.exit(130)
 
 

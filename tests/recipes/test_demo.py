@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planish.errors import UserError
-from planish.recipes import demo
+from planish.recipes import demo, training_run
 from planish.runs import read_rows
 
 
@@ -73,3 +73,14 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[: top + 1] == sorted(rates[: top + 1])
     assert rates[top:] == sorted(rates[top:], reverse=True)
     assert 0 < min(rates) <= max(rates) <= config.learning_rate
+
+
+def test_ctrl_c_says_what_the_same_command_does(capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    for again, told in (({}, "goes on from the last checkpoint"), ({"again": "begins anew"}, "begins anew")):
+        with pytest.raises(SystemExit) as ended:
+            training_run.run_command(interrupted, demo.Config, {}, [], **again)
+        assert ended.value.code == 130
+        assert f"the same command {told}" in capsys.readouterr().err
