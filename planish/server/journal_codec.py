@@ -73,12 +73,24 @@ class Entry:
 
 def entry(operation: Operation[Any], seq_id: int) -> Entry:
     """Encode a request. Takes time in proportion to its size; for a thread if it is large."""
-    kind, body = _encoded(operation, seq_id)
+    kind, body = kind_of(operation), _encoded(operation, seq_id)
     digest = hashlib.blake2b(kind.encode() + body, digest_size=16).digest()
     seeded = _seeded(operation)
     if seeded is not operation:
-        kind, body = _encoded(seeded, seq_id)
+        body = _encoded(seeded, seq_id)
     return Entry(kind, body, digest, seeded)
+
+
+def kind_of(operation: Operation[Any]) -> str:
+    """The kind of its row."""
+    match operation:
+        case ForwardBackward(forward_only=True):
+            return "forward"
+        case CreateModel(from_path=None):
+            return "create_model"
+        case CreateModel():
+            return "load_weights"
+    return _KINDS[type(operation)]
 
 
 def operation_of(kind: str, body: bytes) -> Operation[Any]:
@@ -96,35 +108,41 @@ def _seeded(operation: Operation[Any]) -> Operation[Any]:
     return operation
 
 
-def _encoded(operation: Operation[Any], seq_id: int) -> tuple[str, bytes]:
+def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
     match operation:
         case ForwardBackward():
             # The number of the request is its row's; here it would have to fit into 32 bits.
             message = ForwardBackwardRequestMessage.FromString(forward_backward_to_message(operation, 1))
-            kind = "forward" if operation.forward_only else "forward_backward"
-            return kind, message.SerializeToString(deterministic=True)
+            return message.SerializeToString(deterministic=True)
         case OptimStep():
-            return "optim_step", _json(optim_step_to_json(operation, seq_id))
+            return _json(optim_step_to_json(operation, seq_id))
         case CreateModel(from_path=None):
-            return "create_model", _json(create_model_to_json(operation, place_of(operation.model_id)))
+            return _json(create_model_to_json(operation, place_of(operation.model_id)))
         case CreateModel():
-            return "load_weights", _json(create_from_weights_to_json(operation, place_of(operation.model_id)))
+            return _json(create_from_weights_to_json(operation, place_of(operation.model_id)))
         case LoadWeights():
-            return "load_weights", _json(load_weights_to_json(operation, seq_id))
-        case SaveWeights():
-            return "save_weights", _json(save_to_json(operation, seq_id))
-        case SaveWeightsForSampler():
-            return "save_weights_for_sampler", _json(save_to_json(operation, seq_id))
+            return _json(load_weights_to_json(operation, seq_id))
+        case SaveWeights() | SaveWeightsForSampler():
+            return _json(save_to_json(operation, seq_id))
         case PublishSampler():
-            body = publish_to_json(operation, place_of(operation.sampler_id).seq_id, seq_id)
-            return "publish_sampler", _json(body)
+            return _json(publish_to_json(operation, place_of(operation.sampler_id).seq_id, seq_id))
         case UnloadModel():
-            return "unload_model", _json({"model_id": operation.model_id})
+            return _json({"model_id": operation.model_id})
         case Sample():
-            return "sample", _json(sample_request_to_json(SampleRequest(seq_id, operation)))
+            return _json(sample_request_to_json(SampleRequest(seq_id, operation)))
     raise TypeError(f"{type(operation).__name__} is not journaled")
 
 
+_KINDS: dict[type[Operation[Any]], str] = {
+    ForwardBackward: "forward_backward",
+    OptimStep: "optim_step",
+    LoadWeights: "load_weights",
+    SaveWeights: "save_weights",
+    SaveWeightsForSampler: "save_weights_for_sampler",
+    PublishSampler: "publish_sampler",
+    UnloadModel: "unload_model",
+    Sample: "sample",
+}
 _DECODERS: dict[str, Callable[[bytes], Operation[Any]]] = {
     "forward": lambda body: forward_backward_from_message(parse_forward_backward(body)),
     "forward_backward": lambda body: forward_backward_from_message(parse_forward_backward(body)),

@@ -38,8 +38,8 @@ class Model:
     worker: asyncio.Task[None] | None = None
     running: dict[int, Request] = field(default_factory=dict)
     """Taken from the lane and not answered, by number."""
-    arriving: set[int] = field(default_factory=set)
-    """Numbers of requests that are being journaled."""
+    arriving: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+    """By number, the taking of requests that are looked at, or being journaled."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Something came into the lane, or was answered."""
     unwritten: dict[int, asyncio.Future[None]] = field(default_factory=dict)
@@ -81,6 +81,13 @@ class Model:
     def snapshot_seq(self) -> int:
         """-1: there is none."""
         return -1 if self.row.snapshot_seq is None else self.row.snapshot_seq
+
+    async def arrive(self, seq: int, taking: Coroutine[Any, Any, R]) -> R:
+        """Take a request of this number, to its end even if whoever waits gives up: what was journaled must be queued."""
+        task = asyncio.create_task(taking)
+        self.arriving[seq] = task
+        task.add_done_callback(lambda _: self.arriving.pop(seq))
+        return await asyncio.shield(task)
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         task = asyncio.create_task(work)

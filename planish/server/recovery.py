@@ -6,7 +6,7 @@ Models and samplers are only known again; they come into memory when they are us
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planish.server import journal
 from planish.server.answers import Failed
@@ -89,11 +89,13 @@ class Recovery:
         rows = await self._store.read(lambda db: journal.of_model(db, row.id, begun))
         lane: Lane[Item] = Lane(begun + 1, row.passed)
         unload_seq = None
-        for found in rows:
+        # An older store may hold an unloading under the number of a request that came in the same moment.
+        for found in sorted(rows, key=lambda row: row.kind == "unload_model"):
             if found.kind == "load_weights" and found.state in ("started", "done"):
                 self._loads.add((row.id, found.seq))
             if found.kind == "unload_model":
-                unload_seq = found.seq
+                unload_seq = max(found.seq, lane.end)
+                found = replace(found, seq=unload_seq)
             lane.add(found.seq, self._requests.restore(found) if found.is_to_do else found)
         # Those that were answered, up to the first that was not, are replayed when the model is loaded.
         while isinstance(lane.peek(), Row):

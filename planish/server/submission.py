@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from planish.errors import StorageError, UnknownModelError, UserError
+from planish.errors import StorageError, UnknownModelError
 from planish.server.answers import Accepted, Failed, Tenant
 from planish.server.checkpoint_catalog import CheckpointCatalog, check_source
 from planish.server.engine_calls import EngineCalls
 from planish.server.errors import BadRequest, Gone, NotFound, ServerError
 from planish.server.journal import Row
-from planish.server.journal_codec import Entry
+from planish.server.journal_codec import Entry, kind_of
 from planish.server.lane import Lane
 from planish.server.models import Model
 from planish.server.private_names import check_name_is_free
@@ -102,24 +102,22 @@ class Submission:
         await self._sessions.touch(tenant, model.row.session)
         seq_id = await counted(self._store, model, seq_id, operation)
         accepted = Accepted(f"{model.id}:{seq_id}", model.id)
-        journaled = await self._requests.encoded(operation, seq_id)
-        if await self._came_before(model, seq_id, accepted.request_id, journaled.digest):
-            return accepted
         try:
-            await self._check_training(tenant, model, operation)
-        except (UserError, ServerError) as error:
-            await self._journal_refused(model, seq_id, error, journaled.kind)
+            journaled = await self._requests.encoded(operation, seq_id)
+        except ValueError as error:
+            if self._can_arrive(model, seq_id):
+                await model.arrive(seq_id, self._journal_refused(model, seq_id, error, kind_of(operation)))
             raise
-        sampler = _sampler_row(model, seq_id, operation) if isinstance(operation, PublishSampler) else None
-        await self._journal(model, _row(tenant, model.id, seq_id, journaled), journaled, sampler)
+        if not await self._came_before(model, seq_id, accepted.request_id, journaled.digest):
+            await model.arrive(seq_id, self._take(tenant, model, seq_id, operation, journaled))
         return accepted
 
     async def reject(self, tenant: Tenant, model_id: str, seq_id: int, error: Exception, kind: str) -> None:
         with suppress(NotFound, Gone):
             model = await self.model(tenant, model_id)
             seq_id = shifted(model, seq_id)
-            if 1 <= seq_id <= _MOST_SEQ and not model.lane.is_used(seq_id) and seq_id not in model.arriving:
-                await self._journal_refused(model, seq_id, error, kind)
+            if 1 <= seq_id <= _MOST_SEQ and self._can_arrive(model, seq_id):
+                await model.arrive(seq_id, self._journal_refused(model, seq_id, error, kind))
 
     async def unload_model(self, tenant: Tenant, model_id: str) -> Accepted:
         accepted, operation = Accepted(f"{model_id}:unload", model_id), UnloadModel(model_id)
@@ -133,7 +131,7 @@ class Submission:
         before, model.unload_seq = model.unload_seq, model.end if model.unload_seq is None else model.unload_seq
         row = replace(_row(tenant, model.id, model.unload_seq, journaled), id=accepted.request_id)
         try:
-            await self._journal(model, row, journaled)
+            await _whole(self._journal_training(model, row, journaled))
         except (ServerError, StorageError):
             model.unload_seq = before
             raise
@@ -209,14 +207,30 @@ class Submission:
                 check_source(path)
                 await self._catalog.readable(tenant, path)
             case PublishSampler(sampler_id=sampler_id):
-                if self._samplers.get(sampler_id) is not None:
-                    raise BadRequest(f"sampling_session_id={sampler_id!r} is in use; count on")
+                if await self._store.read(lambda db: select(db, SamplerRow, "id = ?", [sampler_id])):
+                    raise BadRequest(f"sampling_session_id={sampler_id!r} was used before; count on")
+
+    def _can_arrive(self, model: Model, seq: int) -> bool:
+        """Whether no request of this number came, and one may."""
+        is_late = model.unload_seq is not None and seq >= model.unload_seq
+        return not (is_late or model.lane.is_used(seq) or seq in model.arriving)
+
+    async def _take(self, tenant: Tenant, model: Model, seq: int, operation: Operation[Any], journaled: Entry) -> None:
+        try:
+            await self._check_training(tenant, model, operation)
+        except (ValueError, ServerError) as error:
+            await self._journal_refused(model, seq, error, journaled.kind)
+            raise
+        sampler = _sampler_row(model, seq, operation) if isinstance(operation, PublishSampler) else None
+        await self._journal_training(model, _row(tenant, model.id, seq, journaled), journaled, sampler)
 
     async def _came_before(self, model: Model, seq: int, request_id: str, digest: bytes) -> bool:
         """Whether this request was taken already. BadRequest or Gone if its number cannot be used any more."""
+        while (arriving := model.arriving.get(seq)) is not None:
+            await asyncio.wait([arriving])
         if model.unload_seq is not None and seq >= model.unload_seq:
             raise Gone(f"model_id={model.id!r} is to be unloaded and takes no more requests")
-        if not model.lane.is_used(seq) and seq not in model.arriving:
+        if not model.lane.is_used(seq):
             return False
         if await self._requests.repeats(request_id, digest):
             return True
@@ -231,10 +245,7 @@ class Submission:
             category="user",
             error_class=name_of(error),
         )
-        await self._journal(model, row, Entry(kind, b"", b"", UnloadModel(model.id)))
-
-    async def _journal(self, model: Model, row: Row, journaled: Entry, sampler: SamplerRow | None = None) -> None:
-        await _whole(self._journal_training(model, row, journaled, sampler))
+        await self._journal_training(model, row, Entry(kind, b"", b"", UnloadModel(model.id)))
 
     async def _journal_model(self, row: ModelRow, journaled: Entry) -> None:
         creation = _row(Tenant(row.tenant), row.id, 0, journaled)
@@ -247,13 +258,11 @@ class Submission:
         if request is not None:
             self._sampling.begin(sampler, request)
 
-    async def _journal_training(self, model: Model, row: Row, journaled: Entry, sampler: SamplerRow | None) -> None:
-        model.arriving.add(row.seq)
-        try:
-            also: Also | None = None if sampler is None else lambda transaction: put(transaction, sampler)
-            request = await self._requests.accept(row, journaled, also)
-        finally:
-            model.arriving.discard(row.seq)
+    async def _journal_training(
+        self, model: Model, row: Row, journaled: Entry, sampler: SamplerRow | None = None
+    ) -> None:
+        also: Also | None = None if sampler is None else lambda transaction: put(transaction, sampler)
+        request = await self._requests.accept(row, journaled, also)
         if request is not None:
             if sampler is not None:
                 self._samplers.add(sampler, model.residence)

@@ -20,7 +20,7 @@ from planish.errors import UnsupportedError, UserError
 from planish.service import ForwardBackward, OptimStep
 from planish.tensors import TensorData
 from planish.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepResponse
-from planish.wire.fields import Fields, check_identifier
+from planish.wire.fields import Fields, check_identifier, shown
 from planish.wire.messages import ForwardBackwardOutputMessage, ForwardBackwardRequestMessage
 from planish.wire.tensors import (
     PROTO_DTYPES,
@@ -94,6 +94,10 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
         with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
             data = [_datum_from_json(datum) for datum in given.objects("data")]
             config = given.optional(given.mapping, "loss_fn_config", {})
+            for key, value in config.items():
+                if isinstance(value, bool) or not isinstance(value, int | float | str):
+                    path = given.path("loss_fn_config")
+                    raise UserError(f"{path}.{key[:40]}={shown(value)}: give a number or a string")
             return ForwardBackward(place.model_id, data, given.text("loss_fn"), config, forward_only)
 
 

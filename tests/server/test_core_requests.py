@@ -3,12 +3,14 @@ once nobody needs it.
 """
 
 import asyncio
+from typing import Any
 
 import orjson
 import pytest
 from core_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, sample
 
 from planish.server.answers import Done, Failed, TryAgain
+from planish.server.checkpoint_catalog import CheckpointCatalog
 from planish.server.errors import BadRequest, Gone, Unavailable
 from planish.server.replay import Replay
 from planish.server.requests import Request
@@ -16,7 +18,7 @@ from planish.server.samplers import Sampler
 from planish.server.sampling import Sampling
 from planish.server.settings import ServerSettings
 from planish.server.training_steps import TrainingSteps
-from planish.service import CreateModel, ForwardBackward, SaveWeights
+from planish.service import CreateModel, ForwardBackward, LoadWeights, SaveWeights
 from planish.types import Datum, LoraConfig, ModelInput
 
 
@@ -267,5 +269,57 @@ def test_an_unloading_that_was_refused_leaves_the_model_as_it_was(model_dir, dat
                 with pytest.raises(Unavailable):
                     await core.unload_model(TENANT, model.model_id)
             await model.step()
+
+    run(scenario())
+
+
+def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_dir, monkeypatch):
+    """Both had one number, and no start behind a kill in that moment succeeded."""
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            path = await model.save("a")
+            looked_at, readable = asyncio.Event(), CheckpointCatalog.readable
+
+            async def slow(*args: Any) -> Any:
+                await looked_at.wait()
+                return await readable(*args)
+
+            monkeypatch.setattr(CheckpointCatalog, "readable", slow)
+            loads = [asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2)) for _ in range(2)]
+            while not core.training.all()[0].arriving:
+                await asyncio.sleep(0)
+            unloading = await core.unload_model(TENANT, model.model_id)
+            await core.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))
+            looked_at.set()
+            first, again = await asyncio.gather(*loads)
+            assert first == again
+            assert isinstance(await client.answer(first), Done)
+            assert isinstance(await client.answer(unloading.request_id), Done)
+            rows = await core._store.read(
+                lambda db: db.execute("SELECT id, seq FROM requests WHERE seq > 1").fetchall()
+            )
+            assert sorted(tuple(row) for row in rows) == [(first, 2), (unloading.request_id, 3)]
+
+    run(scenario())
+
+
+def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(gap_seconds=0.2)) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            with pytest.raises(ValueError, match="checkpoint path"):
+                await model.submit(LoadWeights(model.model_id, "tinker://x/external_weights/y"))
+            no_token = [Datum(ModelInput.from_ints([2**31]), {"target_tokens": [1], "weights": [1.0]})]
+            for _ in range(2):
+                with pytest.raises(ValueError, match="token id"):
+                    await model.submit(ForwardBackward(model.model_id, no_token, "cross_entropy"), 2)
+            model.seq = 2
+            # The part that is missing fails its step, and nothing waits.
+            assert "refused" in (await client.answer(await model.submit(adam(model.model_id)))).message
+            assert (await model.step())["step"] == 1
 
     run(scenario())

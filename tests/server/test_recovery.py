@@ -283,3 +283,23 @@ def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(model_di
             assert (await model.step(3))["step"] == last["step"] + 1
 
     run(scenario())
+
+
+def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            waiting = await model.submit(gradient(model.model_id), 2)
+            unloading = await core.unload_model(TENANT, model.model_id)
+        connection = sqlite3.connect(data_dir / "server.db")
+        connection.execute("UPDATE requests SET seq = 2 WHERE id = ?", [unloading.request_id])
+        connection.commit()
+        connection.close()
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            await model.submit(gradient(model.model_id), 1)
+            assert isinstance(await client.answer(waiting), Done)
+            assert isinstance(await client.answer(unloading.request_id), Done)
+
+    run(scenario())

@@ -182,6 +182,14 @@ def test_a_wrong_field_of_a_json_body_is_named(name, body):
         training.forward_backward_from_json(Fields.of(orjson.dumps(body)), False)
 
 
+@pytest.mark.parametrize("value", [None, True, [1], {"a": 1}])
+def test_a_wrong_value_of_a_config_is_named(value):
+    given = {**BODY["forward_backward_input"], "loss_fn_config": {"clip": value}}
+    body = orjson.dumps({**BODY, "forward_backward_input": given})
+    with pytest.raises(UserError, match="loss_fn_config.clip"):
+        training.forward_backward_from_json(Fields.of(body), False)
+
+
 def changed(**tensor) -> bytes:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()
