@@ -37,7 +37,7 @@ class Publishing:
             return
         await self._samplers.release(sampler)
         await (await self.begin(model, seq, operation))
-        self._samplers.published(sampler)
+        await self._samplers.published(sampler)
 
     async def _save(
         self, model: Model, seq: int, sampler: Sampler | None, written: asyncio.Future[SaveWeightsForSamplerResponse]

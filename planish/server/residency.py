@@ -1,7 +1,8 @@
 """Which adapters are in memory: those in use, and of the others the ones that were used last, within a budget.
 
 A resident is loaded before its first use, stays while somebody holds it, and may leave when nobody does. Whoever needs room waits until enough
-residents can leave. One that is larger than the budget is let in alone.
+residents can leave. One that is larger than the budget is let in alone. What has begun to load or to leave does so to its end, whoever
+gives up meanwhile, since the engine's threads do.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from planish.server.measurements import Counters
+
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +48,12 @@ class _Place:
     reserved: int = 0
     holders: int = 0
     used: float = 0.0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is loaded or unloaded."""
+    moving: asyncio.Task[Any] | None = None
+    """While it is loaded or unloaded."""
 
     @property
     def is_idle(self) -> bool:
-        return self.is_loaded and not self.holders and not self.lock.locked() and self.resident.can_leave
+        return self.is_loaded and not self.holders and self.moving is None and self.resident.can_leave
 
 
 class Residency:
@@ -84,16 +87,13 @@ class Residency:
         place = self._place(resident)
         place.holders += 1
         try:
-            async with place.lock:
-                if not place.is_loaded:
-                    await self._load(place)
+            while place.moving is not None or not place.is_loaded:
+                await asyncio.shield(place.moving or self._move(place, self._load(place)))
             yield
         finally:
             place.holders -= 1
             place.used = time.monotonic()
-            if not place.is_loaded and not place.holders:
-                self._places.pop(resident.key, None)
-            self._changed.set()
+            self._look_again(place)
 
     def adopt(self, resident: Resident) -> None:
         """It came into memory by itself. The budget may be exceeded by it until `make_room`."""
@@ -115,10 +115,33 @@ class Residency:
     def _place(self, resident: Resident) -> _Place:
         return self._places.setdefault(resident.key, _Place(resident))
 
+    def _move(self, place: _Place, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        async def moved() -> R:
+            try:
+                return await work
+            finally:
+                place.moving = None
+                self._look_again(place)
+
+        place.moving = task = asyncio.create_task(moved())
+        return task
+
+    def _look_again(self, place: _Place) -> None:
+        """Something of it changed."""
+        if not (place.is_loaded or place.holders or place.moving) and self._places.get(place.resident.key) is place:
+            del self._places[place.resident.key]
+        self._changed.set()
+
     async def _load(self, place: _Place) -> None:
+        needed = place.resident.memory_bytes
         async with self._entrance:
-            await self._make_room(place.resident.memory_bytes)
-            place.reserved = place.resident.memory_bytes
+            while place.holders and (used := self.used_bytes) and used + needed > self._budget:
+                self._changed.clear()
+                if not any([await self._unload(idle) for idle in self._idle()[:1]]):
+                    await self._changed.wait()
+            if not place.holders:  # all gave up while there was no room
+                return
+            place.reserved = needed
         try:
             await place.resident.load()
         except BaseException:
@@ -127,30 +150,21 @@ class Residency:
         place.is_loaded = True
         self._counters.loads += 1
 
-    async def _make_room(self, needed: int) -> None:
-        while (used := self.used_bytes) and used + needed > self._budget:
-            self._changed.clear()
-            if not any([await self._unload(place) for place in self._idle()[:1]]):
-                await self._changed.wait()
-
     def _idle(self) -> list[_Place]:
         """Those that may leave and take memory, the one that was used longest ago first."""
         idle = [place for place in self._places.values() if place.is_idle and place.reserved]
         return sorted(idle, key=lambda place: place.used)
 
     async def _unload(self, place: _Place) -> bool:
-        async with place.lock:
-            if place.holders or not place.is_loaded:
-                return False
-            try:
-                await place.resident.unload()
-            except Exception:
-                _log.exception("%s could not leave memory", place.resident.key)
-                place.used = time.monotonic()
-                return False
-            place.is_loaded, place.reserved = False, 0
-            self._counters.unloads += 1
-        if not place.holders:
-            self._places.pop(place.resident.key, None)
-        self._changed.set()
+        return place.is_idle and await asyncio.shield(self._move(place, self._leave(place)))
+
+    async def _leave(self, place: _Place) -> bool:
+        try:
+            await place.resident.unload()
+        except Exception:
+            _log.exception("%s could not leave memory", place.resident.key)
+            place.used = time.monotonic()
+            return False
+        place.is_loaded, place.reserved = False, 0
+        self._counters.unloads += 1
         return True

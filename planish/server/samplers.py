@@ -27,6 +27,7 @@ class _Residence:
 
     def __init__(self, row: SamplerRow, engine: EngineCalls) -> None:
         self.row = row
+        self.failure: str | None = None
         self._engine = engine
 
     @property
@@ -43,6 +44,9 @@ class _Residence:
 
     async def load(self) -> None:
         await self._engine.perform(await self._creation())
+        if self.failure is not None:  # it was closed meanwhile
+            await self._engine.perform(ReleaseSampler(self.row.id))
+            raise UserError(f"sampling_session_id={self.row.id!r}: {self.failure}")
 
     async def unload(self) -> None:
         await self._engine.perform(ReleaseSampler(self.row.id))
@@ -65,13 +69,16 @@ class Sampler:
     """The model that published it."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Its weights are decided: it was made, or published, or that failed."""
-    failure: str | None = None
-    """Why it cannot be used: it could not be made, or is closed."""
     used: float = field(default_factory=time.time)
 
     @property
     def id(self) -> str:
         return self.row.id
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot be used: it could not be made, or is closed."""
+        return self.residence.failure
 
 
 class Samplers:
@@ -119,8 +126,11 @@ class Samplers:
             if sampler.failure is not None:  # it was closed while it was loaded, or used
                 await self.release(sampler)
 
-    def published(self, sampler: Sampler) -> None:
-        """It is in memory now."""
+    async def published(self, sampler: Sampler) -> None:
+        """It is in memory now. If it was closed meanwhile, it goes again."""
+        if sampler.failure is not None:
+            await self._engine.perform(ReleaseSampler(sampler.id))
+            return
         self._residency.adopt(sampler.residence)
         sampler.ready.set()
 
@@ -160,5 +170,5 @@ class Samplers:
 
     def _fail(self, sampler: Sampler, message: str) -> None:
         """It is not to be used, or not any more."""
-        sampler.failure = message
+        sampler.residence.failure = message
         sampler.ready.set()

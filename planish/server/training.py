@@ -99,6 +99,9 @@ class Training:
         if model is None:
             raise UserError(f"model_id={model_id!r} is closed, and what it published without a name is lost with it")
         await self._replay.load(model)
+        if model.row.closed is not None:  # meanwhile
+            await self._replay.unload(model)
+            raise UserError(f"model_id={model_id!r} is closed: {model.row.closed}")
 
     async def unload(self, model_id: str) -> None:
         model = self._models.get(model_id)

@@ -171,7 +171,7 @@ class TrainingSteps:
         future = await self._publishing.begin(model, request.seq, operation)
 
         async def told() -> Also:
-            self._samplers.published(sampler)
+            await self._samplers.published(sampler)
             return lambda transaction: None
 
         self._await(model, _Work(request, operation, future, submitted), told)

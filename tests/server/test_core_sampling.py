@@ -1,8 +1,10 @@
 """Sampling through the core: as the engine draws, many at once, in turns, and given up on demand."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from core_client import BASE, TENANT, Client, drawn, gradient, run, running, sample
 
@@ -215,5 +217,62 @@ def test_what_is_asked_about_a_prompt_is_answered(model_dir, data_dir):
             )
             accepted = await core.submit_sample(TENANT, 0, question)
             assert len(await client.done(accepted.request_id)) >= 3 * np.dtype(np.float32).itemsize
+
+    run(scenario())
+
+
+def test_a_sampler_that_is_closed_while_it_comes_into_memory_leaves_it(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            saving = SaveWeightsForSampler(model.model_id, "a")
+            path = orjson.loads(await model.run(saving))["path"]
+            sampler = core.samplers.get(await client.sampler(None, path))
+            assert sampler is not None
+            await core.residency.unload_idle(0)
+            loads = core._counters.loads
+            perform, loading, closed = core._engine.perform, asyncio.Event(), asyncio.Event()
+
+            async def slow(operation: Any) -> Any:
+                result = await perform(operation)
+                if isinstance(operation, CreateSampler):
+                    loading.set()
+                    await closed.wait()
+                return result
+
+            core._engine.perform = slow
+            accepted = await core.submit_sample(TENANT, 0, sample(sampler.id))
+            await loading.wait()
+            await core.samplers.close(sampler, "it was released")
+            closed.set()
+            answer = await client.answer(accepted.request_id)
+            assert isinstance(answer, Failed)
+            assert "it was released" in answer.message
+            assert core.residency.loaded() == []
+            assert core._counters.loads == loads
+            # The engine does not have it any more.
+            await core._engine.perform(CreateSampler(sampler.id, BASE))
+
+    run(scenario())
+
+
+def test_a_sampler_that_is_closed_before_it_is_published_is_not_in_memory(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await core.residency.unload_idle(0)
+            sampler_id = client.new_sampler_id()
+            publishing = await model.submit(PublishSampler(model.model_id, sampler_id))
+            while 1 not in core.training.all()[0].running:
+                await asyncio.sleep(0)
+            sampler = core.samplers.get(sampler_id)
+            assert sampler is not None
+            closing = asyncio.create_task(core.samplers.close(sampler, "it was released"))
+            await client.answer(publishing)
+            await closing
+            assert [resident.key for resident in core.residency.loaded()] == [model.model_id]
+            await core._engine.perform(CreateSampler(sampler_id, BASE))
 
     run(scenario())

@@ -176,3 +176,49 @@ def test_who_comes_while_it_leaves_gets_it_back(log):
         assert log in (["+a", "-a", "+a"], ["+a"])
 
     run(scenario())
+
+
+def test_what_has_begun_to_load_is_loaded_although_who_wanted_it_gave_up(log):
+    """The engine's thread loads it to its end; it would be in memory, and nobody would know."""
+
+    async def scenario() -> None:
+        residency, (a,) = Residency(15, Counters()), fakes(log, "a")
+        for turn in range(2):
+            using = asyncio.create_task(use(residency, a))
+            while not residency.used_bytes:
+                await asyncio.sleep(0)
+            using.cancel()
+            if turn:
+                await use(residency, a)
+            else:
+                await asyncio.wait([using])
+                await asyncio.sleep(0.01)
+                assert residency.loaded() == [a]
+                await residency.unload_idle(0)
+        assert log == ["+a", "-a", "+a"]
+        leaving = asyncio.create_task(residency.unload_idle(0))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await use(residency, a)
+        assert log == ["+a", "-a", "+a", "-a", "+a"]
+
+    run(scenario())
+
+
+def test_who_gives_up_before_there_is_room_makes_none(log):
+    async def scenario() -> None:
+        residency, (a, b, c) = Residency(15, Counters()), fakes(log, "abc")
+        async with residency.held(a):
+            waiting = [asyncio.create_task(use(residency, one)) for one in (b, c)]
+            await asyncio.sleep(0.01)
+            waiting[0].cancel()
+            await asyncio.wait(waiting[:1])
+        await waiting[1]
+        assert log == ["+a", "-a", "+c"]
+
+    run(scenario())
+
+
+async def use(residency: Residency, one: Fake) -> None:
+    async with residency.held(one):
+        pass
