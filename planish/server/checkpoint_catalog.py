@@ -6,6 +6,7 @@ even before they are removed. The server's own checkpoints (private_names.py) ar
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -14,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -41,6 +43,7 @@ class CheckpointCatalog:
         self._settings = settings
         self._secret = secrets.token_bytes(32)
         """Of download tokens; they end with the process."""
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
         """The checkpoint, if it is the tenant's or published. NotFound otherwise, or when it has expired."""
@@ -85,8 +88,15 @@ class CheckpointCatalog:
         row = await self.readable(tenant, path)
         return await self._engine.checkpoint_files(row.path)
 
+    def changing(self, path: str) -> asyncio.Lock:
+        """Held by whoever makes, changes or deletes the files of a checkpoint, until its row is on the way to the database."""
+        return self._changing.setdefault(path, asyncio.Lock())
+
     async def delete(self, tenant: Tenant, path: str) -> None:
-        await self._remove(await self.owned(tenant, path))
+        row = await self.owned(tenant, path)
+        async with self.changing(row.path):
+            removed = await self._remove(row)
+        await removed
 
     async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
         row = await self.owned(tenant, path)
@@ -96,9 +106,10 @@ class CheckpointCatalog:
 
     async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
         row = await self.owned(tenant, path)
-        await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
-        expires = (await self.saved(tenant, row.path)).expires
-        await self._store.write(lambda transaction: change(transaction, CheckpointRow, row.path, expires=expires))
+        async with self.changing(row.path):
+            await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
+            expires = (await self.saved(tenant, row.path)).expires
+            await self._store.write(lambda transaction: change(transaction, CheckpointRow, row.path, expires=expires))
 
     async def saved(self, tenant: Tenant, path: str) -> CheckpointRow:
         """The row of a checkpoint that was just saved."""
@@ -117,8 +128,12 @@ class CheckpointCatalog:
 
     async def remove_expired(self) -> None:
         expired = await self._store.read(lambda db: select(db, CheckpointRow, f"NOT {_ALIVE}", [time.time()]))
+        removed = []
         for row in expired:
-            await self._remove(row)
+            async with self.changing(row.path):
+                if not await self._engine.exists(row.path):  # it was not saved again meanwhile
+                    removed.append(await self._remove(row))
+        await asyncio.gather(*removed)  # behind all, since a full disk may need the space first
 
     async def reconcile(self) -> None:
         """At a start: believe the disk about what is there and when it expires, as a kill in the middle of a change leaves it."""
@@ -170,10 +185,11 @@ class CheckpointCatalog:
             raise _not_found(path)
         return rows[0]
 
-    async def _remove(self, row: CheckpointRow) -> None:
+    async def _remove(self, row: CheckpointRow) -> asyncio.Future[None]:
+        """Delete the files; what is answered ends when the row is gone too."""
         await self._engine.delete_checkpoint(row.path)
         crash_point("checkpoint deleted before recording")
-        await self._store.keep(lambda transaction: remove(transaction, CheckpointRow, row.path))
+        return self._store.keep(lambda transaction: remove(transaction, CheckpointRow, row.path))
 
 
 def _bytes(text: str) -> bytes:

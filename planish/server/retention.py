@@ -68,10 +68,10 @@ class Retention:
                 await self.round()
 
     async def round(self) -> None:
-        """What need not be done every second."""
+        """What need not be done every second. Files go first: on a full disk, whatever writes waits for space."""
+        await self._guarded(self._catalog.remove_expired)
         await self._guarded(self._sessions.write_seen)
         await self._guarded(self._end_stale_sessions)
-        await self._guarded(self._catalog.remove_expired)
         await self._guarded(self._close_samplers)
         await self._guarded(self._drop_results)
 

@@ -148,6 +148,18 @@ class TrainingSteps:
         await self._catalog.check_quota(model.tenant)
         kind: CheckpointType = "training" if isinstance(operation, SaveWeights) else "sampler"
         path = str(CheckpointPath(model.id, kind, operation.name))
+        changing = self._catalog.changing(path)
+        await changing.acquire()
+        try:
+            answering = await self._save_at(path, model, request, operation)
+        except BaseException:
+            changing.release()
+            raise
+        answering.add_done_callback(lambda _: changing.release())
+
+    async def _save_at(
+        self, path: str, model: Model, request: Request, operation: SaveWeights | SaveWeightsForSampler
+    ) -> asyncio.Task[None]:
         saving = operation
         if request.row.state == "started" or operation.overwrite or not await self._engine.exists(path):
             await self._requests.mark(request, "started")
@@ -161,7 +173,7 @@ class TrainingSteps:
             crash_point("saved before recording")
             return lambda transaction: put_checkpoint(transaction, row)
 
-        self._await(model, _Work(request, operation, future, submitted), noted)
+        return self._await(model, _Work(request, operation, future, submitted), noted)
 
     async def _publish(self, model: Model, request: Request, operation: PublishSampler) -> None:
         sampler = self._samplers.get(operation.sampler_id)
@@ -186,11 +198,13 @@ class TrainingSteps:
         model.private.add(private)
         return private
 
-    def _await(self, model: Model, work: _Work, also: Callable[[], Awaitable[Also]] | None = None) -> None:
+    def _await(
+        self, model: Model, work: _Work, also: Callable[[], Awaitable[Also]] | None = None
+    ) -> asyncio.Task[None]:
         """Answer the request when the engine has; `also` says then what is to be written with it."""
         model.applied = work.request.seq
         model.running[work.request.seq] = work.request
-        model.spawn(self._answer(model, work, also))
+        return model.spawn(self._answer(model, work, also))
 
     async def _answer(self, model: Model, work: _Work, also: Callable[[], Awaitable[Also]] | None) -> None:
         request, written_too = work.request, None

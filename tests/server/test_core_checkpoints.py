@@ -1,5 +1,6 @@
 """Checkpoints through the core: listed, described, kept, copied, downloaded; and training runs and sessions."""
 
+import asyncio
 import time
 
 import pytest
@@ -7,7 +8,7 @@ from core_client import BASE, RANK, TENANT, Client, adam, gradient, run, running
 
 from planish.server.errors import BadRequest, Gone, NotFound
 from planish.server.settings import ServerSettings
-from planish.service import SaveWeightsForSampler
+from planish.service import SaveWeights, SaveWeightsForSampler
 
 
 def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
@@ -91,6 +92,37 @@ def test_what_has_expired_is_not_there_any_more(model_dir, data_dir):
             assert [item.tinker_path for item in (await core.checkpoints(TENANT)).items] == [kept]
             await core.retention.round()
             assert not (data_dir / "checkpoints" / model.model_id / "weights" / "a").exists()
+
+    run(scenario())
+
+
+def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            for name in "ab":
+                await model.save(name, ttl_seconds=1)
+            time.sleep(1.1)
+            delete, deleting, saved = core._engine.delete_checkpoint, asyncio.Event(), asyncio.Event()
+
+            async def slow(path: str) -> None:
+                deleting.set()
+                await saved.wait()
+                await delete(path)
+
+            core._engine.delete_checkpoint = slow
+            cleaning = asyncio.create_task(core.retention.round())
+            await deleting.wait()
+            path = await model.save("b", overwrite=True)
+            saving = await model.submit(SaveWeights(model.model_id, "a", overwrite=True))  # its files are being deleted
+            await asyncio.sleep(0.05)
+            saved.set()
+            await client.done(saving)
+            await cleaning
+            for kept in (path, path[:-1] + "a"):
+                assert (await core.checkpoint_info(TENANT, kept)).checkpoint.expires_at is None
+                assert await core.checkpoint_files(TENANT, kept)
 
     run(scenario())
 

@@ -62,3 +62,25 @@ def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypa
             return state(data_dir, await model.save("last"))
 
     assert run(play("full", True)) == run(play("free", False))
+
+
+def test_what_has_expired_goes_from_a_disk_that_is_full(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            model = await (await Client.start(core)).model()
+            for name in "ab":
+                await model.save(name, ttl_seconds=1)
+            await asyncio.sleep(1.1)
+            weights = data_dir / "checkpoints" / model.model_id / "weights"
+
+            def refuse(place: str) -> None:
+                if place == "before commit" and any((weights / name).exists() for name in "ab"):
+                    raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr("planish.server.store.crash_point", refuse)
+            await core.heartbeat(TENANT, model.client.session_id)
+            await asyncio.wait_for(core.retention.round(), 10)
+            monkeypatch.undo()
+            assert not any((weights / name).exists() for name in "ab")
+
+    run(scenario())
