@@ -55,7 +55,7 @@ def _read(index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int,
         )
     _check_tokens(f"{where}.model_input", tokens, vocab_size)
     _check_names(where, datum.loss_fn_inputs, loss, loss_name)
-    targets = _targets(where, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name)
+    targets = _targets(where, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name, vocab_size)
     _check_tokens(f"{where}.loss_fn_inputs['target_tokens']", targets, vocab_size)
     inputs = {}
     for name in (*loss.required, *loss.optional):
@@ -81,19 +81,23 @@ def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_n
         )
 
 
-def _targets(where: str, data: TensorData, length: int, loss: Loss, loss_name: str) -> np.ndarray:
+def _targets(where: str, data: TensorData, length: int, loss: Loss, loss_name: str, vocab_size: int) -> np.ndarray:
     name = f"{where}.loss_fn_inputs['target_tokens']"
     if data.dtype != "int64":
         raise ValueError(f"{name} has dtype {data.dtype}; token ids are int64")
-    targets = data.to_numpy()
-    if targets.ndim == 2 and not loss.many_targets:
-        raise ValueError(f"{name} has shape {list(targets.shape)}; loss_fn={loss_name!r} takes one target a position")
-    if targets.ndim not in (1, 2) or targets.shape[0] != length or targets.size == 0:
+    shape = data.shape or []  # looked at first: what is only claimed could fill the memory
+    if len(shape) == 2 and not loss.many_targets:
+        raise ValueError(f"{name} has shape {shape}; loss_fn={loss_name!r} takes one target a position")
+    if len(shape) not in (1, 2) or shape[0] != length or 0 in shape:
         raise ValueError(
-            f"{name} has shape {list(targets.shape)}, but model_input has {length} tokens; give one target a token "
+            f"{name} has shape {shape}, but model_input has {length} tokens; give one target a token "
             "(the input shifted by one), or K of them"
         )
-    return targets
+    if len(shape) == 2 and shape[1] > vocab_size:
+        raise ValueError(
+            f"{name} has shape {shape}: {shape[1]} targets a token, and the vocabulary has {vocab_size}; give fewer"
+        )
+    return data.to_numpy()
 
 
 def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
@@ -105,11 +109,9 @@ def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def _floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:
+    if data.shape != list(shape):
+        raise ValueError(f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value a target")
     values = data.to_numpy().astype(np.float32, copy=False)
-    if values.shape != shape:
-        raise ValueError(
-            f"{name} has shape {list(values.shape)}, but target_tokens has {list(shape)}; give one value a target"
-        )
     if not np.isfinite(values).all():
         position = np.argwhere(~np.isfinite(values))[0].tolist()
         raise NonFiniteError(f"{name} is not finite at position {position}; replace NaN and infinity")

@@ -70,10 +70,11 @@ def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
             or targets.shape is None
             or len(targets.shape) != 2
             or targets.shape[0] != prompt_tokens - 1
+            or targets.shape[1] > vocab_size
         ):
             raise ValueError(
-                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; "
-                f"give int64 [prompt length - 1, K] = [{prompt_tokens - 1}, K], with -1 where nothing is asked"
+                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give int64 "
+                f"[prompt length - 1, K] = [{prompt_tokens - 1}, at most {vocab_size}], with -1 where nothing is asked"
             )
         wanted = targets.to_numpy()
         if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):

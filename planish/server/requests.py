@@ -29,6 +29,7 @@ from planish.server.settings import ServerSettings
 from planish.server.store import Store, Transaction
 from planish.service import ForwardBackward, Operation, Sample
 from planish.wire.client_errors import name_of
+from planish.wire.sampling import targets_of
 
 _INLINE_TOKENS = 4096
 _RETRY_SECONDS = 10.0
@@ -107,7 +108,8 @@ class Requests:
         return self._recent_bytes
 
     async def encoded(self, operation: Operation[Any], seq: int) -> Entry:
-        if token_count(operation) <= _INLINE_TOKENS:
+        asked = targets_of(operation) if isinstance(operation, Sample) else 0
+        if token_count(operation) + asked <= _INLINE_TOKENS:
             return entry(operation, seq)
         return await asyncio.to_thread(entry, operation, seq)
 

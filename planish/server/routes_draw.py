@@ -21,10 +21,12 @@ from planish.errors import PlanishError, UserError
 from planish.server.answers import Accepted, Done, Failed, TryAgain
 from planish.server.errors import NotFound, ServerError, status_of
 from planish.server.exchange import SAMPLE_BODY, Exchange, endpoint, nothing
+from planish.server.routes_sampling import check_answer
 from planish.wire.client_errors import ERROR_CLASS, name_of
 from planish.wire.client_frames import MEDIA, Frame
 from planish.wire.fields import Fields
-from planish.wire.sampling import SampleRequest, sample_request_from_json
+from planish.wire.sampling import SampleRequest, sample_request_from_json, targets_of
+from planish.wire.tensors import check_filled
 
 MAX_REQUESTS = 1024
 
@@ -33,7 +35,8 @@ _log = logging.getLogger("planish.server")
 
 async def draw(exchange: Exchange) -> Response:
     async with exchange.body(SAMPLE_BODY) as body:
-        requests = await exchange.compute(body, lambda: _requests(Fields.of(body)))
+        context = exchange.state.settings.longest_context
+        requests = await exchange.compute(body, lambda: _requests(Fields.of(body), context))
     return StreamingResponse(_frames(exchange, requests), media_type=MEDIA)
 
 
@@ -48,13 +51,18 @@ async def release(exchange: Exchange) -> Response:
     return nothing()
 
 
-def _requests(fields: Fields) -> list[SampleRequest | PlanishError]:
+def _requests(fields: Fields, context: int) -> list[SampleRequest | PlanishError]:
     """A request that cannot be read is refused alone."""
     with fields:
         found: list[SampleRequest | PlanishError] = []
+        asked = 0
         for one in fields.objects("requests"):
             try:
-                found.append(sample_request_from_json(one))
+                request = sample_request_from_json(one)
+                check_answer(request.operation, context)
+                asked += targets_of(request.operation)
+                check_filled("requests", asked)
+                found.append(request)
             except UserError as error:
                 found.append(error)
     if not 0 < len(found) <= MAX_REQUESTS:

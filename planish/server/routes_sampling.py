@@ -11,7 +11,7 @@ from planish.service import Sample
 from planish.wire.fields import Fields
 from planish.wire.models import create_sampler_from_json
 from planish.wire.records import sampler_info_to_json
-from planish.wire.sampling import sample_request_from_json
+from planish.wire.sampling import sample_request_from_json, targets_of
 
 _MAX_ANSWER = 512 * MIB
 
@@ -40,13 +40,8 @@ def check_answer(operation: Sample, context: int) -> None:
     """UserError if the answer could be larger than what one request may take of the memory."""
     params, prompt = operation.sampling_params, operation.prompt.length
     tokens = 0 if operation.prompt_only else operation.num_samples * min(params.max_tokens or context, context)
-    targets = operation.target_prompt_logprobs
     row = 4 + 8 * operation.topk_prompt_logprobs + 12 * operation.prompt_alt_tokens_k
-    size = (
-        tokens * (8 + 8 * operation.topk_sample_logprobs)
-        + prompt * row
-        + 4 * (0 if targets is None else len(targets.data))
-    )
+    size = tokens * (8 + 8 * operation.topk_sample_logprobs) + prompt * row + 4 * targets_of(operation)
     if size > _MAX_ANSWER:
         raise UserError(
             f"the answer could have {size // MIB:,} MiB, and {_MAX_ANSWER // MIB} are given at most; lower num_samples, "

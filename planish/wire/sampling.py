@@ -6,6 +6,7 @@ row of likeliest tokens that is undefined is token 0 at -99999.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from planish.types import (
 from planish.wire.fields import Fields, shown
 from planish.wire.messages import LENGTH, STOP, SampleResponseMessage
 from planish.wire.tensors import (
+    check_filled,
+    filled,
     model_input_from_json,
     model_input_to_json,
     numbers,
@@ -39,6 +42,8 @@ from planish.wire.tensors import (
 UNDEFINED_LOGPROB = -99999.0
 MAX_SAMPLES = 4096
 """Of one request: each has an id in the acceptance."""
+_MAX_TARGETS = 1 << 22
+"""Of a CSR tensor of targets, which is journaled filled up."""
 
 _STOP_REASONS: dict[StopReason, int] = {"stop": STOP, "length": LENGTH}
 _STOP_NAMES: dict[int, StopReason] = {number: name for name, number in _STOP_REASONS.items()}
@@ -103,6 +108,12 @@ def sample_request_to_json(request: SampleRequest) -> dict[str, Any]:
     if op.prompt_logprobs_last_n is not None:
         fields["prompt_logprobs_last_n"] = op.prompt_logprobs_last_n
     return fields
+
+
+def targets_of(operation: Sample) -> int:
+    """How many logprobs `target_prompt_logprobs` asks for."""
+    targets = operation.target_prompt_logprobs
+    return 0 if targets is None else math.prod(targets.shape or ())
 
 
 def sample_response_to_message(response: SampleResponse) -> bytes:
@@ -215,6 +226,7 @@ def _targets(tensor: TensorData) -> TensorData:
     """Dense: what a CSR tensor does not list is not asked for, which is -1 in a dense one."""
     if tensor.sparse_crow_indices is None:
         return tensor
+    check_filled("target_prompt_logprobs", filled(tensor), _MAX_TARGETS)
     return TensorData(tensor.to_numpy(pad_value=-1), tensor.dtype, tensor.shape)
 
 

@@ -1,6 +1,6 @@
 """TensorData and token chunks in both encodings: little-endian bytes in protobuf, lists of numbers in JSON.
 
-A CSR tensor stays one; whoever reads it fills it up. Its shape is only a claim, so what it would fill is counted against
+A CSR tensor stays one; whoever reads it fills it up. Its shape is only a claim, so what all of a body would fill is counted against
 `MAX_DENSE_ELEMENTS` before anything is allocated. Text is the one kind of chunk that planish reads.
 """
 
@@ -19,7 +19,7 @@ from planish.wire.fields import Fields
 from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 
 MAX_DENSE_ELEMENTS = 1 << 26
-"""Of one CSR tensor, filled up."""
+"""Of all CSR tensors of one body, filled up."""
 
 _NUMPY: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 PROTO_DTYPES: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
@@ -150,14 +150,24 @@ def _tensor(where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int]
 def _sparse(
     where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int], crow: list[int], col: list[int]
 ) -> TensorData:
-    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MAX_DENSE_ELEMENTS:
-        raise UserError(
-            f"{where}: a CSR tensor of shape {shape[:4]}; it has two dimensions and at most {MAX_DENSE_ELEMENTS} elements"
-        )
+    if len(shape) != 2 or min(shape) < 0:
+        raise UserError(f"{where}: a CSR tensor of shape {shape[:4]}; it has two dimensions")
+    check_filled(where, math.prod(shape))
     try:
         return TensorData(values, dtype, shape, crow, col)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def check_filled(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:
+    """UserError if so many elements of CSR tensors, filled up, are too many."""
+    if elements > most:
+        raise UserError(f"{where}: CSR tensors of {elements:,} elements when they are filled up; give at most {most:,}")
+
+
+def filled(tensor: TensorData) -> int:
+    """The elements that a CSR tensor has when it is filled up; 0 for a dense one."""
+    return 0 if tensor.sparse_crow_indices is None else math.prod(tensor.shape or ())
 
 
 def _shape(shape: Sequence[int], size: int, where: str) -> list[int] | None:

@@ -8,7 +8,7 @@ are not read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -24,6 +24,8 @@ from planish.wire.fields import Fields, check_identifier, shown
 from planish.wire.messages import ForwardBackwardOutputMessage, ForwardBackwardRequestMessage
 from planish.wire.tensors import (
     PROTO_DTYPES,
+    check_filled,
+    filled,
     model_input_from_json,
     model_input_from_messages,
     model_input_to_json,
@@ -65,7 +67,7 @@ def parse_forward_backward(body: bytes) -> Any:
 
 
 def forward_backward_from_message(message: Any) -> ForwardBackward:
-    data = [_datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)]
+    data = _within_bounds(_datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data))
     return ForwardBackward(message.model_id, data, message.loss_fn, _config(message), message.forward_only)
 
 
@@ -92,7 +94,7 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
     with fields:
         place = place_from_json(fields)
         with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
-            data = [_datum_from_json(datum) for datum in given.objects("data")]
+            data = _within_bounds(_datum_from_json(datum) for datum in given.objects("data"))
             config = given.optional(given.mapping, "loss_fn_config", {})
             for key, value in config.items():
                 if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -193,6 +195,15 @@ def _config(message: Any) -> Mapping[str, float]:
     return {
         key: getattr(value, value.WhichOneof("value") or "number") for key, value in message.loss_fn_config_v2.items()
     }
+
+
+def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
+    found, elements = [], 0
+    for datum in data:
+        elements += sum(filled(tensor) for tensor in datum.loss_fn_inputs.values())
+        check_filled("data", elements)
+        found.append(datum)
+    return found
 
 
 def _datum_from_message(message: Any, where: str) -> Datum:

@@ -252,6 +252,15 @@ def test_many_targets_a_position(model_path, decoder):
     assert shapes == [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
 
 
+def test_what_a_sparse_tensor_claims_is_looked_at_before_it_is_filled_up(decoder, monkeypatch):
+    monkeypatch.delattr(TensorData, "to_numpy")
+    tokens = ModelInput.from_ints([1, 2])
+    for wide, tall in ((273, 2), (5, 3)):
+        inputs = {"target_tokens": TensorData([], "int64", [tall, wide], [0] * (tall + 1), [])}
+        with pytest.raises(ValueError, match=r"target_tokens.*shape"):
+            new_trainer(decoder).validate([datum_of(tokens, inputs)], "cross_entropy", {})
+
+
 def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
     targets, weights = torch.zeros(6, 20, dtype=torch.int64), torch.zeros(6, 20)
     targets[2, 3], weights[2, 3], targets[5, 0], weights[5, 0] = 17, 2.0, 5, -1.0

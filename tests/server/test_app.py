@@ -20,13 +20,14 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server import exchange
+from planish.server import exchange, routes_draw
 from planish.server.app import create_app
 from planish.server.core import ServerCore
 from planish.server.exchange import HttpSettings
 from planish.service import ForwardBackward
 from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
+from planish.wire.client_frames import FrameReader
 from planish.wire.sampling import sample_response_from_message
 from planish.wire.training import forward_backward_to_json, forward_backward_to_message, output_from_message
 
@@ -122,7 +123,9 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client_of(data: Path, model: Path, keys: dict[str, str] | None) -> TestClient:
     engine = Engine({BASE: str(model)}, data, EngineSettings(dtype="float32"))
     app = create_app(
-        ServerCore(engine, data, [BASE], keys), HttpSettings(2.0, {BASE: model}, 2048, has_keys=keys is not None)
+        ServerCore(engine, data, [BASE], keys),
+        HttpSettings(2.0, {BASE: model}, 2048, has_keys=keys is not None),
+        routes_draw.ROUTES,
     )
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
 
@@ -478,6 +481,22 @@ def test_a_sampler_of_weights_in_training(alice: Caller):
     assert result["sampling_session_id"] == f"{model.split(':')[0]}:sample:0"
     assert alice.get(f"/samplers/{result['sampling_session_id']}")["base_model"] == BASE
     alice.result(alice.sample(result["sampling_session_id"], 0), headers=PROTOBUF)
+
+
+def test_an_answer_that_could_be_too_large_is_refused_in_a_batch_too(alice: Caller):
+    much = {"num_samples": 4096, "sampling_params": {"max_tokens": 2000}, "topk_sample_logprobs": 20}
+    sampler = alice.sampler()
+    assert "MiB" in alice.sample(sampler, 0, 400, **much)["detail"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    csr = {"data": [], "dtype": "int64", "shape": [1, 1 << 22], "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
+    one = {"sampling_session_id": sampler, "prompt": prompt}
+    asking = {"target_prompt_logprobs": csr, "sampling_params": {"max_tokens": 1}}
+    requests = [{**one, "seq_id": 0, **much}, *({**one, "seq_id": seq, **asking} for seq in range(1, 18))]
+    frames = FrameReader().feed(alice.post("/planish/draw", {"requests": requests}).content)
+    problems = [frame.header["detail"] for frame in sorted(frames, key=lambda frame: frame.header["index"])]
+    assert "MiB" in problems[0]
+    assert all("at most 272" in problem for problem in problems[1:17])  # the vocabulary
+    assert "filled up" in problems[17]  # which is of the whole body
 
 
 def test_cancel(alice: Caller):

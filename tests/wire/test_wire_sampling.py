@@ -183,6 +183,15 @@ def test_a_sparse_target_asks_only_for_what_it_lists():
     assert read.operation.target_prompt_logprobs.tolist() == [[5, -1], [-1, -1], [-1, 7]]
 
 
+def test_a_sparse_target_is_not_filled_up_beyond_its_bound():
+    sparse = TensorData(np.zeros(0), "int64", [1, 1 << 23], [0, 0], [])
+    request = SampleRequest(
+        0, Sample("s:sample:0", ModelInput.from_ints([1, 2]), 1, SamplingParams(), target_prompt_logprobs=sparse)
+    )
+    with pytest.raises(UserError, match="target_prompt_logprobs"):
+        sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
+
+
 def test_a_response_with_a_sequence_too_few_is_refused():
     body = sample_response_to_message(SampleResponse([]))
     with pytest.raises(UserError, match="0 sequences"):

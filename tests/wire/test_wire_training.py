@@ -21,6 +21,7 @@ from planish.tensors import TensorData
 from planish.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput
 from planish.wire import training
 from planish.wire.fields import Fields
+from planish.wire.tensors import MAX_DENSE_ELEMENTS
 
 
 def sdk_tensor(tensor: TensorData) -> sdk.TensorData:
@@ -180,6 +181,21 @@ BODY = training.forward_backward_to_json(
 def test_a_wrong_field_of_a_json_body_is_named(name, body):
     with pytest.raises(UserError, match=name):
         training.forward_backward_from_json(Fields.of(orjson.dumps(body)), False)
+
+
+def test_what_sparse_tensors_would_fill_is_bounded_for_a_whole_body():
+    half = TensorData([], "float32", [1, MAX_DENSE_ELEMENTS // 2], [0, 0], [])
+    data = [Datum(ModelInput.from_ints([1]), {"target_tokens": [1], "weights": half})] * 3
+    message = training.parse_forward_backward(
+        training.forward_backward_to_message(ForwardBackward("m", data, "cross_entropy"), 1)
+    )
+    with pytest.raises(UserError, match="elements when they are filled up"):
+        training.forward_backward_from_message(message)
+    del message.data[2]
+    assert len(training.forward_backward_from_message(message).data) == 2
+    body = orjson.dumps(training.forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1))
+    with pytest.raises(UserError, match="elements when they are filled up"):
+        training.forward_backward_from_json(Fields.of(body), False)
 
 
 @pytest.mark.parametrize("value", [None, True, [1], {"a": 1}])
