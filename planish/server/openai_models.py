@@ -10,7 +10,7 @@ wait for their tenant's turn, count against its limits, and have their sampler b
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -106,6 +106,10 @@ class OpenAIModels:
         self._texts: dict[str, BaseTexts] = {}
         self._loading = asyncio.Lock()
         self._accounts: dict[str, _Account] = {}
+        self._drawing: Counter[str] = Counter()
+        """How many requests each sampler has."""
+        self._replaced: set[str] = set()
+        """Samplers that go when those they have are done."""
 
     async def find(self, tenant: Tenant, name: str) -> Served:
         """ModelNotFoundError for what is neither a base model nor a checkpoint that the tenant may read."""
@@ -142,11 +146,17 @@ class OpenAIModels:
     async def draw(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
         """`operation.sampler_id` means nothing. Cancelling this gives the request up."""
         self.core.limits.enter(tenant.name, 0)
+        self._drawing[sampler_id] += 1
         try:
             self.core.limits.use(tenant.name, operation.prompt.length)
             return await self.core.draw(tenant, replace(operation, sampler_id=sampler_id))
         finally:
             self.core.limits.leave(tenant.name, 0)
+            self._drawing[sampler_id] -= 1
+            if not self._drawing[sampler_id]:
+                del self._drawing[sampler_id]
+                if sampler_id in self._replaced:
+                    await self._let_go(sampler_id)
 
     async def _sampler(self, tenant: Tenant, model: Served) -> str:
         account = self._accounts.setdefault(tenant.name, _Account())
@@ -180,6 +190,14 @@ class OpenAIModels:
 
     async def _close(self, account: _Account, name: str) -> None:
         _, sampler_id = account.samplers.pop(name, (0.0, ""))
+        await self._let_go(sampler_id)
+
+    async def _let_go(self, sampler_id: str) -> None:
+        """Close it, as soon as nobody waits for it."""
+        if self._drawing[sampler_id]:
+            self._replaced.add(sampler_id)
+            return
+        self._replaced.discard(sampler_id)
         sampler = self.core.samplers.get(sampler_id)
         if sampler is not None:
             await self.core.samplers.close(sampler, "another one was needed")

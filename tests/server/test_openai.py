@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import core_client
 import numpy as np
 import openai
+import orjson
 import pytest
 import uvicorn
+from core_client import TENANT, Client, run, running, sample
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.engine import Engine
@@ -25,7 +28,9 @@ from planish.server import openai_routes, routes_draw
 from planish.server.app import create_app
 from planish.server.core import ServerCore
 from planish.server.exchange import HttpSettings
-from planish.service import CreateSampler, DrawnToken, Operation, Sample
+from planish.server.openai_models import OpenAIModels
+from planish.server.settings import ServerSettings
+from planish.service import CreateSampler, DrawnToken, Operation, Sample, SaveWeightsForSampler
 from planish.testing import EOS_TOKEN_ID
 from planish.tokenizer import load_tokenizer
 from planish.types import SampledSequence, SampleResponse
@@ -522,3 +527,27 @@ def test_many_are_served_at_once(served):
     assert contents[7] == alone.choices[0].message.content
     assert len(set(contents)) > 30
     assert served.is_idle()
+
+
+def test_a_checkpoint_that_is_saved_again_leaves_those_alone_that_wait(model_dir, tmp_path):
+    async def scenario() -> None:
+        async with running(model_dir, tmp_path, ServerSettings(sampling_slots=1)) as core:
+            model = await (await Client.start(core)).model()
+            models = OpenAIModels(core, core._engine._service, {core_client.BASE: model_dir})
+            operation = sample("", n=1)
+
+            async def saved() -> str:
+                saving = SaveWeightsForSampler(model.model_id, "latest", overwrite=True)
+                found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
+                return await models.sampler(TENANT, found, [operation])
+
+            turn = await core.sampling_gate.turn("somebody", 1, 0)
+            old = await saved()
+            waiting = [asyncio.create_task(models.draw(TENANT, old, operation)) for _ in range(2)]
+            await asyncio.sleep(0)
+            new = await saved()
+            turn.give_back()
+            assert all(response.sequences for response in await asyncio.gather(*waiting))
+            assert [sampler.id for sampler in core.samplers.all()] == [new]
+
+    run(scenario())
