@@ -50,7 +50,8 @@ class Model:
     """Its checkpoints that the server made for itself, apart from those of samplers."""
     unload_seq: int | None = None
     """Requests from this number on are not taken, because it is to be unloaded."""
-    blocked_since: float | None = None
+    blocked: tuple[int, float] | None = None
+    """The number that is missing, and since when it has been waited for."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """Those that wait for the engine's answers."""
 

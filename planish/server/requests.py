@@ -54,6 +54,8 @@ class Request:
     answer: asyncio.Future[Done | Failed]
     acknowledged: asyncio.Future[None]
     tokens: int = 0
+    sequences: int = 0
+    """That a sample draws; 0 for what an earlier process took, until it is read."""
     written: asyncio.Future[None] | None = None
     """Its answer is on disk."""
 
@@ -64,6 +66,10 @@ class Request:
     @property
     def seq(self) -> int:
         return self.row.seq
+
+    def measure(self, operation: Operation[Any]) -> None:
+        self.tokens = token_count(operation)
+        self.sequences = operation.num_samples if isinstance(operation, Sample) else 0
 
 
 def token_count(operation: Operation[Any]) -> int:
@@ -138,7 +144,7 @@ class Requests:
         self.check_room(row.tenant, len(journaled.body))
         loop = asyncio.get_running_loop()
         request = Request(row, journaled.operation, loop.create_future(), loop.create_future())
-        request.tokens = token_count(journaled.operation)
+        request.measure(journaled.operation)
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
         try:

@@ -71,6 +71,7 @@ class SamplerCreation:
         await self._store.write(lambda transaction: put(transaction, row))
         sampler = self._samplers.add(row)
         sampler.ready.set()
+        self._sessions.clear_if_ended(row.session)
         try:
             async with self._samplers.held(sampler):
                 pass

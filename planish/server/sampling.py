@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from planish.errors import EngineClosedError
 from planish.server.answers import Failed
@@ -18,7 +21,7 @@ from planish.server.limits import Limits
 from planish.server.measurements import Counters
 from planish.server.requests import Request, Requests, failure
 from planish.server.samplers import Sampler, Samplers
-from planish.service import Sample
+from planish.service import DrawnToken, Sample
 from planish.types import SampleResponse
 
 _log = logging.getLogger(__name__)
@@ -96,26 +99,47 @@ class Sampling:
         self._requests.settle(request, answer)
 
     async def _drawn(self, sampler: Sampler, request: Request) -> tuple[Sample, SampleResponse]:
+        """The operation is read, if it has to be, when its turn has come: those that wait take no memory."""
         await sampler.ready.wait()
-        operation = await self._requests.operation(request)
-        assert isinstance(operation, Sample)
-        return operation, await self.draw(request.row.tenant, sampler, operation)
+        if not request.sequences:  # of an earlier process
+            request.measure(await self._requests.operation(request))
+        async with self._turn(request.row.tenant, request.sequences, request.tokens):
+            operation = await self._requests.operation(request)
+            assert isinstance(operation, Sample)
+            return operation, await self._draw_now(request.row.tenant, sampler, operation)
 
     async def draw(self, tenant: str, sampler: Sampler, operation: Sample) -> SampleResponse:
         """In the tenant's turn; nothing is journaled, and cancelling it gives it up."""
-        turn = await self._gate.turn(tenant, max(1, operation.num_samples), operation.prompt.length)
+        async with self._turn(tenant, operation.num_samples, operation.prompt.length):
+            return await self._draw_now(tenant, sampler, operation)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str, sequences: int, tokens: int) -> AsyncIterator[None]:
+        turn = await self._gate.turn(tenant, max(1, sequences), tokens)
+        try:
+            yield
+        finally:
+            turn.give_back()
+
+    async def _draw_now(self, tenant: str, sampler: Sampler, operation: Sample) -> SampleResponse:
+        drawn, told = 0, operation.on_token
+
+        def on_token(token: DrawnToken) -> None:
+            nonlocal drawn
+            drawn += 1
+            if told is not None:
+                told(token)
+
         try:
             async with self._samplers.held(sampler):
                 crash_point("before running")
                 self._counters.draws += 1
                 self._counters.sequences_at_draws += self._gate.used
-                response = await self._engine.perform(operation)
-        finally:
-            turn.give_back()
-        drawn = sum(len(sequence.tokens_np) for sequence in response.sequences)
-        self._gate.charge(tenant, drawn)
-        self._limits.use(tenant, drawn)
-        self._counters.sampled_tokens[tenant] += drawn
+                response = await self._engine.perform(replace(operation, on_token=on_token))
+        finally:  # what was drawn is paid for by whoever gives it up, too
+            self._gate.charge(tenant, drawn)
+            self._limits.use(tenant, drawn)
+            self._counters.sampled_tokens[tenant] += drawn
         self._counters.prompt_tokens[tenant] += operation.prompt.length
         self._counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens
         return response

@@ -51,13 +51,13 @@ class Sessions:
         self._clearing: set[asyncio.Task[None]] = set()
 
     def add(self, row: SessionRow) -> None:
-        self._open[row.id] = row
+        self._open[row.id] = replace(row, spec="")  # which only the database has to know
 
     async def create(self, tenant: Tenant, spec: SessionSpec) -> str:
         now = time.time()
         row = SessionRow(secrets.token_hex(8), tenant.name, text_of(spec), now, now)
         await self._store.write(lambda transaction: put(transaction, row))
-        self._open[row.id] = row
+        self.add(row)
         return row.id
 
     async def touch(self, tenant: Tenant, session_id: str) -> SessionRow:
@@ -81,6 +81,11 @@ class Sessions:
         )
         crash_point("session ended before cleaning")
         self.clear(session_id)
+
+    def clear_if_ended(self, session_id: str) -> None:
+        """After something was made for a session, which may have ended in that moment."""
+        if session_id not in self._open:
+            self.clear(session_id)
 
     def clear(self, session_id: str) -> None:
         """In the background: do what was accepted for a session that has ended, and remove what belongs to it."""
@@ -117,7 +122,7 @@ class Sessions:
                 )
 
     async def _close_model(self, model: Model) -> None:
-        if model.worker is not None:
+        while model.worker is not None:
             await asyncio.wait([model.worker])
         await self._training.close(model, ENDED)
 

@@ -252,6 +252,7 @@ class Submission:
         request = await self._requests.accept(creation, journaled, lambda transaction: put(transaction, row))
         if request is not None:
             self._queue(self._training.add(row, Lane(0)), request)
+            self._sessions.clear_if_ended(row.session)
 
     async def _journal_sample(self, sampler: Sampler, row: Row, journaled: Entry) -> None:
         request = await self._requests.accept(row, journaled)
@@ -267,6 +268,8 @@ class Submission:
             if sampler is not None:
                 self._samplers.add(sampler, model.residence)
             self._queue(model, request)
+            if sampler is not None:
+                self._sessions.clear_if_ended(sampler.session)
 
     def _queue(self, model: Model, request: Request) -> None:
         if model.row.closed is None and not model.lane.is_used(request.seq):
@@ -274,7 +277,9 @@ class Submission:
             self._training.wake(model)
         else:  # in the moment in which it was journaled
             reason = model.row.closed or "its number is not waited for any more"
-            self._requests.settle(request, Failed(f"{request.id} came too late: {reason}", "user"), state="refused")
+            answer = Failed(f"{request.id} came too late: {reason}", "user")
+            self._samplers.not_published(model.id, request.seq, answer.message)
+            self._requests.settle(request, answer, state="refused")
 
     async def _no_sampler(self, tenant: Tenant, sampler_id: str) -> ServerError:
         rows = await self._store.read(

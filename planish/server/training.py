@@ -137,10 +137,10 @@ class Training:
         now = time.monotonic()
         for model in self.all():
             if not model.lane.is_blocked:
-                model.blocked_since = None
-            elif model.blocked_since is None:
-                model.blocked_since = now
-            elif now - model.blocked_since >= self._settings.gap_seconds:
+                model.blocked = None
+            elif model.blocked is None or model.blocked[0] != model.lane.next_seq:
+                model.blocked = (model.lane.next_seq, now)
+            elif now - model.blocked[1] >= self._settings.gap_seconds:
                 await self._pass_over(model)
 
     async def stop(self, seconds: float) -> None:
@@ -229,7 +229,7 @@ class Training:
             self._steps.settle(model, request, failure(error))
 
     async def _pass_over(self, model: Model) -> None:
-        missing, model.blocked_since = model.lane.next_seq, None
+        missing, model.blocked = model.lane.next_seq, None
         message = (
             f"seq_id={missing} of {model.id!r} did not come within {self._settings.gap_seconds:g} seconds, so what waited "
             "behind it was not done; count on from here, or create a new client"

@@ -319,7 +319,9 @@ def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir
                     await model.submit(ForwardBackward(model.model_id, no_token, "cross_entropy"), 2)
             model.seq = 2
             # The part that is missing fails its step, and nothing waits.
-            assert "refused" in (await client.answer(await model.submit(adam(model.model_id)))).message
+            answer = await client.answer(await model.submit(adam(model.model_id)))
+            assert isinstance(answer, Failed)
+            assert "refused" in answer.message
             assert (await model.step())["step"] == 1
 
     run(scenario())

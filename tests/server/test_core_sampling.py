@@ -1,6 +1,7 @@
 """Sampling through the core: as the engine draws, many at once, in turns, and given up on demand."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError
 from planish.server.answers import Done, Failed, TryAgain
-from planish.server.errors import BadRequest, NotFound
+from planish.server.errors import BadRequest, NotFound, TooManyRequests
+from planish.server.journal import Row
 from planish.server.settings import ServerSettings
-from planish.service import CreateSampler, PublishSampler, Sample, SaveWeightsForSampler
+from planish.service import CreateSampler, DrawnToken, PublishSampler, Sample, SaveWeightsForSampler
 from planish.types import ModelInput, SamplingParams
 
 
@@ -274,5 +276,75 @@ def test_a_sampler_that_is_closed_before_it_is_published_is_not_in_memory(model_
             await closing
             assert [resident.key for resident in core.residency.loaded()] == [model.model_id]
             await core._engine.perform(CreateSampler(sampler_id, BASE))
+
+    run(scenario())
+
+
+def test_what_was_drawn_is_paid_for_although_it_was_given_up(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=50)) as core:
+            client = await Client.start(core)
+            drawn, enough = [], asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def on_token(token: DrawnToken) -> None:
+                drawn.append(token)
+                if len(drawn) == 100:
+                    loop.call_soon_threadsafe(enough.set)
+
+            operation = replace(sample(await client.sampler(), n=1, max_tokens=2000, stop=[]), on_token=on_token)
+            drawing = asyncio.create_task(core.draw(TENANT, operation))
+            await enough.wait()
+            drawing.cancel()
+            await asyncio.wait([drawing])
+            assert core._counters.sampled_tokens[TENANT.name] >= 100
+            with pytest.raises(TooManyRequests):
+                core.limits.check(TENANT.name, 0)
+
+    run(scenario())
+
+
+def test_what_waits_for_its_turn_is_read_when_that_comes(model_dir, data_dir):
+    async def scenario() -> None:
+        settings = ServerSettings(request_memory_bytes=1, sampling_slots=1)
+        async with running(model_dir, data_dir, settings) as core:
+            client = await Client.start(core)
+            sampler = await client.sampler()
+            turn = await core.sampling_gate.turn("somebody", 1, 0)
+            read, journaled = [], core.requests.journaled_operation
+
+            async def reading(row: Row) -> Any:
+                read.append(row.id)
+                return await journaled(row)
+
+            core.requests.journaled_operation = reading
+            accepted = [await core.submit_sample(TENANT, seq, sample(sampler)) for seq in range(3)]
+            while core.sampling_gate.waiting < 3:
+                await asyncio.sleep(0.01)
+            assert not read
+            turn.give_back()
+            for one in accepted:
+                await client.done(one.request_id)
+            assert len(read) == 3
+
+    run(scenario())
+
+
+def test_a_sampler_of_a_session_that_ended_meanwhile_is_not_left(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            writing, write = asyncio.Event(), core._store.write
+
+            async def slow(change: Any) -> Any:
+                writing.set()
+                await core.finish_session(TENANT, client.session_id, "success", None)
+                return await write(change)
+
+            core._store.write = slow
+            with pytest.raises(ValueError, match="its session ended"):
+                await client.sampler()
+            await core._sessions.cleared()
+            assert core.samplers.all() == []
 
     run(scenario())

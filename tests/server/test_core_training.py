@@ -155,6 +155,22 @@ def test_what_waits_for_a_number_that_never_comes_fails(model_dir, data_dir):
     run(scenario())
 
 
+def test_each_number_that_is_missing_has_the_whole_time(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(gap_seconds=1.2)) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            second = await model.submit(gradient(model.model_id, forward_only=True), 2)
+            await asyncio.sleep(0.8)
+            fourth = await model.submit(gradient(model.model_id, forward_only=True), 4)
+            await model.submit(gradient(model.model_id, forward_only=True), 1)
+            assert isinstance(await client.answer(second), Done)
+            assert isinstance(await core.result(TENANT, fourth, 0.9), TryAgain)
+            assert isinstance(await client.answer(fourth), Failed)
+
+    run(scenario())
+
+
 def test_numbers_below_one_and_models_that_are_not_there_are_refused(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as core:
