@@ -88,7 +88,9 @@ class Access:
     def _record(self, scope: Scope, seen: _Seen) -> None:
         found = scope.get("route")
         route = found.path if isinstance(found, Route) else "none"
-        method = scope["method"] if isinstance(found, Route) else "any"
+        # Whoever comes without a key may invent methods; each would be a series of its own.
+        is_known = isinstance(found, Route) and scope["method"] in (found.methods or ())
+        method = scope["method"] if is_known else "any"
         self._metrics.seconds.labels(method, route, str(seen.status)).observe(seen.seconds)
         is_expected = seen.status < 400 or seen.status == _POLL_AGAIN
         level = logging.DEBUG if is_expected and route.endswith(_REPEATED) else logging.INFO

@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import logging
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,8 +37,10 @@ API = "/api/v1"
 MIB = 1 << 20
 SMALL_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
-"""Of all requests together; one alone may be packed and opened in memory."""
+"""Of all requests together; one alone may be packed and opened in memory, which is half of it."""
 _INLINE_BODY = 64 * 1024
+_STALL_SECONDS = 30.0
+"""A client that sends nothing more of its body for so long is not waited for."""
 _MAX_PAGE = 1000
 _KNOWS_EXTERNAL = (0, 38)
 """The first release of the SDK that is known to."""
@@ -47,18 +50,23 @@ _log = logging.getLogger("planish.server")
 
 @dataclass
 class BodyRoom:
-    """How many bytes of bodies are held at the moment, by all requests."""
+    """How many bytes of bodies are held at the moment, by all requests. One tenant may have half of the room."""
 
     limit: int = ALL_BODIES
-    used: int = 0
+    held: Counter[str] = field(default_factory=Counter)
+    """By tenant."""
 
-    def take(self, size: int) -> None:
-        if self.used + size > self.limit:
+    @property
+    def used(self) -> int:
+        return self.held.total()
+
+    def take(self, tenant: Tenant, size: int) -> None:
+        if self.used + size > self.limit or self.held[tenant.name] + size > self.limit // 2:
             raise Unavailable("too many large requests at once; this one is taken when others are done", 2.0)
-        self.used += size
+        self.held[tenant.name] += size
 
-    def give_back(self, size: int) -> None:
-        self.used -= size
+    def give_back(self, tenant: Tenant, size: int) -> None:
+        self.held[tenant.name] -= size
 
 
 @dataclass(frozen=True)
@@ -150,28 +158,34 @@ class Exchange:
 
     @asynccontextmanager
     async def body(self, limit: int) -> AsyncIterator[bytes]:
-        """The body, opened if it is compressed. It counts against the room of all bodies until the block ends."""
-        held = 0
+        """The body, opened if it is compressed. Unless it is small, it counts against the room of all bodies until the block ends."""
+        room, held, size = self.state.room, 0, 0
+
+        def hold(more: int) -> None:
+            nonlocal held
+            room.take(self.tenant, more)
+            held += more
+
         try:
-            pieces = []
+            pieces, stream = [], self.request.stream()
             announced = self.request.headers.get("content-length", "0")
             if announced.isascii() and announced.isdigit() and int(announced) > limit:
                 raise too_large(limit)
-            async for piece in self.request.stream():
-                self.state.room.take(len(piece))
-                held += len(piece)
+            while (piece := await _next(stream)) is not None:
+                size += len(piece)
+                if size > _INLINE_BODY:
+                    hold(size - held)
                 pieces.append(piece)
-                if held > limit:
+                if size > limit:
                     raise too_large(limit)
             packed = b"".join(pieces)
             encoding = self.request.headers.get("content-encoding", "")
             opened = await self.compute(packed, lambda: open_body(packed, encoding, limit))
-            if encoding:
-                self.state.room.take(len(opened))
-                held += len(opened)
+            if encoding and len(opened) > _INLINE_BODY:
+                hold(len(opened))
             yield opened
         finally:
-            self.state.room.give_back(held)
+            room.give_back(self.tenant, held)
 
     @asynccontextmanager
     async def fields(self, limit: int = SMALL_BODY) -> AsyncIterator[Fields]:
@@ -182,6 +196,15 @@ class Exchange:
     async def compute(self, body: bytes, work: Callable[[], T]) -> T:
         """`work()`, in a thread if the body that it reads is large."""
         return work() if len(body) <= _INLINE_BODY else await asyncio.to_thread(work)
+
+
+async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
+    """None at the end."""
+    try:
+        async with asyncio.timeout(_STALL_SECONDS):
+            return await anext(stream, None)
+    except TimeoutError:
+        raise Unavailable(f"nothing more of the body came for {_STALL_SECONDS:g} seconds; send it again", 1.0) from None
 
 
 Handler = Callable[[Exchange], Awaitable[Response]]

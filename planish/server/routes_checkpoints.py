@@ -52,6 +52,11 @@ async def publish(exchange: Exchange) -> Response:
 
 
 async def unpublish(exchange: Exchange) -> Response:
+    kind = exchange.path("checkpoint_id")
+    if "/" not in kind:  # the path ends with the name of a checkpoint, which is publish
+        path = stored_path(f"tinker://{exchange.path('run_id')}/{kind}/publish")
+        await exchange.core.delete_checkpoint(exchange.tenant, path)
+        return nothing()
     await exchange.core.set_public(exchange.tenant, checkpoint_path(exchange), False)
     return nothing()
 

@@ -10,6 +10,8 @@ from planish.server.exchange import MIB, Exchange, answered, endpoint, nothing, 
 from planish.wire.fields import Fields
 from planish.wire.records import capabilities_to_json
 
+_MAX_SPEC = 65_536
+"""Characters that a client says of itself."""
 _FINISH_REASONS = ("success", "errored", "interrupted")
 
 
@@ -88,9 +90,13 @@ def _spec(fields: Fields) -> SessionSpec:
     tags = fields.optional(fields.array, "tags", [])
     if not all(isinstance(tag, str) for tag in tags):
         raise UserError("tags holds something that is no string")
+    metadata = fields.optional(fields.strings, "user_metadata", {})
+    size = sum(map(len, (*tags, *metadata, *metadata.values())))
+    if size > _MAX_SPEC:
+        raise UserError(f"tags and user_metadata have {size:,} characters; give at most {_MAX_SPEC:,}")
     return SessionSpec(
         tags,
-        fields.optional(fields.strings, "user_metadata", {}),
+        metadata,
         fields.optional(fields.text, "sdk_version", ""),
         fields.optional(fields.text, "display_name"),
     )

@@ -129,15 +129,18 @@ class _Server(uvicorn.Server):
             )
         )
         self.was_ready = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._engine = engine
         self._prepared = prepared
         self._stopping = app.state.http.stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        if self.started and sockets:
-            self.was_ready = True
+        await super().startup(sockets)
+        self.was_ready = self.started
+        if self.started and self.should_exit:  # a signal came meanwhile, after which uvicorn would leave all as it is
+            await self.shutdown(sockets)
+        elif self.started and sockets:
             _tell_ready(_url(sockets[0]), self._prepared)
             Thread(target=self._load, name="planish-load").start()
 
@@ -161,7 +164,8 @@ class _Server(uvicorn.Server):
             signal.raise_signal(sig)
         _log.info("stopping; what runs is finished or kept. Another signal ends it at once")
         self.should_exit = True
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
 
 
 def _served(mapping: Mapping[str, str]) -> dict[str, Path]:

@@ -20,6 +20,7 @@ EVERYBODY = Tenant("everybody")
 """The one tenant of a server without keys."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,100}")
+_COMMENT = re.compile(r"(?:^|\s)#")
 _KEY = re.compile(r"[\x21-\x7e]{8,500}")
 
 
@@ -31,7 +32,12 @@ def read_keys(path: str | Path) -> dict[str, str]:
         raise UserError(f"api_key_file={path}: {error}; give a text file with one key a line") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
+        text = _COMMENT.split(line, maxsplit=1)[0]
+        if "#" in text:
+            raise UserError(
+                f"api_key_file={path}, line {number}: a # within a key; give another key, or a space before a comment"
+            )
+        words = text.split()
         if words:
             *names, key = words
             if not _KEY.fullmatch(key) or len(names) > 1 or not all(_NAME.fullmatch(name) for name in names):

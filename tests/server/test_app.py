@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import tarfile
@@ -15,14 +16,17 @@ import numpy as np
 import orjson
 import pytest
 import zstandard
+from starlette.requests import Request
 from starlette.testclient import TestClient
 from tinker.proto import tinker_public_pb2 as pb
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.server import exchange, routes_draw
+from planish.server.answers import Tenant
 from planish.server.app import create_app
 from planish.server.core import ServerCore
+from planish.server.errors import Unavailable
 from planish.server.exchange import HttpSettings
 from planish.service import ForwardBackward
 from planish.testing import tiny_model
@@ -260,10 +264,41 @@ def test_a_body_that_is_too_large_is_refused(alice: Caller, client: TestClient):
 
 
 def test_when_all_bodies_are_too_large_together_it_says_come_again(alice: Caller, client: TestClient, monkeypatch):
-    monkeypatch.setattr(client.app.state.http.room, "limit", 10)  # type: ignore[attr-defined]
-    answer = alice.post("/session_heartbeat", {"session_id": "s" * 40}, 503)
+    room = client.app.state.http.room  # type: ignore[attr-defined]
+    monkeypatch.setattr(room, "limit", 10)
+    answer = alice.post("/session_heartbeat", {"session_id": "s" * 70_000}, 503)
     assert "when others are done" in answer["detail"]
-    assert client.app.state.http.room.used == 0  # type: ignore[attr-defined]
+    assert room.used == 0
+    alice.post("/session_heartbeat", {"session_id": "s" * 40}, 404)  # small ones are always read
+
+
+def test_one_tenant_has_half_of_the_room_for_bodies():
+    room, (one, other) = exchange.BodyRoom(100), (Tenant("one"), Tenant("other"))
+    room.take(one, 50)
+    with pytest.raises(Unavailable):
+        room.take(one, 1)
+    room.take(other, 50)
+    room.give_back(one, 50)
+    assert room.used == 50
+
+
+def test_a_body_that_stalls_is_not_waited_for(client: TestClient, monkeypatch):
+    monkeypatch.setattr(exchange, "_STALL_SECONDS", 0.05)
+    state, pieces = client.app.state.http, [bytes(100_000)]  # type: ignore[attr-defined]
+
+    async def receive() -> dict[str, Any]:
+        if not pieces:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": pieces.pop(), "more_body": True}
+
+    async def scenario() -> None:
+        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+        with pytest.raises(Unavailable, match="send it again"):
+            async with exchange.Exchange(request, state, Tenant("alice")).body(exchange.SMALL_BODY):
+                pass
+
+    asyncio.run(scenario())
+    assert state.room.used == 0
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"session_id": 3}', b'{"session_id": "../x"}'])
@@ -686,3 +721,22 @@ def test_a_stop_sends_those_away_who_wait(tmp_path: Path, model_directory: Path)
         began = time.monotonic()
         caller.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
         assert time.monotonic() - began < 1.0
+
+
+def test_what_a_client_says_of_itself_is_bounded_and_not_kept_in_memory(alice: Caller, client: TestClient):
+    body = {"tags": ["a"], "user_metadata": {"b": "c" * 70_000}}
+    assert "at most 65,536" in alice.post("/create_session", body, 400)["detail"]
+    session = alice.session(user_metadata={"b": "c"})
+    core = client.app.state.http.core  # type: ignore[attr-defined]
+    assert core._sessions._open[session].spec == ""
+    assert alice.get(f"/sessions/{session}")["user_metadata"] == {"b": "c"}
+
+
+def test_a_checkpoint_may_be_named_as_an_endpoint(alice: Caller):
+    model = alice.model()
+    alice.result(alice.post("/save_weights", {"model_id": model, "seq_id": 1, "path": "publish"}))
+    path = f"/training_runs/{model}/checkpoints/weights/publish"
+    alice.call("POST", f"{path}/publish", status=204)
+    alice.call("DELETE", f"{path}/publish", status=204)
+    alice.call("DELETE", path, status=204)
+    assert alice.get(f"/training_runs/{model}/checkpoints")["checkpoints"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sqlite3
@@ -9,12 +10,17 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import httpx
 import pytest
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import BASE_MODEL, ServerProcess, running_server
+from starlette.applications import Starlette
+
+from planish.server import serve
 
 ALICE, READER = "tml-alices-key", "tml-key-of-prometheus"
 
@@ -148,6 +154,8 @@ def test_unknown_paths_are_one_route(server: ServerProcess):
     found = metrics(server)
     assert found["planish_http_request_seconds_count", ("any", "none", "404")] >= 2
     assert not any("one" in labels or "/one" in labels for _, labels in found)
+    httpx.request("INVENTED", f"{server.url}/api/v1/asample")
+    assert not any("INVENTED" in labels for _, labels in metrics(server))
 
 
 def test_metrics_are_for_the_key_that_is_named_so(server: ServerProcess):
@@ -167,6 +175,35 @@ def test_a_signal_lets_what_runs_be_finished(tmp_path: Path, model_dir: Path):
         assert server.stop(signal.SIGTERM) == 0
     with closing(sqlite3.connect(tmp_path / "data" / "server.db")) as database:
         assert database.execute("SELECT state FROM requests WHERE id = ?", [request]).fetchone() == ("done",)
+
+
+def test_a_signal_that_comes_while_it_starts_stops_it_in_order(monkeypatch):
+    async def started(server: uvicorn.Server, sockets: object) -> None:
+        server.handle_exit(signal.SIGTERM, None)
+        server.started = True
+
+    stopped: list[object] = []
+
+    async def shutdown(server: uvicorn.Server, sockets: object) -> None:
+        stopped.append(sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "startup", started)
+    monkeypatch.setattr(uvicorn.Server, "shutdown", shutdown)
+    app: Any = Starlette()
+    app.state.http = SimpleNamespace(stopping=asyncio.Event())
+    unused: Any = None
+    server = serve._Server(app, unused, unused)
+    server.handle_exit(signal.SIGTERM, None)  # before there is a loop
+    server.should_exit = False
+
+    async def scenario() -> None:
+        await server.startup(["socket"])  # pyright: ignore[reportArgumentType]
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert stopped == [["socket"]]
+    assert server.was_ready
+    assert app.state.http.stopping.is_set()
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, model_dir: Path):

@@ -49,3 +49,10 @@ def test_other_keys_are_refused(key):
 
 def test_a_server_without_keys_takes_everybody():
     assert Keyring(None).tenant(None) == Keyring(None).tenant("tml-any") == EVERYBODY
+
+
+def test_a_key_is_not_cut_short_at_a_hash(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("## ours #\na tml-12345678#rest\n")
+    with pytest.raises(UserError, match="line 2: a # within a key"):
+        read_keys(file)
