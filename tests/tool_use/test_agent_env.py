@@ -175,18 +175,25 @@ def test_an_unreadable_call_is_answered_as_a_tool(play):
     assert trajectory.stop_reason == "completed"
 
 
-@pytest.mark.parametrize("arguments", ['{"text": "\\ud83d"}', '{"text": 1, "\\ud83d": 2}'])
-def test_half_of_a_surrogate_pair_in_a_call_is_answered(play, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ('{"text": "\\ud83d"}', "could not be read"),
+        ('{"text": 1, "\\ud83d": 2}', "could not be read"),
+        ('{"text": "a"}', "\ufffd"),
+    ],
+)
+def test_half_of_a_surrogate_pair_in_a_call_or_a_result_is_answered(play, arguments, answer):
     """JSON can name it, and no tokenizer takes it."""
 
     @tool
-    def echo(text: str) -> str:
-        """Say it again."""
-        return text
+    def cut(text: str) -> str:
+        """All but the end."""
+        return text + "\ud83d"
 
-    call = f'<tool_call>{{"name": "echo", "arguments": {arguments}}}</tool_call>{END}'
-    trajectory, prompts = play(call, says("5"), tools=[echo])
-    assert "\ufffd" in prompts[1]
+    call = f'<tool_call>{{"name": "cut", "arguments": {arguments}}}</tool_call>{END}'
+    trajectory, prompts = play(call, says("5"), tools=[cut])
+    assert answer in prompts[1]
     assert trajectory.stop_reason == "completed"
 
 
