@@ -94,10 +94,7 @@ class Codec:
         """The ids of ordinary text; no guarded id is among them."""
         if not text:
             return []
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can name and no tokenizer takes
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = whole_characters(text)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self._is_plain(ids):
             return ids
@@ -171,3 +168,12 @@ def split_text(text: str, marks: Sequence[str]) -> list[Piece]:
         return [text] if text else []
     parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", text)
     return [Control(part) if number % 2 else part for number, part in enumerate(parts) if part]
+
+
+def whole_characters(text: str) -> str:
+    """With U+FFFD for each half of a character (a lone surrogate), which JSON and file names can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

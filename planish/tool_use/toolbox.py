@@ -14,6 +14,7 @@ from typing import Any
 from planish.errors import UserError
 from planish.interruption import only_asked_cancellation
 from planish.renderers import Message, ToolCall, UnparsedToolCall
+from planish.renderers.codec import whole_characters
 from planish.rl.group_play import lone_error
 from planish.rl.rollout_limits import TOOL_EXECUTIONS, ToolExecution
 from planish.rl.types import Metrics
@@ -90,7 +91,8 @@ class Toolbox:
             result = error_tool_result(f"there is no tool {name!r}. The tools are: {known}")
         else:
             result = checked_result(await self._run(tool, call), tool)
-        message: Message = {"role": "tool", "content": shorten(result.content, self.max_result_chars), "name": name}
+        content = shorten(whole_characters(result.content), self.max_result_chars)
+        message: Message = {"role": "tool", "content": content, "name": name}
         call_id = call.get("id")
         if call_id:
             message["tool_call_id"] = call_id
