@@ -74,7 +74,7 @@ def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
         ):
             raise ValueError(
                 f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give int64 "
-                f"[prompt length - 1, K] = [{prompt_tokens - 1}, at most {vocab_size}], with -1 where nothing is asked"
+                f"[prompt length - 1, K] = [{prompt_tokens - 1}, K] with K at most {vocab_size}, and -1 where nothing is asked"
             )
         wanted = targets.to_numpy()
         if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
