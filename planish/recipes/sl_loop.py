@@ -31,7 +31,7 @@ from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
 from planish.runs import RunDirectory
-from planish.supervised.conversations import Conversation, Row, conversation_of, is_conversation
+from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import check_rows
 from planish.types import ForwardBackwardOutput
 
@@ -223,7 +223,7 @@ def load_conversations(dataset: str, split: str) -> list[Conversation]:
 
 def read_row(row: Row, where: str) -> Conversation:
     """A conversation, or a question with its worked solution where the row has no conversation."""
-    if "question" in row and "answer" in row and not is_conversation(row):
+    if is_worked_solution(row):
         problem = read_problem(row, where)
         return [*problem_prompt(problem), {"role": "assistant", "content": problem.solution}]
     return conversation_of(row, where)

@@ -17,7 +17,7 @@ from planish.renderers import TrainOnWhat
 from planish.schedules import SCHEDULES
 from planish.supervised import train
 from planish.supervised.config import Config, check
-from planish.supervised.conversations import Conversation, Row, conversation_of, is_conversation
+from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 
@@ -116,7 +116,7 @@ def read_chat(row: Row, where: str) -> Conversation:
 
     A row that has both is chat data: its words are the conversation's own.
     """
-    if "question" in row and "answer" in row and not is_conversation(row):
+    if is_worked_solution(row):
         problem = read_problem(row, where)
         return [
             {"role": "user", "content": problem.question + QUESTION_SUFFIX},

@@ -31,9 +31,14 @@ def conversation_of(row: Row, where: str) -> Conversation:
     raise UserError(f"{where}: the row has {sorted(row)}; give rows with {FORMS}")
 
 
-def is_conversation(row: Row) -> bool:
+def _is_conversation(row: Row) -> bool:
     """Whether the row has one of the forms above."""
     return "messages" in row or "conversations" in row or ("prompt" in row and "completion" in row)
+
+
+def is_worked_solution(row: Row) -> bool:
+    """Whether the row is a question with its answer; one that has a conversation too is that conversation."""
+    return "question" in row and "answer" in row and not _is_conversation(row)
 
 
 def _messages(value: Any, where: str) -> Conversation:

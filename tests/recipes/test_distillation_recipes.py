@@ -1,6 +1,7 @@
 """The recipes of distillation from their options to their files, on a tiny model that knows nothing."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -208,30 +209,17 @@ def test_prompt_distillation_of_sums(small_model, tmp_path, engine, ends):
 def test_prompt_distillation_of_a_file(small_model, tmp_path, engine, questions, ends, name):
     text = "Answer as a pirate."
     (tmp_path / name).write_text(json.dumps([{"role": "system", "content": text}]) if name.endswith("json") else text)
-    options = taught_options(
-        prompt_distillation,
-        small_model,
-        tmp_path,
-        dataset=questions,
-        prompt=str(tmp_path / name),
-        num_prompts=7,
-        max_operand=None,
-    )
-    rows = check_metrics(prompt_distillation.main(options, engine))
+
+    def options(num_prompts: int) -> Any:
+        given = {"dataset": questions, "prompt": str(tmp_path / name), "max_operand": None}
+        return taught_options(prompt_distillation, small_model, tmp_path, num_prompts=num_prompts, **given)
+
+    rows = check_metrics(prompt_distillation.main(options(7), engine))
     assert [row["step"] for row in rows] == [0, 1]
     origin = json.loads((tmp_path / "run" / "sampled.jsonl.json").read_text())["origin"]
     assert origin["prefix"] == [{"role": "system", "content": text}]
-    other = taught_options(
-        prompt_distillation,
-        small_model,
-        tmp_path,
-        dataset=questions,
-        prompt=str(tmp_path / name),
-        num_prompts=6,
-        max_operand=None,
-    )
     with pytest.raises(UserError, match="prompts was 7, is 6"):
-        prompt_distillation.main(other, engine)
+        prompt_distillation.main(options(6), engine)
 
 
 def test_too_few_prompts_are_refused_before_the_teacher_is_asked(small_model, tmp_path, engine):
