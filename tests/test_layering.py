@@ -24,6 +24,8 @@ LAYERS = (
         "timing",
         "console",
         "interruption",
+        "worker_process",
+        "worker_program",
         "home",
         "dataset_rows",
         "loss_options",

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnsupportedError, UserError
-from planish.recipes.worker_process import WorkerError, WorkerProcess, WorkerStartError
 from planish.rl.problem_env import UnjudgedAnswerError
+from planish.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 ENTRIES = 10_000
 """Different entries of a task, unless its config names a size."""
@@ -64,35 +64,30 @@ class TaskProcess:
 
     def __init__(self, task: Task, timeout_seconds: float = 5.0) -> None:
         self.task = task
-        self._process = WorkerProcess(
-            Path(__file__).with_name("reasoning_worker.py"),
-            (task.name, task.config),
-            timeout_seconds=timeout_seconds,
-            environment={"PYTHONHASHSEED": "0"},
-        )
+        self._timeout_seconds = timeout_seconds
+        program = Path(__file__).with_name("reasoning_worker.py")
+        self._process = WorkerProcess(program, (task.name, task.config), environment={"PYTHONHASHSEED": "0"})
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planish-reasoning")
 
     def entry(self, index: int) -> Entry:
         """UserError if the task cannot make it, as with a config of which it makes nothing."""
         try:
-            reply = self._process.ask({"index": index}, timeout_seconds=MAKING_SECONDS)
+            reply = self._process.ask({"index": index}, MAKING_SECONDS)
         except (WorkerError, WorkerStartError) as error:
-            reply = {"error": str(error)}
-        if "error" in reply:
             raise UserError(
-                f"env={self.task.name} with {self.task.config} makes no problem: {reply['error']}; change the task's options"
-            )
+                f"env={self.task.name} with {self.task.config} makes no problem: {error}; change the task's options"
+            ) from error
         return Entry(self.task, index, reply["question"], reply["answer"])
 
     async def score(self, index: int, response: str) -> float:
         """From 0 to 1. UnjudgedAnswerError if the task fails on the response or takes too long."""
         question = {"index": index, "response": response}
         try:
-            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, question)
+            reply = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._process.ask, question, self._timeout_seconds
+            )
         except WorkerError as error:
-            reply = {"error": str(error)}
-        if "error" in reply:
-            raise UnjudgedAnswerError(f"the response {response[:200]!r} could not be scored: {reply['error']}")
+            raise UnjudgedAnswerError(f"the response {response[:200]!r} could not be scored: {error}") from error
         return min(1.0, max(0.0, float(reply["score"])))
 
     def close(self) -> None:

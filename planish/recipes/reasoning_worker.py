@@ -1,6 +1,4 @@
-"""The process in which a reasoning-gym task makes its entries and scores answers: `reasoning_tasks.TaskProcess` starts it.
-
-    python reasoning_worker.py TASK CONFIG_AS_JSON
+"""How a reasoning-gym task makes its entries and scores answers, in the process that `reasoning_tasks.TaskProcess` starts.
 
 Scoring runs apart because some tasks hand the policy's answer to `eval` or to a computer algebra system: an answer may
 take for ever, take all memory, or be a program. Here it can be killed, memory is bounded, and the ways in which a chance
@@ -8,56 +6,36 @@ answer would do harm are barred: writing and removing files, starting programs, 
 sandbox. Entries are made here too, because those of some tasks depend on the order of sets: it is started with a fixed
 PYTHONHASHSEED, so that an index is the same entry in every process.
 
-One JSON object a line comes in, one goes out: {"index"} gives the entry's "question" and "answer", {"index", "response"}
-the "score" of a response, and either may give an "error". It imports nothing of planish.
+{"index"} is answered by the entry's "question" and "answer", {"index", "response"} by the "score" of a response.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TextIO
+from typing import Any
 
-MEMORY_BYTES = 4 << 30
 BARRED = ("os.", "subprocess.", "shutil.", "socket.", "ctypes.", "signal.", "webbrowser.", "tempfile.")
 ALLOWED = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
 
 
-def main() -> None:
-    name, config = sys.argv[1:]
-    requests, out = private_pipes()
+def start(name: str, config: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     sys.dont_write_bytecode = True
-    limit_memory()
-    try:
-        import reasoning_gym
+    import reasoning_gym
 
-        dataset = reasoning_gym.create_dataset(name, **json.loads(config))
-        entry_of = lru_cache(maxsize=64)(dataset.__getitem__)
-        dataset.score_answer(None, entry_of(0))  # what it imports at first use comes before the bar
-    except Exception as error:
-        send(out, {"error": str(error) or type(error).__name__})
-        return
+    dataset = reasoning_gym.create_dataset(name, **json.loads(config))
+    entry_of = lru_cache(maxsize=64)(dataset.__getitem__)
+    dataset.score_answer(None, entry_of(0))  # what it imports at first use comes before the bar
     sys.addaudithook(bar)
-    send(out, {"ready": True})
-    for line in requests:
-        request = json.loads(line)
-        try:
-            entry = entry_of(request["index"])
-            if "response" in request:
-                reply: dict[str, object] = {"score": float(dataset.score_answer(request["response"], entry))}
-            else:
-                reply = {"question": entry["question"], "answer": entry["answer"]}
-        except (Exception, SystemExit) as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        send(out, reply)
 
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        entry = entry_of(question["index"])
+        if "response" in question:
+            return {"score": float(dataset.score_answer(question["response"], entry))}
+        return {"question": entry["question"], "answer": entry["answer"]}
 
-def private_pipes() -> tuple[TextIO, TextIO]:
-    """The pipes of the protocol, out of the way of what prints, reads, or calls `exit`, which closes standard input."""
-    pipes = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return pipes
+    return answer
 
 
 def bar(event: str, arguments: tuple[object, ...]) -> None:
@@ -69,21 +47,3 @@ def bar(event: str, arguments: tuple[object, ...]) -> None:
 
 def is_for_writing(flags: object) -> bool:
     return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND))
-
-
-def send(out: TextIO, message: dict[str, object]) -> None:
-    print(json.dumps(message), file=out, flush=True)
-
-
-def limit_memory() -> None:
-    """A huge number becomes a MemoryError here instead of the end of the training process."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard < 0 else min(MEMORY_BYTES, hard), hard))
-
-
-if __name__ == "__main__":
-    main()
