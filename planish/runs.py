@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from planish.errors import DamagedFileError, StorageError, UserError
+from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints.jsonl"
@@ -68,7 +68,7 @@ class CheckpointRecord:
 
     @classmethod
     def from_row(cls, row: Row) -> Self:
-        known = {name: row[name] for name in _RECORD_FIELDS if name in row}
+        known = {"name": "", "batch": 0, **{name: row[name] for name in _RECORD_FIELDS if name in row}}
         return cls(**known, extra={name: value for name, value in row.items() if name not in _RECORD_FIELDS})
 
 
@@ -188,23 +188,34 @@ def _dotted(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
+def checkpoint_records(path: str | Path) -> list[CheckpointRecord]:
+    """The checkpoints that the run directory `path` records, newest first."""
+    return [CheckpointRecord.from_row(row) for row in reversed(read_rows(Path(path) / CHECKPOINTS))]
+
+
 def resume_points(path: str | Path) -> list[CheckpointRecord]:
-    """The checkpoints with optimizer state that the run directory `path` records, newest first."""
-    rows = [row for row in read_rows(Path(path) / CHECKPOINTS) if row.get("state_path")]
-    try:
-        return [CheckpointRecord.from_row({"batch": 0, **row}) for row in reversed(rows)]
-    except TypeError as error:
-        raise DamagedFileError(f"{Path(path) / CHECKPOINTS}: a state in it has no name; remove its row") from error
+    """Those with optimizer state."""
+    return [record for record in checkpoint_records(path) if record.state_path]
 
 
 def checkpoint_of(path: str) -> str:
-    """`path` itself, or the newest state of the run directory that it names."""
-    if not (Path(path).expanduser() / CHECKPOINTS).is_file():
+    """`path` itself, or the newest state of the run directory that it names. CheckpointError if there is none in it."""
+    return _newest(path, "state", lambda record: record.state_path)
+
+
+def weights_of(path: str) -> str:
+    """`path` itself, or what the run directory that it names saved last that can be sampled from. CheckpointError likewise."""
+    return _newest(path, "weights", lambda record: record.sampler_path or record.state_path)
+
+
+def _newest(path: str, what: str, path_in: Callable[[CheckpointRecord], str | None]) -> str:
+    run = Path(path).expanduser()
+    if not (run / CHECKPOINTS).is_file():
         return path
-    records = resume_points(Path(path).expanduser())
-    if not records:
-        raise UserError(f"load_checkpoint_path={path}: the run in it saved no state; let it reach a checkpoint first")
-    return str(records[0].state_path)
+    found = next(filter(None, map(path_in, checkpoint_records(run))), None)
+    if found is None:
+        raise CheckpointError(f"{path}: the run in it saved no {what}; let it reach a checkpoint first")
+    return found
 
 
 def remove_run(path: str | Path) -> None:

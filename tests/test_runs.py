@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from planish.errors import DamagedFileError, StorageError, UserError
-from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, read_rows, resume_points, write_whole
+from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
+from planish.runs import (
+    CheckpointRecord,
+    RunDirectory,
+    checkpoint_of,
+    read_rows,
+    resume_points,
+    weights_of,
+    write_whole,
+)
 
 CONFIG = {"batch_size": 4, "max_steps": 10}
 
@@ -98,8 +106,13 @@ def test_the_resume_point_is_the_last_row_with_a_state(tmp_path):
         run.log_checkpoint(CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5}))
         run.log_checkpoint(CheckpointRecord("000005", 5, sampler_path="only-weights"))
     assert resume_points(tmp_path)[0] == CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5})
-    assert checkpoint_of(str(tmp_path)) == "s4"
-    assert checkpoint_of("planish://a/weights/x") == "planish://a/weights/x"
+    assert (checkpoint_of(str(tmp_path)), weights_of(str(tmp_path))) == ("s4", "only-weights")
+    for of in (checkpoint_of, weights_of):
+        assert of("planish://a/weights/x") == "planish://a/weights/x"
+    (tmp_path / "checkpoints.jsonl").write_text('{"name": "a row of another program"}\n')
+    for of, what in ((checkpoint_of, "state"), (weights_of, "weights")):
+        with pytest.raises(CheckpointError, match=f"^{tmp_path}: the run in it saved no {what}"):
+            of(str(tmp_path))
 
 
 def test_fields_that_are_none_are_left_out(tmp_path):

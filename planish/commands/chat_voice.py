@@ -19,10 +19,9 @@ from typing import Any
 from planish.checkpointing import choose_renderer
 from planish.client.local import chosen_url, connect, start_engine
 from planish.errors import UserError, as_user_errors
-from planish.export.origin import newest
 from planish.model.config import ModelConfig
 from planish.renderers import Renderer
-from planish.runs import CHECKPOINTS
+from planish.runs import weights_of
 from planish.server.openai_reading import Growing, Reading, marks_of, read_message
 from planish.service import CreateSampler, Sample, Service
 from planish.tokenizer import load_tokenizer
@@ -148,19 +147,10 @@ def listening(
         service = connect(url, key, {}) if url else start_engine(None, data_dir, {})
     try:
         with as_user_errors("--model"):
-            voice = _voice(service, _checkpoint(model), renderer_name, streams=url is None)
+            voice = _voice(service, weights_of(model), renderer_name, streams=url is None)
         yield voice
     finally:
         service.close(finish=False)
-
-
-def _checkpoint(model: str) -> str:
-    """`model`, or the newest checkpoint if it is a run directory."""
-    directory = Path(model).expanduser()
-    if model.startswith("tinker://") or not (directory / CHECKPOINTS).is_file():
-        return model
-    record = newest(directory)
-    return str(record.sampler_path or record.state_path)
 
 
 def _voice(service: Service, model: str, renderer_name: str | None, streams: bool) -> Voice:

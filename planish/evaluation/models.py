@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from planish.checkpointing import choose_renderer
-from planish.errors import PlanishError, UnknownModelError, UserError
+from planish.errors import PlanishError, UnknownModelError
 from planish.model.weights import weights_fingerprint
 from planish.renderers import Renderer
-from planish.runs import CHECKPOINTS, read_rows
+from planish.runs import weights_of
 from planish.types import Checkpoint, CheckpointPath
 
 SCHEMES = ("tinker://", "planish://")
@@ -28,7 +28,7 @@ class OpenedModel:
 
 def open_model(service_client: Any, name: str, renderer_name: str | None = None) -> OpenedModel:
     """The renderer is the named one, else the one that a checkpoint says it was trained with, else the base model's."""
-    resolved = newest_weights(name)
+    resolved = weights_of(name)
     is_checkpoint = resolved.startswith(SCHEMES)
     place = {"model_path": resolved} if is_checkpoint else {"base_model": resolved}
     client = service_client.create_sampling_client(**place)
@@ -42,17 +42,6 @@ def open_model(service_client: Any, name: str, renderer_name: str | None = None)
     else:
         weights = _fingerprint(Path(tokenizer.name_or_path))
     return OpenedModel(resolved, client, renderer, context_window_of(service_client, base_model), weights)
-
-
-def newest_weights(name: str) -> str:
-    """`name` itself, or the newest checkpoint of the run directory that it names."""
-    rows = Path(name).expanduser() / CHECKPOINTS
-    if not rows.is_file():
-        return name
-    saved = [path for row in read_rows(rows) if (path := row.get("sampler_path") or row.get("state_path"))]
-    if not saved:
-        raise UserError(f"model={name}: the run in it saved no weights; let it reach a checkpoint first")
-    return str(saved[-1])
 
 
 def _checkpoint(service_client: Any, path: str) -> Checkpoint | None:

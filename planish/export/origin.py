@@ -16,7 +16,7 @@ from typing import Any
 from planish.commands.records import Records
 from planish.engine.checkpoint_files import ADAPTER_CONFIG
 from planish.errors import CheckpointError, DamagedFileError, UserError
-from planish.runs import CHECKPOINTS, CONFIG, METRICS, CheckpointRecord, read_rows
+from planish.runs import CONFIG, METRICS, CheckpointRecord, checkpoint_records, read_rows, weights_of
 
 _PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
 """Options that say where a run was watched and kept, not what it did."""
@@ -54,14 +54,10 @@ def found_checkpoint(source: str, records: Records, run: Path | None = None) -> 
 
     `run`: the directory of its run. CheckpointError if there is none; UserError for what names no checkpoint.
     """
-    path, record = source, None
-    directory = Path(source).expanduser()
-    if not source.startswith("tinker://") and (directory / CHECKPOINTS).is_file():
-        run, record = directory, newest(directory)
-        path = str(record.sampler_path or record.state_path)
-    elif run is not None:
-        record = _recorded(run, source)
-    facts = None if run is None or record is None else run_facts(run, record)
+    path, directory = weights_of(source), Path(source).expanduser()
+    if path != source:
+        run = directory
+    facts = None if run is None else run_facts(run, _recorded(run, path))
     if not path.startswith("tinker://"):
         if not (directory / ADAPTER_CONFIG).is_file():
             raise UserError(
@@ -74,24 +70,11 @@ def found_checkpoint(source: str, records: Records, run: Path | None = None) -> 
         yield Origin(Path(downloads), path, facts)
 
 
-def newest(run: Path) -> CheckpointRecord:
-    """The last checkpoint that the run directory records."""
-    records = _records(run)
-    if not records:
-        raise CheckpointError(f"{run}: the run in it saved no checkpoint; let it reach one first")
-    return records[-1]
-
-
 def _recorded(run: Path, path: str) -> CheckpointRecord:
-    found = [record for record in _records(run) if path in (record.state_path, record.sampler_path)]
-    if not found:
-        raise CheckpointError(f"{run} records no checkpoint {path}; name the run that saved it, or leave it out")
-    return found[-1]
-
-
-def _records(run: Path) -> list[CheckpointRecord]:
-    rows = [row for row in read_rows(run / CHECKPOINTS) if row.get("state_path") or row.get("sampler_path")]
-    return [CheckpointRecord.from_row({"name": "", "batch": 0, **row}) for row in rows]
+    for record in checkpoint_records(run):
+        if path in (record.state_path, record.sampler_path):
+            return record
+    raise CheckpointError(f"{run} records no checkpoint {path}; name the run that saved it, or leave it out")
 
 
 def run_facts(run: Path, record: CheckpointRecord) -> RunFacts:

@@ -22,7 +22,7 @@ from planish.preference.judgments import HeldOutPreferences, log_odds_of_chosen
 from planish.preference.model_datasets import ComparisonDataset, PreferenceDatasetBuilder
 from planish.preference.model_files import Description
 from planish.preference.types import LabeledComparison
-from planish.runs import CHECKPOINTS, PREFERENCE_MODEL, read_rows
+from planish.runs import PREFERENCE_MODEL, weights_of
 from planish.supervised import config as supervised
 from planish.supervised.context import within_context
 from planish.supervised.objective import Gradient
@@ -90,7 +90,7 @@ async def _run(config: Config, service_client: Any) -> Path:
         return PreferenceObjective(builder.form, builder.common_config.max_length)
 
     run = await train(config, service_client, objective_of, SHOWN)
-    model_path = newest_sampler(run)
+    model_path = weights_of(str(run))
     if (run / PREFERENCE_MODEL).is_file() and Description.read(run).model_path == model_path:
         return run
     description = await calibrate(config, service_client, model_path)
@@ -136,11 +136,6 @@ def held_out(
 def fitting(form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None) -> list[LabeledComparison]:
     """Those that are not longer than what is trained on."""
     return [labeled for labeled in comparisons if form.data_of(labeled, max_length)]
-
-
-def newest_sampler(run: Path) -> str:
-    """The weights that a finished run left to sample from."""
-    return next(row["sampler_path"] for row in reversed(read_rows(run / CHECKPOINTS)) if row.get("sampler_path"))
 
 
 def described(description: Description) -> str:

@@ -40,7 +40,7 @@ from planish.recipes.rlhf_options import (
     sft_config,
 )
 from planish.rl import train as rl_training
-from planish.runs import RunDirectory, resume_points, write_whole
+from planish.runs import RunDirectory, checkpoint_of, resume_points, write_whole
 from planish.supervised import train as supervised_training
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -75,17 +75,13 @@ def run_stages(options: Options, service_client: Any) -> Path:
     sft = asyncio.run(supervised_training.main(sft_config(options), service_client))
     say("2 of 4: training of the preference model")
     judge = asyncio.run(model_training.main(preference_config(options), service_client))
-    trained = Trained(newest_state(sft), Description.read(judge).builder())
+    # By the checkpoint's own path: what comes after it must not change if the stage is made longer.
+    trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
     policy = asyncio.run(rl_training.main(rl_config(options, trained, service_client), service_client))
     say("4 of 4: the policy against that of the first stage")
     evaluate(options, trained, policy, service_client)
     return Path(options.log_path).expanduser()
-
-
-def newest_state(run: Path) -> str:
-    """By the checkpoint's own path: what comes after it must not change if the stage is made longer."""
-    return str(resume_points(run)[0].state_path)
 
 
 def evaluate(options: Options, trained: Trained, policy: Path, service_client: Any) -> None:
