@@ -7,7 +7,7 @@ of it agree from some number of rows on; where there is none, products run in ti
 construction, and slower.
 
 Our own products (native/cpu_products.py) need none of this, and are not looked at: they have one order for any number of rows. Those on other CPUs do, and
-adapters of a head whose vocabulary is no multiple of 32. Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
+adapters of a head whose vocabulary is no multiple of 16. Few rows are what differs in practice: oneDNN has another kernel for one row of more than 1024 columns, and torch multiplies small
 matrices (up to 16 ** 3 multiplications, so few rows of a LoRA of low rank) by itself.
 """
 

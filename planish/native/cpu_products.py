@@ -19,7 +19,7 @@ from torch import Tensor
 from planish.native import cpu
 
 _PANEL = 64
-LOW_COLUMNS = _HALF_PANEL = 32
+LOW_COLUMNS = _VECTOR = 16
 """What lies between the matrices of an adapter has a multiple of so many columns."""
 _ROOM = 1 << 25
 """Numbers that a room has at least: what is not used of it costs no memory."""
@@ -78,12 +78,12 @@ class PanelWeight:
     def matrix(self) -> Tensor:
         """The weight once more, as a copy: [out, in]. float32 only."""
         assert self.dtype == torch.float32
-        panels = self._panels.view(-1, self._fan_in, _PANEL)
-        return panels.transpose(1, 2).reshape(-1, self._fan_in)[: self._fan_out]
+        panels = self._panels.split(_PANEL * self._fan_in)
+        return torch.cat([panel.view(self._fan_in, -1).t() for panel in panels])[: self._fan_out]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
-        x, missing = x.contiguous(), -self._fan_out % _HALF_PANEL
+        x, missing = x.contiguous(), -self._fan_out % _VECTOR
         if bias is not None and missing:
             bias = F.pad(bias, (0, missing))
         out = x.new_empty(x.shape[0], self._fan_out + missing)
@@ -92,8 +92,8 @@ class PanelWeight:
 
     @property
     def address(self) -> int | None:
-        """Where the panels lie, for kernels that multiply by them; those have no room for outputs beyond a multiple of half a panel."""
-        return None if self._fan_out % _HALF_PANEL else self._panels.data_ptr()
+        """Where the panels lie, for kernels that multiply by them; those have no room for outputs beyond whole vectors."""
+        return None if self._fan_out % _VECTOR else self._panels.data_ptr()
 
 
 def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
@@ -103,7 +103,7 @@ def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.
 
 
 def adapts_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
-    return all(fan_out % _HALF_PANEL == 0 and multiplies(fan_out, fan_in, dtype, device) for fan_out, fan_in in shapes)
+    return all(fan_out % _VECTOR == 0 and multiplies(fan_out, fan_in, dtype, device) for fan_out, fan_in in shapes)
 
 
 Matrices = tuple[Tensor, Sequence[Tensor]]
@@ -231,7 +231,7 @@ class PanelRows:
 def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> list[Tensor]:
     """The panels of each of these contiguous matrices [n, k], or [k, n] if turned, one behind the other."""
     shapes = [matrix.shape[::-1] if turned else matrix.shape for matrix in matrices]
-    sizes = [(n + -n % _PANEL) * (k + k % 2) for n, k in shapes]
+    sizes = [(n + -n % _VECTOR) * (k + k % 2) for n, k in shapes]
     dtype = matrices[0].dtype if matrices else torch.bfloat16
     panels = list(room.take(sum(sizes), dtype).split(sizes))
     rows = zip(matrices, panels, shapes, strict=True)
@@ -253,4 +253,4 @@ def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:
 
 
 def _padded(columns: int) -> int:
-    return columns + -columns % _HALF_PANEL
+    return columns + -columns % _VECTOR

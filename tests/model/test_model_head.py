@@ -44,7 +44,7 @@ def plain_logprobs(states, weight, lora, rows, targets, temperature):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_gradients_equal_those_of_the_plain_formula(vocab, rank, recompute: bool, dtype, tolerance: float):
-    """Our own kernels serve adapters of 2560 tokens, a multiple of 32; torch those of 2500."""
+    """Our own kernels serve adapters of 2560 tokens, a multiple of 16; torch those of 2500."""
     states, weight, lora = head(300, 32, vocab, rank, dtype)
     generator = torch.Generator().manual_seed(9)
     rows, targets = (

@@ -84,7 +84,7 @@ def test_what_is_not_finite_stays_in_its_row(normal):
 @pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("vocab", [200, 2080])
 def test_adapters_equal_the_plain_formula(rank, vocab, dtype, normal):
-    """2080 is a multiple of 32, so the kernel multiplies by them; their products with 200 are torch's."""
+    """2080 is a multiple of 16, so the kernel multiplies by them; their products with 200 are torch's."""
 
     def drawn(*shape: int) -> Tensor:
         return normal(*shape).to(dtype)

@@ -11,7 +11,7 @@ from planish.testing import tiny_model
 from planish.types import LoraConfig
 
 CPU = torch.device("cpu")
-SIZES = (96, 32, 64)
+SIZES = (96, 48, 80)
 
 
 pytestmark = pytest.mark.usefixtures("products")
@@ -62,7 +62,7 @@ def test_products_are_rounded_as_torch_does(normal):
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (128,)])
-@pytest.mark.parametrize("rank", [1, 5, 8, 32, 40])
+@pytest.mark.parametrize("rank", [1, 5, 8, 16, 32, 40])
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_forth_and_back(rows, rank, sizes, normal):
     a, bs = matrices(normal, rank, sizes)
@@ -141,7 +141,7 @@ def test_a_row_has_the_same_bits_in_any_company(threads, normal):
 def test_the_decoder_s_way_is_that_of_torch(dtype, tmp_path, monkeypatch):
     decoder = Decoder.load(tiny_model(tmp_path), dtype, CPU)
     if not adapts([(decoder.config.intermediate_size, decoder.config.hidden_size)], dtype, CPU):
-        pytest.fail("the tiny model is no multiple of 32 wide any more: this test compares nothing")
+        pytest.fail("the tiny model is no multiple of 16 wide any more: this test compares nothing")
     rows, adapters = 0, []
     for seed, rank in enumerate((4, 16)):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))

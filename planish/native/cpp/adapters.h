@@ -19,8 +19,6 @@ struct LoraRows {
     int64_t first, count;
 };
 
-int64_t low_width(int64_t columns) { return (columns + HALF - 1) / HALF * HALF; }
-
 // f(adapter, first row, rows): pieces of all adapters' rows, for the threads to share.
 template <class X, class F>
 void by_rows(const LoraRows<X>* adapters, int64_t n, int64_t work, int threads, F f) {
@@ -37,48 +35,49 @@ void by_rows(const LoraRows<X>* adapters, int64_t n, int64_t work, int threads, 
     });
 }
 
-// out [T, sum of sizes] += (x [T, in] A^T) B^T of each row's adapter; low, the rounded product with A [T, low_width], is kept if there is room for it.
+// out [T, sum of sizes] += (x [T, in] A^T) B^T of each row's adapter; the rounded product with A, low [T, L], is kept if there is room for it. Here
+// and below, L are `columns` in whole vectors.
 template <class X>
 void add_lora(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in, X* out, const int64_t* sizes, int64_t linears, X* kept,
               int threads) {
     int64_t width = 0;
     for (int64_t l = 0; l < linears; l++) width += sizes[l];
-    by_rows(adapters, n, (in + width) * HALF, threads, [=](const LoraRows<X>& own, int64_t first, int64_t count) {
-        const int64_t columns = low_width(own.columns);
+    by_rows(adapters, n, (in + width) * LANES, threads, [=](const LoraRows<X>& own, int64_t first, int64_t count) {
+        const int64_t columns = whole_vectors(own.columns);
         std::vector<X> room(kept ? 0 : count * columns);
         X* low = kept ? kept + first * columns : room.data();
-        product_part(own.a, Rows<X>{x + first * in, in, nullptr, 0, low, columns}, count, 0, columns, in);
+        product_part(Panels<X>{own.a, columns, in}, {x + first * in, in, nullptr, 0, low, columns}, count);
         X* to = out + first * width;
         for (int64_t l = 0; l < linears; to += sizes[l++])
-            product_part(own.b[l], Rows<X>{low + l * (own.columns / linears), columns, to, width, to, width}, count, 0, sizes[l], own.rank);
+            product_part(Panels<X>{own.b[l], sizes[l], own.rank}, {low + l * (own.columns / linears), columns, to, width, to, width}, count);
     });
 }
 
-// The way back: low_grad [T, low_width] = the linears' parts of grad [T, sum of sizes] times their Bs, and grad_x [T, in] += low_grad A. Here the panels
+// The way back: low_grad [T, L] = the linears' parts of grad [T, sum of sizes] times their Bs, and grad_x [T, in] += low_grad A. Here the panels
 // are of the matrices turned: each b of B^T [rank, out], a of A^T [in, columns], with a column of zeros more if there are oddly many.
 template <class X>
 void lora_backward(const LoraRows<X>* adapters, int64_t n, const X* grad, const int64_t* sizes, int64_t linears, X* low_grad, X* grad_x,
                    int64_t in, int threads) {
     int64_t width = 0;
     for (int64_t l = 0; l < linears; l++) width += sizes[l];
-    by_rows(adapters, n, (in + width) * HALF, threads, [=](const LoraRows<X>& own, int64_t first, int64_t count) {
-        const int64_t columns = low_width(own.columns), rank = own.columns / linears;
+    by_rows(adapters, n, (in + width) * LANES, threads, [=](const LoraRows<X>& own, int64_t first, int64_t count) {
+        const int64_t columns = whole_vectors(own.columns), rank = own.columns / linears, wide = whole_vectors(rank);
         // A linear's columns may end within a panel, so they go through a room of their own.
-        std::vector<X> room(count * low_width(rank));
+        std::vector<X> room(count * wide);
         const X* from = grad + first * width;
         for (int64_t l = 0; l < linears; from += sizes[l++]) {
-            product_part(own.b[l], Rows<X>{from, width, nullptr, 0, room.data(), low_width(rank)}, count, 0, low_width(rank), sizes[l]);
+            product_part(Panels<X>{own.b[l], wide, sizes[l]}, {from, width, nullptr, 0, room.data(), wide}, count);
             for (int64_t r = 0; r < count; r++)
-                std::memcpy(low_grad + (first + r) * columns + l * rank, room.data() + r * low_width(rank), rank * sizeof(X));
+                std::memcpy(low_grad + (first + r) * columns + l * rank, room.data() + r * wide, rank * sizeof(X));
         }
         for (int64_t r = 0; r < count; r++)
             std::fill(low_grad + (first + r) * columns + own.columns, low_grad + (first + r + 1) * columns, 0);
         X* to = grad_x + first * in;
-        product_part(own.a, Rows<X>{low_grad + first * columns, columns, to, in, to, in}, count, 0, in, (own.columns + 1) / 2 * 2);
+        product_part(Panels<X>{own.a, in, (own.columns + 1) / 2 * 2}, {low_grad + first * columns, columns, to, in, to, in}, count);
     });
 }
 
-// One gradient of an adapter's matrices: the sum over all rows t of narrow[t][c] * wide[t][w], for `columns` c and `width` w, a multiple of 32.
+// One gradient of an adapter's matrices: the sum over all rows t of narrow[t][c] * wide[t][w], for `columns` c and `width` w, a multiple of LANES.
 template <class X>
 struct RowSum {
     const X* narrow;
@@ -174,11 +173,11 @@ void row_sum(const RowSum<X>& own, int64_t first, int64_t width, int64_t rows, R
 }
 
 // Gradients of the matrices of one adapter for all rows: of A, [columns, in], low_grad^T x; of each B, [size, rank], its part of grad^T times its part of
-// low. low and low_grad [T, low_width] are what `add_lora` and `lora_backward` left.
+// low. low and low_grad [T, L] are what `add_lora` and `lora_backward` left.
 template <class X>
 void lora_gradients(const X* x, int64_t in, const X* low, const X* grad, const int64_t* sizes, int64_t linears, const X* low_grad, int64_t rank,
                     float* grad_a, float* grad_bs, int64_t rows, int threads) {
-    const int64_t columns = linears * rank, stride = low_width(columns);
+    const int64_t columns = linears * rank, stride = whole_vectors(columns);
     int64_t width = 0;
     for (int64_t l = 0; l < linears; l++) width += sizes[l];
     std::vector<RowSum<X>> sums = {{low_grad, stride, columns, x, in, in, grad_a, in, 1}};
@@ -198,15 +197,15 @@ void lora_gradients(const X* x, int64_t in, const X* low, const X* grad, const i
     }
 }
 
-// x A^T of each row's adapter, rounded: low [T, low_stride], of which rows without an adapter, and columns behind low_width(rank), stay as they are.
+// x A^T of each row's adapter, rounded: low [T, low_stride], of which rows without an adapter, and columns behind L, stay as they are.
 template <class X>
 void head_low(const HeadRows<X>* adapters, int64_t n, const X* x, int64_t in, X* low, int64_t low_stride, int64_t rows, int threads) {
-    parallel(rows, rows * in * HALF, threads, [=](int64_t a, int64_t b) {
+    parallel(rows, rows * in * LANES, threads, [=](int64_t a, int64_t b) {
         const tiles::Use use(by_tiles_of_amx<X>());
         for (const HeadRows<X>* own = adapters; own < adapters + n; own++) {
             const int64_t first = std::max(a, own->first), last = std::min(b, own->first + own->count);
             const Rows<X> all{x, in, nullptr, 0, low, low_stride};
-            if (first < last) product_part(own->a_panels, all.from(first), last - first, 0, low_width(own->rank), in);
+            if (first < last) product_part(Panels<X>{own->a_panels, whole_vectors(own->rank), in}, all.from(first), last - first);
         }
     });
 }
@@ -224,9 +223,8 @@ void add_head(const HeadRows<X>* adapters, int64_t n, const X* low, int64_t low_
         for (const HeadRows<X>* own = adapters; own < adapters + n; own++)
             for (int64_t at = a * PANEL; at < std::min(b * PANEL, v); at += COLUMNS) {
                 const int64_t columns = std::min(COLUMNS, std::min(b * PANEL, v) - at);
-                for (int64_t r = 0; r < own->count; r += FEW)
-                    product_part(own->b_panels + at * own->columns, all.from(own->first + r).at(at), std::min(FEW, own->count - r), 0, columns,
-                                 own->columns);
+                const Panels<X> there{own->b_panels + at * own->columns, columns, own->columns};
+                for (int64_t r = 0; r < own->count; r += FEW) product_part(there, all.from(own->first + r).at(at), std::min(FEW, own->count - r));
             }
     });
 }

@@ -10,8 +10,9 @@
 namespace {
 
 // Weights are [N, K] in panels of 64 outputs: of bf16 [N/64][K/2][64][2], so that a pair of columns meets 16 outputs in one instruction, of
-// float32 [N/64][K][64]; what the last panel has too many is 0. Of an output, columns, or pairs of them, are added one after another (`Sums`),
-// a fresh sum for each `SUMMED` columns; then these sums in their order, then the bias. (By AMX: tiles.h.)
+// float32 [N/64][K][64]. The last panel has only the vectors of 16 that it needs, of which what is too many is 0: what an adapter has between its
+// matrices is often less than a panel. Of an output, columns, or pairs of them, are added one after another (`Sums`), a fresh sum for each `SUMMED`
+// columns; then these sums in their order, then the bias. (By AMX: tiles.h.)
 constexpr int64_t PANEL = 64, HALF = PANEL / 2;
 constexpr int64_t CACHED_INPUTS = 1 << 19;  // bytes of x that stay in the second cache, beside a panel
 constexpr int64_t STRETCH = 2048;           // columns that are multiplied at a time, for the same reason: a head's way back has 100,000 and more
@@ -21,6 +22,8 @@ template <class X>
 constexpr int64_t SUMMED = NARROW<X> ? 512 : 64;  // of float32 fewer: the longer a sum, the more its last bits are off
 template <class X>
 constexpr int64_t APART = NARROW<X> ? 2 * LANES : LANES;  // how far apart 16 outputs and the next lie in a panel
+
+inline int64_t whole_vectors(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; }
 
 // A matrix [n, k] to panels of its n outputs; the matrix is [k, n] if it is to be turned. Of an odd k, the last column has one of zeros beside it.
 template <class X>
@@ -34,10 +37,9 @@ struct Packing {
 
 constexpr int64_t PACK_AHEAD = 32;  // rows of a matrix to be turned that are called for before they are needed: they lie on a page each
 
-// The outputs from `first` on. What a panel has behind a half without outputs is not read, and not written. The stores go past the caches, which a
-// whole adapter would flood: panels begin at multiples of 64 bytes.
+// The panel of the outputs from `first` on. The stores go past the caches, which a whole adapter would flood: panels begin at multiples of 64 bytes.
 inline void pack_panel(const Packing<uint16_t>& given, int64_t first, uint16_t* panel, bool turned) {
-    const int64_t n = given.n, k = given.k, outputs = std::min(PANEL, (n - first + HALF - 1) / HALF * HALF);
+    const int64_t n = given.n, k = given.k, outputs = std::min(PANEL, whole_vectors(n - first));
     if (turned) {
         for (int64_t i = 0; i < k; i += 2)
             for (int64_t c = 0; c < outputs; c += LANES) {
@@ -45,7 +47,7 @@ inline void pack_panel(const Packing<uint16_t>& given, int64_t first, uint16_t* 
                 const uint16_t* from = given.matrix + i * n + first + c;
                 _mm_prefetch((const char*)(from + PACK_AHEAD * n), _MM_HINT_T0);
                 _mm_prefetch((const char*)(from + (PACK_AHEAD + 1) * n), _MM_HINT_T0);
-                stream_words(panel + i * PANEL + c * 2, load_joined(from, tail(left), from + n, tail(i + 1 < k ? left : 0)));
+                stream_words(panel + i * outputs + c * 2, load_joined(from, tail(left), from + n, tail(i + 1 < k ? left : 0)));
             }
         return;
     }
@@ -55,24 +57,24 @@ inline void pack_panel(const Packing<uint16_t>& given, int64_t first, uint16_t* 
             for (int r = 0; r < LANES; r++)
                 x[r] = first + c + r < n ? load_words(given.matrix + (first + c + r) * k + i, k - i) : no_words();
             turn16(x);
-            for (int j = 0; j < LANES && i + 2 * j < k; j++) stream_words(panel + (i + 2 * j) * PANEL + c * 2, x[j]);
+            for (int j = 0; j < LANES && i + 2 * j < k; j++) stream_words(panel + (i + 2 * j) * outputs + c * 2, x[j]);
         }
     }
 }
 
 inline void pack_panel(const Packing<float>& given, int64_t first, float* panel, bool turned) {
-    const int64_t n = given.n, k = given.k, outputs = std::min(PANEL, (n - first + HALF - 1) / HALF * HALF);
+    const int64_t n = given.n, k = given.k, outputs = std::min(PANEL, whole_vectors(n - first));
     auto words = [](const float* from, int64_t left) { return load_words((const uint16_t*)from, 2 * left); };
     for (int64_t i = 0; i < given.columns(); i += turned ? 1 : LANES)
         for (int64_t c = 0; c < outputs; c += LANES) {
             if (turned) {
-                stream_words(panel + i * PANEL + c, i < k ? words(given.matrix + i * n + first + c, n - first - c) : no_words());
+                stream_words(panel + i * outputs + c, i < k ? words(given.matrix + i * n + first + c, n - first - c) : no_words());
                 continue;
             }
             I x[LANES];
             for (int r = 0; r < LANES; r++) x[r] = first + c + r < n ? words(given.matrix + (first + c + r) * k + i, k - i) : no_words();
             turn16(x);
-            for (int j = 0; j < LANES && i + j < given.columns(); j++) stream_words(panel + (i + j) * PANEL + c, x[j]);
+            for (int j = 0; j < LANES && i + j < given.columns(); j++) stream_words(panel + (i + j) * outputs + c, x[j]);
         }
 }
 
@@ -119,16 +121,16 @@ struct Stretch {
     bool first, last;
 };
 
-// R rows by W vectors of outputs.
+// R rows by W vectors of outputs, of a panel of `width`.
 template <int R, int W, class X>
-void product_tile(const X* weight, const Operand<X>& x, int64_t row, const Rows<X>& rows, const Stretch& stretch) {
+void product_tile(const X* weight, int64_t width, const Operand<X>& x, int64_t row, const Rows<X>& rows, const Stretch& stretch) {
     V total[R][W];
     // What the next tile writes is called for: it lies on a page for each row, where the CPU foresees nothing.
     for (int r = 0; r < R; r++)
         for (int c = 0; c < W; c += NARROW<X> ? 2 : 1) _mm_prefetch((const char*)(rows.out + (r + TILE_ROWS) * rows.out_stride + c * LANES), _MM_HINT_T0);
     for (int64_t first = 0; first < stretch.columns; first += SUMMED<X>) {
         Sums<R, W> sums;
-        x.multiply(row, weight, 2 * PANEL, first, std::min(stretch.columns, first + SUMMED<X>), sums);
+        x.multiply(row, weight, 2 * width, first, std::min(stretch.columns, first + SUMMED<X>), sums);
         sums.each([&](int r, int c, V sum) { total[r][c] = first ? add(total[r][c], sum) : sum; });
         if (first == 0 && !stretch.first)
             for (int r = 0; r < R; r++)
@@ -154,15 +156,16 @@ bool by_tiles_of_amx() {
 }
 
 template <int W>
-void amx_rows(const uint16_t* weight, const Rows<uint16_t>& rows, int64_t count, const Stretch& stretch) {
+void amx_rows(const uint16_t* weight, int64_t width, const Rows<uint16_t>& rows, int64_t count, const Stretch& stretch) {
     alignas(64) float sums[tiles::BLOCK * tiles::BLOCK];
     for (int c = 0; c < W; c += 2)
         for (int64_t first = 0; first < count; first += tiles::BLOCK) {
             const auto own = rows.from(first).at(c * LANES);
             const int64_t size = std::min<int64_t>(tiles::BLOCK, count - first);
-            tiles::block(weight + c * 2 * LANES, 2 * PANEL, own.x, own.x_stride, size, stretch.columns, sums);
+            const int outputs = std::min(2, W - c) * LANES;
+            tiles::block(weight + c * 2 * LANES, 2 * width, outputs, own.x, own.x_stride, size, stretch.columns, sums);
             for (int64_t r = 0; r < size; r++)
-                for (int v = 0; v < 2 * LANES; v += LANES) {
+                for (int v = 0; v < outputs; v += LANES) {
                     V total = load(sums + r * tiles::BLOCK + v);
                     float* kept = own.kept + r * own.kept_stride + v;
                     if (!stretch.first) total = add(load(kept), total);
@@ -177,38 +180,51 @@ void amx_rows(const uint16_t* weight, const Rows<uint16_t>& rows, int64_t count,
 }
 
 template <int W, class X>
-void product_rows(const X* weight, const Operand<X>& x, const Rows<X>& rows, int64_t count, const Stretch& stretch) {
+void product_rows(const X* weight, int64_t width, const Operand<X>& x, const Rows<X>& rows, int64_t count, const Stretch& stretch) {
     if constexpr (NARROW<X>)
-        if (uses_tiles) return amx_rows<W>(weight, rows, count, stretch);
+        if (uses_tiles) return amx_rows<W>(weight, width, rows, count, stretch);
     by_tiles(count, [&](int64_t first, auto size) {
-        constexpr int R = size, C = std::min(W, tile_vectors(R));
-        for (int c = 0; c < W; c += C) product_tile<R, C>(weight + c * APART<X>, x, first, rows.from(first).at(c * LANES), stretch);
+        constexpr int R = size, MOST = tile_vectors(R), C = W <= MOST ? W : W % MOST ? 1 : MOST;
+        for (int c = 0; c < W; c += C) product_tile<R, C>(weight + c * APART<X>, width, x, first, rows.from(first).at(c * LANES), stretch);
     });
 }
 
-// Outputs first .. first + n - 1, both multiples of HALF, of `count` rows, whose `out` and `addend` begin with the first of them.
+// The panels of a matrix [n, k]; n is a multiple of LANES here, k is even.
 template <class X>
-void product_part(const X* panels, Rows<X> rows, int64_t count, int64_t first, int64_t n, int64_t k) {
+struct Panels {
+    const X* numbers;
+    int64_t n, k;
+};
+
+// Outputs first .. last - 1 of `count` rows, whose `out` and `addend` begin with the first of them: from a half of a panel on, to another or the end.
+template <class X>
+void product_part(const Panels<X>& panels, Rows<X> rows, int64_t count, int64_t first, int64_t last) {
     static thread_local Room room;
-    if (k > STRETCH) rows.kept = room.of<float>(count * n), rows.kept_stride = n;
-    for (int64_t at = 0; at < k; at += STRETCH, rows.x += STRETCH) {
-        const Stretch stretch{std::min(STRETCH, k - at), at == 0, at + STRETCH >= k};
+    if (panels.k > STRETCH) rows.kept = room.of<float>(count * (last - first)), rows.kept_stride = last - first;
+    for (int64_t at = 0; at < panels.k; at += STRETCH, rows.x += STRETCH) {
+        const Stretch stretch{std::min(STRETCH, panels.k - at), at == 0, at + STRETCH >= panels.k};
         const Operand<X> x(rows.x, rows.x_stride, count, stretch.columns);
-        for (int64_t done = 0; done < n;) {
-            const int64_t output = first + done;
-            const bool whole = output % PANEL == 0 && done + PANEL <= n;
-            const X* weight = panels + output / PANEL * PANEL * k + at * PANEL + output % PANEL / LANES * APART<X>;
-            (whole ? product_rows<4, X> : product_rows<2, X>)(weight, x, rows.at(done), count, stretch);
-            done += whole ? PANEL : HALF;
+        for (int64_t output = first, end; output < last; output = end) {
+            const int64_t panel = output / PANEL * PANEL, width = std::min(PANEL, panels.n - panel);
+            const X* weight = panels.numbers + panel * panels.k + at * width + (output - panel) / LANES * APART<X>;
+            end = std::min(last, panel + width);
+            with_size<PANEL / LANES>((end - output) / LANES, [&](auto vectors) {
+                product_rows<vectors>(weight, width, x, rows.at(output - first), count, stretch);
+            });
         }
     }
+}
+
+template <class X>
+void product_part(const Panels<X>& panels, const Rows<X>& rows, int64_t count) {
+    product_part(panels, rows, count, 0, panels.n);
 }
 
 // x [T, K] by panels to [T, N]. Parts of the rows by half panels: a part's inputs are cached while the weights stream by, and halves are
 // shared out more evenly than panels, which may be fewer than threads.
 template <class X>
 void product(const X* panels, const X* x, const X* bias, X* out, int64_t rows, int64_t n, int64_t k, int threads) {
-    const int64_t halves = n / HALF, input_bytes = rows * std::min(k, STRETCH) * (int64_t)sizeof(X);
+    const int64_t halves = (n + HALF - 1) / HALF, input_bytes = rows * std::min(k, STRETCH) * (int64_t)sizeof(X);
     const int64_t for_threads = std::min((rows + 31) / 32, (4 * threads + halves - 1) / halves);
     const int64_t parts = std::max((input_bytes + CACHED_INPUTS - 1) / CACHED_INPUTS, for_threads);
     parallel(parts * halves, rows * n * k, threads, [=](int64_t a, int64_t b) {
@@ -216,8 +232,8 @@ void product(const X* panels, const X* x, const X* bias, X* out, int64_t rows, i
         for (int64_t item = a, end; item < b; item = end) {
             const int64_t part = item / halves, from = item % halves * HALF;
             end = std::min(b, (part + 1) * halves);
-            const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
-            product_part(panels, Rows<X>{x, k, bias, 0, out, n}.from(first).at(from), count, from, (end - item) * HALF, k);
+            const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first, to = std::min(n, from + (end - item) * HALF);
+            product_part(Panels<X>{panels, n, k}, Rows<X>{x, k, bias, 0, out, n}.from(first).at(from), count, from, to);
         }
     });
 }

@@ -149,45 +149,42 @@ inline void shape(int first, int second, int pairs) {
     Use::current() = wanted;
 }
 
-// out [BLOCK, BLOCK]: products of x's columns [0, k) with 32 outputs of weights whose pairs of columns lie `weight_stride` numbers apart. One or
-// two tiles of rows; k is a multiple of `pairs` pairs.
-template <bool TWO>
+// out [BLOCK, BLOCK]: products of x's columns [0, k) with outputs of weights whose pairs of columns lie `weight_stride` numbers apart. One or
+// two tiles of rows, and of outputs; k is a multiple of `pairs` pairs.
+template <bool TWO, bool WIDE>
 TILES void add_up(const uint16_t* weight, int64_t weight_stride, const uint16_t* x, int64_t x_stride, int64_t k, int pairs, float* out) {
     asm volatile("" : : : "memory");
     TILE_ZERO(0);
-    TILE_ZERO(1);
-    if constexpr (TWO) {
-        TILE_ZERO(2);
-        TILE_ZERO(3);
-    }
+    if constexpr (WIDE) TILE_ZERO(1);
+    if constexpr (TWO) TILE_ZERO(2);
+    if constexpr (TWO && WIDE) TILE_ZERO(3);
     for (int64_t i = 0; i < k; i += 2 * pairs) {
         const uint16_t* w = weight + i / 2 * weight_stride;
         TILE_LOAD(6, w, 2 * weight_stride);
-        TILE_LOAD(7, w + 2 * OUTPUTS, 2 * weight_stride);
+        if constexpr (WIDE) TILE_LOAD(7, w + 2 * OUTPUTS, 2 * weight_stride);
         TILE_LOAD(4, x + i, 2 * x_stride);
         TILE_DOT(0, 4, 6);
-        TILE_DOT(1, 4, 7);
+        if constexpr (WIDE) TILE_DOT(1, 4, 7);
         if constexpr (TWO) {
             TILE_LOAD(5, x + ROWS * x_stride + i, 2 * x_stride);
             TILE_DOT(2, 5, 6);
-            TILE_DOT(3, 5, 7);
+            if constexpr (WIDE) TILE_DOT(3, 5, 7);
         }
     }
     TILE_STORE(0, out, 4 * BLOCK);
-    TILE_STORE(1, out + OUTPUTS, 4 * BLOCK);
-    if constexpr (TWO) {
-        TILE_STORE(2, out + ROWS * BLOCK, 4 * BLOCK);
-        TILE_STORE(3, out + ROWS * BLOCK + OUTPUTS, 4 * BLOCK);
-    }
+    if constexpr (WIDE) TILE_STORE(1, out + OUTPUTS, 4 * BLOCK);
+    if constexpr (TWO) TILE_STORE(2, out + ROWS * BLOCK, 4 * BLOCK);
+    if constexpr (TWO && WIDE) TILE_STORE(3, out + ROWS * BLOCK + OUTPUTS, 4 * BLOCK);
 }
 
-// out [BLOCK, BLOCK] for at most so many rows of x and 32 outputs, within a `Use`. Of each sum, runs of 32 columns one after another in the
+// out [BLOCK, BLOCK] for at most so many rows of x, and 16 or 32 outputs, within a `Use`. Of each sum, runs of 32 columns one after another in the
 // instruction's own order; then, what is left of k beyond its last whole run by itself.
-inline void block(const uint16_t* weight, int64_t weight_stride, const uint16_t* x, int64_t x_stride, int64_t rows, int64_t k, float* out) {
+inline void block(const uint16_t* weight, int64_t weight_stride, int outputs, const uint16_t* x, int64_t x_stride, int64_t rows, int64_t k, float* out) {
     const int first = rows < ROWS ? rows : ROWS, second = rows - first;
     const int64_t whole = k / (2 * PAIRS) * (2 * PAIRS);
     const int left = (k - whole) / 2;
-    const auto sums = second ? add_up<true> : add_up<false>;
+    const bool wide = outputs > OUTPUTS;
+    const auto sums = second ? wide ? add_up<true, true> : add_up<true, false> : wide ? add_up<false, true> : add_up<false, false>;
     if (whole || !left) shape(first, second, PAIRS), sums(weight, weight_stride, x, x_stride, whole, PAIRS, out);
     if (!left) return;
     alignas(64) float more[BLOCK * BLOCK];
@@ -195,7 +192,7 @@ inline void block(const uint16_t* weight, int64_t weight_stride, const uint16_t*
     sums(weight + whole / 2 * weight_stride, weight_stride, x + whole, x_stride, k - whole, left, whole ? more : out);
     if (whole)
         for (int64_t r = 0; r < rows; r++)
-            for (int c = 0; c < BLOCK; c++) out[r * BLOCK + c] += more[r * BLOCK + c];
+            for (int c = 0; c < outputs; c++) out[r * BLOCK + c] += more[r * BLOCK + c];
 }
 
 }  // namespace tiles

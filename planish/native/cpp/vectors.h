@@ -130,10 +130,14 @@ void parallel(int64_t n, int64_t work, int threads, F f) {
     }
 }
 
-// f(size) with a size from 1 on as a constant of its type.
+// f(size) with a size from 1 to MOST as a constant of its type.
 template <class F, int... BELOW>
 inline void with_size(int64_t size, F f, std::integer_sequence<int, BELOW...>) {
     ((size == BELOW + 1 ? f(std::integral_constant<int, BELOW + 1>()) : void()), ...);
+}
+template <int MOST, class F>
+inline void with_size(int64_t size, F f) {
+    with_size(size, f, std::make_integer_sequence<int, MOST>());
 }
 
 // f(first, size) for tiles of at most MOST of so many rows, as equal as can be.
@@ -142,7 +146,7 @@ inline void by_tiles(int64_t rows, F f) {
     const int64_t tiles = (rows + MOST - 1) / MOST;
     for (int64_t t = 0; t < tiles; t++) {
         const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
-        with_size(last - first, [&](auto size) { f(first, size); }, std::make_integer_sequence<int, MOST>());
+        with_size<MOST>(last - first, [&](auto size) { f(first, size); });
     }
 }
 
