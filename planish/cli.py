@@ -16,7 +16,9 @@ A command's module is loaded when the command is named, by what the table below 
 
 import argparse
 import importlib
+import importlib.metadata
 import os
+import platform
 import select
 import sys
 from collections.abc import Sequence
@@ -77,9 +79,17 @@ def _has_no_reader(pipe: int) -> bool:
     return bool(poll.poll(0))
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("planish", "torch")]
+        print(*versions, f"Python {platform.python_version()}", sep=", ")
+        parser.exit()
+
+
 def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
     """With the arguments of the command that is `named`; the others are there by name only."""
     parser = argparse.ArgumentParser(prog="planish", description="Reinforcement learning of language models, locally.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="what a report of a fault should name")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         subparser = commands.add_parser(command.name, help=command.help, description=f"{command.help}.")

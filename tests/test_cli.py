@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -44,6 +45,13 @@ def test_it_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "planish", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "models" in done.stdout
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"planish {version('planish')}, torch {version('torch')}, Python 3.")
 
 
 @pytest.mark.parametrize(
