@@ -39,7 +39,7 @@ def rollouts(decoder: Decoder, adapter: Adapter, temperature: float) -> list[tup
     asked = []
     for i, extra in enumerate((1, 26, 57, 58, 59, 122, 300)):
         prompt = ModelInput.from_ints(common[: 70 if i else 3] + rng.integers(0, 256, extra).tolist())
-        params = SamplingParams(max_tokens=20 + 30 * i, temperature=temperature, stop=[], seed=i)
+        params = SamplingParams(max_tokens=20 + 15 * i, temperature=temperature, stop=[], seed=i)
         asked.append((prompt, Sample("s", prompt, 1 + i % 4, params), Future()))
     for _, op, future in asked:
         sampler.submit(op, adapter.snapshot(), "version", future)
