@@ -113,6 +113,9 @@ class RemoteService:
         check(operation)
         operation = _kept(operation)
         answer: Future[Any] = Future()
+        # Until it is answered: of `ServiceClient(...).create_sampling_client(...).sample(...)` the caller holds the future alone.
+        kept = [self]
+        answer.add_done_callback(lambda _: kept.clear())
         with self._giving:
             if self._is_closed:
                 raise _closed()

@@ -87,7 +87,11 @@ class Engine:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new ServiceClient")
         future: Future[R] = Future()
-        self._owner.put(self._job(operation, future))
+        job = self._job(operation, future)
+        # Until it is answered: of `ServiceClient().create_sampling_client(...).sample(...)` the caller holds the future alone.
+        kept = [self]
+        future.add_done_callback(lambda _: kept.clear())
+        self._owner.put(job)
         return future
 
     def capabilities(self) -> GetServerCapabilitiesResponse:

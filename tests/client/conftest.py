@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,11 +48,16 @@ def service_client(request) -> ServiceClient:
 
 
 @pytest.fixture
-def another_client(request, service_client, model_dir, tmp_path) -> Iterator[ServiceClient]:
-    """A second client that sees the checkpoints of the first one."""
+def make_client(request, service_client, model_dir, tmp_path) -> Callable[[], ServiceClient]:
+    """Makes further clients that see the checkpoints of the first one."""
     if request.node.callspec.params["service_client"] == "far":
-        client = ServiceClient(base_url=request.getfixturevalue("server_url"))
-    else:
-        client = ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32")
+        url = request.getfixturevalue("server_url")
+        return lambda: ServiceClient(base_url=url)
+    return lambda: ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32")
+
+
+@pytest.fixture
+def another_client(make_client) -> Iterator[ServiceClient]:
+    client = make_client()
     yield client
     client._close(finish=False)

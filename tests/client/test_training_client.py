@@ -314,6 +314,22 @@ def test_a_dropped_training_client_frees_its_adapter(embedded_client):
     assert sampling_client.get_base_model() == "tiny"
 
 
+def test_answers_come_though_nobody_holds_the_clients(make_client):
+    """As in a function that returns what a client of its own has begun."""
+    prompt = ModelInput.from_ints([1, 2])
+    answers = [
+        make_client().create_sampling_client(base_model="tiny").sample(prompt, 1, SamplingParams(max_tokens=50)),
+        make_client().create_lora_training_client("tiny", rank=4).forward([datum()], "cross_entropy"),
+        make_client().create_lora_training_client("tiny", rank=4).save_state("held-by-nobody"),
+    ]
+    gc.collect()
+    assert [type(answer.result(WAIT)).__name__ for answer in answers] == [
+        "SampleResponse",
+        "ForwardBackwardOutput",
+        "SaveWeightsResponse",
+    ]
+
+
 def test_who_gives_up_waiting_for_a_client_leaves_nothing_behind(embedded_client, monkeypatch):
     engine = embedded_client._session.service
     training_client = embedded_client.create_lora_training_client("tiny", rank=4)
