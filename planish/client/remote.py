@@ -23,7 +23,7 @@ import re
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -98,18 +98,24 @@ class RemoteService:
         self._tokenizers: dict[str, Path] = {}
         self._open: set[Future[Any]] = set()
         """Not answered yet."""
+        self._saves: set[Future[Any]] = set()
+        """Those of them that are checkpoints."""
         self._is_closed = False
         # So that `close` knows of every operation that is given. Reentrant: a sampler may be collected, and so released, within `submit`.
         self._giving = threading.RLock()
-        # One that nobody can reach any more lets go of its connection; at exit, one that is left tells the server.
+        # One that nobody can reach any more lets go of its connection; at exit, one that is left waits for its checkpoints and tells the server.
         weakref.finalize(self, self._thread.stop).atexit = False
         self._at_exit = _weak_close(self)
         atexit.register(self._at_exit)
 
     def submit(self, operation: Operation[R]) -> Future[R]:
         """As `Service.submit`, but it reads nothing, and checks no more than it can see."""
-        if self._is_closed or not self._thread.is_alive():  # as in the child of a fork
+        if self._is_closed:
             raise _closed()
+        if not self._thread.is_alive():
+            raise EngineClosedError(
+                "the connection to the server is gone, or in the process that this one was forked from; make a new ServiceClient here"
+            )
         check(operation)
         operation = _kept(operation)
         answer: Future[Any] = Future()
@@ -121,10 +127,14 @@ class RemoteService:
                 raise _closed()
             self._open.add(answer)
             answer.add_done_callback(self._open.discard)
+            if isinstance(operation, (SaveWeights, SaveWeightsForSampler)):
+                self._saves.add(answer)
+                answer.add_done_callback(self._saves.discard)
             try:
                 self._give(operation, answer)
             except BaseException:
                 self._open.discard(answer)
+                self._saves.discard(answer)
                 raise
         return cast("Future[R]", answer)
 
@@ -321,12 +331,17 @@ def _key(given: str | None) -> str | None:
 
 
 def _weak_close(service: RemoteService) -> Callable[[], None]:
-    """Closes the service if it still exists."""
+    """Closes the service if it still exists, when the checkpoints that were asked for are on the server's disk."""
     reference = weakref.ref(service)
 
     def close() -> None:
         service = reference()
-        if service is not None:
+        if service is None:
+            return
+        try:
+            if service._thread.is_alive():  # not in the child of a fork
+                wait(list(service._saves))
+        finally:
             service.close(finish=False)
 
     return close

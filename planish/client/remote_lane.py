@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.client.remote_errors import refusal
 from planish.client.remote_link import Link
-from planish.client.remote_thread import LoopThread
+from planish.client.remote_thread import LoopThread, in_pool
 from planish.errors import EngineClosedError, NonFiniteError, PlanishError, UserError
 from planish.service import (
     CreateModel,
@@ -151,7 +151,7 @@ class Lane:
     async def _accepted(self, operation: Operation[Any]) -> str:
         """Post an operation under the next number; answers the id of the request."""
         if _tokens(operation) > _INLINE_TOKENS:
-            posted = await asyncio.to_thread(training_request, operation, self._next_seq)
+            posted = await in_pool(training_request, operation, self._next_seq)
         else:
             posted = training_request(operation, self._next_seq)
         try:

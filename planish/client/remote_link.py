@@ -20,6 +20,7 @@ import zstandard
 from planish.client.remote_errors import NoSuchEndpointError, body_of, failure
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_patience import PATIENCE_SECONDS, Patience
+from planish.client.remote_thread import in_pool
 from planish.errors import UserError
 from planish.wire.client_frames import Frame, FrameReader
 from planish.wire.client_operations import JSON, PROTOBUF, Posted
@@ -145,7 +146,7 @@ class Link:
         headers = {"Content-Type": posted.media}
         if not self.compress or len(posted.content) < _MIN_COMPRESSED:
             return posted.content, headers
-        return await asyncio.to_thread(zstandard.compress, posted.content), {**headers, "Content-Encoding": "zstd"}
+        return await in_pool(zstandard.compress, posted.content), {**headers, "Content-Encoding": "zstd"}
 
     async def _answered(
         self, method: str, path: str, seconds: float | None = None, returned: Collection[int] = (), **options: Any

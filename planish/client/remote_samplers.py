@@ -22,7 +22,7 @@ from planish.client.remote_errors import NoSuchEndpointError, error_of_frame
 from planish.client.remote_lane import Entry
 from planish.client.remote_link import Link
 from planish.client.remote_patience import LATER
-from planish.client.remote_thread import LoopThread
+from planish.client.remote_thread import LoopThread, in_pool
 from planish.errors import PlanishError
 from planish.service import CreateSampler, Sample, SamplerInfo
 from planish.wire.client_frames import Frame
@@ -118,7 +118,7 @@ class Drawing:
             content = await draw.content
             ids = None if operation.prompt_only else draw.sequence_ids  # nothing was drawn
             if len(content) > _INLINE_BYTES:
-                response = await asyncio.to_thread(sample_response_from_message, content, ids)
+                response = await in_pool(sample_response_from_message, content, ids)
             else:
                 response = sample_response_from_message(content, ids)
             if answer.set_running_or_notify_cancel():

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from planish.errors import EngineClosedError
@@ -88,6 +89,16 @@ class LoopThread:
         task = self._tasks.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+
+
+async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`function(...)` in another thread, so that the loop goes on; here if the program ends, since its pools take no more then."""
+    call = partial(function, *args, **kwargs)
+    try:
+        done = asyncio.get_running_loop().run_in_executor(None, call)
+    except RuntimeError:
+        return call()
+    return await done
 
 
 def _ended() -> EngineClosedError:

@@ -19,7 +19,10 @@ from planish.types import GetServerCapabilitiesResponse, LoraConfig
 
 
 class ServiceClient:
-    """An engine with its base models, adapters and samplers, near or far; all are freed by `close` or the end of a `with` block."""
+    """An engine with its base models, adapters and samplers, near or far; all are freed by `close` or the end of a `with` block.
+
+    Without either, the end of the program waits for the checkpoints that were asked for, and gives up everything else.
+    """
 
     def __init__(
         self,

@@ -3,8 +3,9 @@
     submit   checks an operation against the model, the vocabulary and the disk, in the caller's thread, then queues it
     owner.py the one thread that does it
 
-`close()` finishes what is queued and then lets go of the device; `close(finish=False)`, and the end of the interpreter, fail it with
-EngineClosedError after the piece of work in hand. A checkpoint that is being written is finished either way.
+`close()` finishes what is queued and then lets go of the device; `close(finish=False)` fails it with EngineClosedError after the piece of
+work in hand. The end of the interpreter does so too, when the checkpoints that were asked for are on disk: nothing else outlives it.
+A checkpoint that is being written is finished in any case.
 """
 
 from __future__ import annotations

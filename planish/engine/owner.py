@@ -12,10 +12,11 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 from planish.engine.base_models import BaseModel
 from planish.engine.fairness import FairShare
@@ -23,7 +24,16 @@ from planish.engine.tenants import Job, SamplerHandle, Tenant
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.lora import LoraWeights
-from planish.service import CreateModel, CreateSampler, ForwardBackward, ForwardBackwardLater, ReleaseSampler, Sample
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    ForwardBackwardLater,
+    ReleaseSampler,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
 
 Side = Literal["sampling", "training"]
 
@@ -47,6 +57,8 @@ class DeviceOwner:
         self._on_end = on_end
         self._inbox: SimpleQueue[Job | _Wake | _Stop] = SimpleQueue()
         self._ended = threading.Event()
+        self._saves: set[Future[Any]] = set()
+        """Checkpoints that are not written yet."""
         self._fault: BaseException | None = None
         self._is_exiting = False
         self._stop: _Stop | None = None
@@ -64,9 +76,17 @@ class DeviceOwner:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job. EngineClosedError if the thread has ended."""
+        """Queue a job. EngineClosedError if the thread has ended, or is not in this process."""
+        is_here = self._thread.is_alive()
         if self._ended.is_set():
             raise self._closed()
+        if not is_here:
+            raise EngineClosedError(
+                "the engine is in the process that this one was forked from; sample and train there, or make a ServiceClient here"
+            )
+        if isinstance(job.operation, (SaveWeights, SaveWeightsForSampler)):
+            self._saves.add(job.future)
+            job.future.add_done_callback(self._saves.discard)
         self._inbox.put(job)
         if self._ended.is_set():
             self._refuse_inbox()
@@ -88,7 +108,11 @@ class DeviceOwner:
 
     def _at_exit(self) -> None:
         self._is_exiting = True
-        self.close(finish=False)
+        try:
+            if self._thread.is_alive():  # not in the child of a fork
+                wait(list(self._saves))
+        finally:
+            self.close(finish=False)
 
     # Below: the thread itself.
 

@@ -124,7 +124,10 @@ class TrainingOperations:
         base = tenant.base
         adapter = SavedAdapter(state, tenant.layout, tenant.base_model, base.config.fingerprint(), base.fingerprint)
         respond = SaveWeightsResponse if isinstance(op, SaveWeights) else SaveWeightsForSamplerResponse
-        self._disk.submit(self._write, job, label, adapter, respond)
+        try:
+            self._disk.submit(self._write, job, label, adapter, respond)
+        except RuntimeError:  # the program ends, and its pools take no more
+            self._write(job, label, adapter, respond)
         yield from ()
 
     def _write(self, job: Job, label: Label, adapter: SavedAdapter, respond: Callable[[str], Any]) -> None:

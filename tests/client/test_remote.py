@@ -3,7 +3,6 @@
 import http.server
 import itertools
 import json
-import os
 import socket
 import threading
 import time
@@ -221,21 +220,6 @@ def test_a_connection_whose_thread_cannot_start_is_an_error():
 
     with pytest.raises(OSError, match="no more open files"):
         LoopThread("broken", Broken())
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_the_child_of_a_fork_is_told_to_make_a_client_of_its_own(server):
-    with ServiceClient(base_url=server.url) as client:
-        sampling_client = client.create_sampling_client(base_model="tiny")
-        child = os.fork()
-        if not child:
-            try:
-                sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(WAIT)
-            except EngineClosedError:
-                os._exit(17)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 import asyncio
 import gc
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -456,6 +459,49 @@ def test_close_finishes_a_custom_loss_and_what_comes_behind_it(service_client, t
     assert custom.result(0).metrics["loss:sum"] > 0
     assert update.result(0).metrics["step"] == 1
     assert saved.result(0).path.endswith("/last")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_the_child_of_a_fork_is_told_to_make_a_client_of_its_own(service_client):
+    """As in a worker of a DataLoader, which would wait for ever."""
+    sampling_client = service_client.create_sampling_client(base_model="tiny")
+    child = os.fork()
+    if not child:
+        try:
+            sampling_client.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)).result(WAIT)
+        except planish.EngineClosedError as error:
+            os._exit(17 if "forked" in str(error) else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+
+
+LEAVING = """
+import sys
+from planish import AdamParams, Datum, ModelInput, ServiceClient
+far = {"base_url": sys.argv[1]} if sys.argv[1] else {"models": {"tiny": sys.argv[2]}, "data_dir": sys.argv[3], "dtype": "float32"}
+service_client = ServiceClient(**far)
+client = service_client.create_lora_training_client("tiny", rank=4)
+prompt = ModelInput.from_ints(list(range(60)))
+for _ in range(3):
+    client.forward_backward([Datum(prompt, {"target_tokens": list(range(60))})] * 100, "cross_entropy")
+    client.optim_step(AdamParams())
+client.save_state("at-the-end")
+print(client.model_id)
+"""
+
+
+def test_a_program_that_ends_leaves_the_checkpoints_it_asked_for(request, make_client, model_dir, tmp_path):
+    url = request.getfixturevalue("server_url") if "far" in request.node.name else ""
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, url, str(model_dir), str(tmp_path / "data")],
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = make_client().create_rest_client().list_checkpoints(done.stdout.strip()).result().checkpoints
+    assert [checkpoint.checkpoint_id for checkpoint in listed] == ["weights/at-the-end"]
 
 
 def test_leaving_a_block_by_an_error_does_not_wait_for_what_is_queued(model_dir, tmp_path):
