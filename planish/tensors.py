@@ -78,6 +78,8 @@ class TensorData:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise ValueError(f"TensorData.from_numpy: a {type(array).__name__} is given; give an array of numpy")
         kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
         if kind is None:
             raise ValueError(
@@ -87,6 +89,8 @@ class TensorData:
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
+        if not hasattr(tensor, "detach"):
+            raise ValueError(f"TensorData.from_torch: a {type(tensor).__name__} is given; give a tensor of torch")
         dense = tensor.detach().cpu()
         return cls.from_numpy((dense.float() if dense.dtype.is_floating_point else dense).contiguous().numpy())
 
@@ -162,7 +166,8 @@ def _as_array(data: Sequence[Any] | np.ndarray, dtype: TensorDtype) -> np.ndarra
     if array.size == 0:
         return array.astype(_NUMPY_DTYPE[dtype])
     if array.dtype.kind not in "iufb":
-        raise ValueError(f"values of kind {array.dtype} are not numbers")
+        kind = "None" if any(value is None for value in array.flat) else array.dtype
+        raise ValueError(f"values of kind {kind} are not numbers; replace them")
     if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
         raise ValueError("fractions given for an int64 tensor")
     # A copy if it is the caller's own: operations are queued, and must see the values of the moment they were given.

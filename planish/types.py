@@ -59,8 +59,8 @@ class ModelInput:
         object.__setattr__(self, "chunks", chunks)
 
     @classmethod
-    def from_ints(cls, tokens: Sequence[int] | np.ndarray) -> ModelInput:
-        return cls(chunks=[EncodedTextChunk(tokens=list(tokens))])
+    def from_ints(cls, tokens: Sequence[int] | np.ndarray | torch.Tensor) -> ModelInput:
+        return cls(chunks=[EncodedTextChunk(tokens=tokens)])  # type: ignore[arg-type]
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -99,6 +99,9 @@ class Datum:
         if not isinstance(model_input, ModelInput):
             raise ValueError(f"Datum.model_input is a {type(model_input).__name__}; give ModelInput.from_ints(tokens)")
         object.__setattr__(self, "model_input", model_input)
+        if loss_fn_inputs is not None and not isinstance(loss_fn_inputs, Mapping):
+            kind = type(loss_fn_inputs).__name__
+            raise ValueError(f'Datum.loss_fn_inputs is a {kind}; give a dictionary such as {{"target_tokens": [...]}}')
         converted = {key: as_tensor_data(key, value) for key, value in (loss_fn_inputs or {}).items()}
         object.__setattr__(self, "loss_fn_inputs", converted)
 
@@ -388,7 +391,7 @@ class CheckpointPath:
                     return cls(parts[0], _SEGMENTS[parts[1]], parts[2])
         raise ValueError(
             f"checkpoint path {path!r}: expected tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>, "
-            "as save_state and save_weights_for_sampler return it"
+            "the `path` in the result of save_state or save_weights_for_sampler"
         )
 
 
@@ -427,11 +430,16 @@ def _keep_number(
 
 
 def _token_list(tokens: Any, name: str) -> list[int]:
-    values = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(
+            f"{name} is a {type(tokens).__name__}; give a list of token ids, such as tokenizer.encode(text)"
+        )
+    values = list(values)
     if not set(map(type, values)) <= {int}:
         for token in values:
             if not _is_int(token):
-                raise ValueError(f"{name} holds {token!r}; token ids are whole numbers")
+                raise ValueError(f"{name} holds {token!r}; give one list of token ids, which are whole numbers")
         values = [int(token) for token in values]
     if values and (max(values) >= 2**63 or min(values) < -(2**63)):
         raise ValueError(

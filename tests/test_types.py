@@ -52,6 +52,7 @@ def test_model_input_joins_chunks():
     assert prompt.length == 4
     assert ModelInput.empty().length == 0
     assert ModelInput.from_ints(np.array([5, 6])).to_ints() == [5, 6]
+    assert ModelInput.from_ints(torch.tensor([5, 6])).to_ints() == [5, 6]
 
 
 def test_model_input_does_not_change_with_the_callers_list():
@@ -64,6 +65,12 @@ def test_model_input_does_not_change_with_the_callers_list():
 @pytest.mark.parametrize("tokens", [[1.5], ["a"], [True], [None]])
 def test_tokens_are_whole_numbers(tokens):
     with pytest.raises(ValueError, match="whole numbers"):
+        ModelInput.from_ints(tokens)
+
+
+@pytest.mark.parametrize("tokens", ["text", b"text", {"input_ids": [1]}, None, 5, torch.tensor(5)])
+def test_what_is_no_list_of_tokens_names_its_kind(tokens):
+    with pytest.raises(ValueError, match=rf"is a {type(tokens).__name__}; give a list of token ids.*tokenizer"):
         ModelInput.from_ints(tokens)
 
 
@@ -95,6 +102,7 @@ def test_lists_take_the_dtype_of_their_key():
         ([[1], [1, 2]], "unequal"),
         ([0.5], "fractions"),
         (["a"], "not numbers"),
+        ([None, 1.0], "None are not numbers; replace"),
         (np.array([True]), "bool"),
         (7, "is a int"),
     ],
@@ -103,6 +111,17 @@ def test_bad_loss_inputs_name_their_key(value, message):
     with pytest.raises(ValueError, match=message) as caught:
         Datum(ModelInput.from_ints([1]), {"target_tokens": value})
     assert "target_tokens" in str(caught.value)
+
+
+def test_what_is_no_dictionary_of_inputs_or_no_tensor_names_its_kind():
+    with pytest.raises(ValueError, match="loss_fn_inputs is a list; give a dictionary"):
+        Datum(ModelInput.from_ints([1]), [1])  # type: ignore[arg-type]
+    for other in ([1.0], np.ones(1)):
+        with pytest.raises(ValueError, match=f"from_torch: a {type(other).__name__}"):
+            TensorData.from_torch(other)  # type: ignore[arg-type]
+    for other in ([1.0], torch.ones(1)):
+        with pytest.raises(ValueError, match=f"from_numpy: a {type(other).__name__}"):
+            TensorData.from_numpy(other)  # type: ignore[arg-type]
 
 
 def test_a_tensor_keeps_the_values_it_was_given():
@@ -225,7 +244,7 @@ def test_numbers_of_numpy_become_python_s(cls, arguments, kinds):
 
 
 def test_every_token_is_looked_at_not_only_the_first_of_numpy_s():
-    with pytest.raises(ValueError, match="holds 1.7; token ids"):
+    with pytest.raises(ValueError, match="holds 1.7; give one list"):
         EncodedTextChunk([np.int64(1), 1.7])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="64 bits"):
         EncodedTextChunk([1, 2**70])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planish.errors import NonFiniteError
 from planish.types import Datum, ForwardBackwardOutput, TensorData
@@ -54,6 +54,9 @@ def custom_gradient(data: Sequence[Datum], forward: ForwardBackwardOutput, loss_
     if not isinstance(outcome, tuple) or len(outcome) != 2 or not isinstance(outcome[0], torch.Tensor):
         raise ValueError("the custom loss must return (loss, metrics): a scalar tensor and a dictionary of numbers")
     loss, metrics = outcome
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"the custom loss's metrics are a {type(metrics).__name__}; give a dictionary of numbers")
+    numbers = {name: _number(name, value) for name, value in metrics.items()}
     if loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
             "the custom loss must be one number computed from the logprobs by torch functions, so that it has a gradient"
@@ -67,7 +70,14 @@ def custom_gradient(data: Sequence[Datum], forward: ForwardBackwardOutput, loss_
         Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"], "weights": TensorData.from_torch(w)})
         for d, w in zip(data, weights, strict=True)
     ]
-    return CustomGradient(second, {**{name: float(number) for name, number in metrics.items()}, "loss:sum": value})
+    return CustomGradient(second, {**numbers, "loss:sum": value})
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"the custom loss's metric {name!r} is {value!r}; give a number") from None
 
 
 def merged(output: ForwardBackwardOutput, metrics: Mapping[str, float]) -> ForwardBackwardOutput:

@@ -21,13 +21,18 @@ class Pending(Generic[T]):
     """The result of a submitted operation: `.result()`, or `await`."""
 
     def __init__(self, future: Future[T], *, withdraw: bool = False) -> None:
-        """`withdraw`: when a task that awaits this is cancelled, so is the operation."""
+        """`withdraw`: when a task that awaits this is cancelled, or Ctrl-C ends the wait for it, so is the operation."""
         self._future = future
         self._withdraw = withdraw
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for it. TimeoutError after `timeout` seconds; the operation goes on then."""
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        except KeyboardInterrupt:
+            if self._withdraw:
+                self._future.cancel()
+            raise
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Wait for it without blocking the event loop. TimeoutError after `timeout` seconds; the operation goes on then."""

@@ -18,7 +18,7 @@ from planish.service import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.types import AdamParams, CheckpointPath, Datum, LoraConfig, ModelInput, SamplingParams
+from planish.types import AdamParams, CheckpointPath, Datum, LoraConfig, ModelInput, SamplingParams, TensorData
 
 
 def check(operation: Operation[Any]) -> None:
@@ -28,10 +28,12 @@ def check(operation: Operation[Any]) -> None:
             _check_kind("lora", operation.lora, LoraConfig)
             _check_metadata(operation.user_metadata)
             _check_path(operation.from_path)
+            _check_base_model(operation.base_model)
             if operation.from_path is None and operation.base_model is None:
                 raise UserError("base_model is missing; name one, or give from_path")
         case CreateSampler():
             _check_path(operation.model_path)
+            _check_base_model(operation.base_model)
             if operation.model_path is None and operation.base_model is None:
                 raise UserError("give base_model or model_path")
         case ForwardBackward():
@@ -67,12 +69,19 @@ def _check_path(path: str | None) -> None:
         CheckpointPath.parse(path)
 
 
+def _check_base_model(name: str | None) -> None:
+    if name is not None:
+        _check_kind("base_model", name, str)
+
+
 def _check_data(data: Any) -> None:
     if isinstance(data, Datum) or not isinstance(data, Sequence):
         raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
+        for name, value in datum.loss_fn_inputs.items():  # one may be put there after the datum was made
+            _check_kind(f"data[{index}].loss_fn_inputs[{name!r}]", value, TensorData)
 
 
 def _check_loss(loss_fn: Any, config: Any) -> None:

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from planish.client.futures import Pending, awaiting, chained, in_thread
-from planish.client.session import Session, discard
+from planish.client.session import Session, discard, refuse_to_pickle
 from planish.service import CreateSampler, ReleaseSampler, Sample
 from planish.types import ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -25,6 +25,8 @@ class SamplingClient:
         self._session = session
         # At exit the engine goes as a whole.
         weakref.finalize(self, discard, session.service, ReleaseSampler(sampler_id)).atexit = False
+
+    __reduce__ = refuse_to_pickle
 
     def sample(
         self,

@@ -11,7 +11,7 @@ from planish.client.futures import in_thread
 from planish.client.local import chosen_url, connect, start_engine
 from planish.client.rest_client import RestClient
 from planish.client.sampling_client import SamplingClient, create_sampling_client
-from planish.client.session import Session, discard
+from planish.client.session import Session, discard, refuse_to_pickle
 from planish.client.training_client import TrainingClient
 from planish.errors import UnsupportedError, UserError
 from planish.service import CreateModel, Service, UnloadModel
@@ -62,6 +62,10 @@ class ServiceClient:
             "prefix_cache_bytes": prefix_cache_bytes,
             "max_batch": max_batch,
         }
+        if user_metadata is not None and not isinstance(user_metadata, Mapping):
+            raise UserError(
+                f"user_metadata={user_metadata!r}: give a dictionary of strings to strings (the URL of a server is base_url=...)"
+            )
         metadata = user_metadata or {}
         if service is not None:
             if base_url is not None or api_key is not None:
@@ -77,6 +81,8 @@ class ServiceClient:
             made = start_engine(models, data_dir, settings)
         self._owns_service = service is None
         self._session = Session(made, metadata)
+
+    __reduce__ = refuse_to_pickle
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +143,10 @@ class ServiceClient:
         """Sampling from a base model, or from a checkpoint (of either kind) by its path."""
         if model_path is None and base_model is None:
             raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
+        if isinstance(model_path, str) and "://" not in model_path:
+            raise UserError(
+                f"model_path={model_path!r} is no checkpoint's path (tinker://...); for a base model give base_model={model_path!r}"
+            )
         return create_sampling_client(self._session, base_model, model_path)
 
     create_sampling_client_async = in_thread(create_sampling_client)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from planish.errors import EngineClosedError, UserError
 from planish.service import Operation, Service
@@ -41,6 +41,14 @@ class Session:
             if directory not in self._tokenizers:
                 self._tokenizers[directory] = load_tokenizer(directory)
             return self._tokenizers[directory]
+
+
+def refuse_to_pickle(self: object) -> NoReturn:
+    """The `__reduce__` of clients: a copy would free what the original holds, in another process there is nothing to hold."""
+    raise TypeError(
+        f"a {type(self).__name__} cannot be copied or pickled: it belongs to the process that made it; in another one, "
+        "make a ServiceClient and go on from the path of a checkpoint"
+    )
 
 
 def discard(service: Service, operation: Operation[Any]) -> None:

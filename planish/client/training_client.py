@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from planish.client.custom_loss import custom_gradient, first_pass_data, merged
 from planish.client.futures import Pending, chained, in_thread, submitting
 from planish.client.sampling_client import SamplingClient, create_sampling_client
-from planish.client.session import Session, discard
+from planish.client.session import Session, discard, refuse_to_pickle
 from planish.service import (
     ForwardBackward,
     ForwardBackwardLater,
@@ -47,6 +47,8 @@ class TrainingClient:
         self._info = info
         # At exit the engine goes as a whole.
         weakref.finalize(self, discard, session.service, UnloadModel(info.model_id)).atexit = False
+
+    __reduce__ = refuse_to_pickle
 
     @property
     def model_id(self) -> str:

@@ -20,7 +20,7 @@ from planish.engine.settings import EngineSettings, choose_device, choose_dtype,
 from planish.engine.trainer import Trainer
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.sources import resolve_model
+from planish.model.sources import checked_mapping, resolve_model
 from planish.model.weights import weights_fingerprint
 from planish.tokenizer import load_tokenizer
 
@@ -72,7 +72,7 @@ class BaseModels:
     """Base models by name. Thread-safe."""
 
     def __init__(self, models: Mapping[str, str] | None, settings: EngineSettings) -> None:
-        self._mapping = dict(models or {})
+        self._mapping = checked_mapping(models)
         self._settings = settings
         self._lock = threading.Lock()
         self._loading: dict[Path, threading.Lock] = {}

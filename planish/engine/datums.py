@@ -14,8 +14,8 @@ from planish.engine.losses import Loss
 from planish.errors import NonFiniteError, UnsupportedError
 from planish.types import Datum, TensorData
 
-# Inputs that clients of the public API carry along without meaning for a loss.
-_IGNORED = ("mask",)
+# Inputs that clients of the public API carry along; looked at only to see that they say nothing else than the rest.
+_CARRIED = ("mask",)
 _PER_TOKEN_CLIPPING = ("clip_low_threshold", "clip_high_threshold")
 
 
@@ -61,6 +61,14 @@ def _read(index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int,
     for name in (*loss.required, *loss.optional):
         if name in datum.loss_fn_inputs:
             inputs[name] = _floats(f"{where}.loss_fn_inputs[{name!r}]", datum.loss_fn_inputs[name], targets.shape)
+    if "mask" in datum.loss_fn_inputs and "mask" not in inputs:
+        mask = _floats(f"{where}.loss_fn_inputs['mask']", datum.loss_fn_inputs["mask"], targets.shape)
+        factor = "weights" if "weights" in loss.optional else "advantages"
+        if np.any((mask == 0) & (inputs.get(factor, np.float32(1)) != 0)):
+            raise ValueError(
+                f"{where}.loss_fn_inputs['mask'] is 0 where {factor} is not, and loss_fn={loss_name!r} takes no mask; "
+                f"give a 0 in {factor} there"
+            )
     return Example(tokens, targets, inputs)
 
 
@@ -68,8 +76,10 @@ def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_n
     missing = [name for name in ("target_tokens", *loss.required) if name not in given]
     if missing:
         raise ValueError(f"{where}.loss_fn_inputs has no {missing[0]!r}, which loss_fn={loss_name!r} needs; add it")
-    known = ("target_tokens", *loss.required, *loss.optional, *_IGNORED)
-    for name in given:
+    known = ("target_tokens", *loss.required, *loss.optional, *_CARRIED)
+    for name, value in given.items():
+        if not isinstance(value, TensorData):  # put there after the datum was made
+            raise ValueError(f"{where}.loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData")
         if name in known:
             continue
         if name in _PER_TOKEN_CLIPPING:
@@ -77,7 +87,7 @@ def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_n
                 f"{where}.loss_fn_inputs[{name!r}]: clipping by token is not supported; give one number in loss_fn_config[{name!r}]"
             )
         raise ValueError(
-            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_IGNORED)])}; remove it"
+            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_CARRIED)])}; remove it"
         )
 
 
@@ -103,9 +113,10 @@ def _targets(where: str, data: TensorData, length: int, loss: Loss, loss_name: s
 def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
-        raise ValueError(
-            f"{name} holds token {bad}, but the vocabulary has {vocab_size}; use the model's own tokenizer"
-        )
+        remedy = "use the model's own tokenizer"
+        if bad < 0 and name.endswith("['target_tokens']"):
+            remedy = "what is not to be learned has a weight or an advantage of 0, and any token"
+        raise ValueError(f"{name} holds token {bad}, but the vocabulary has {vocab_size}; {remedy}")
 
 
 def _floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:

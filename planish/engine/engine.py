@@ -295,14 +295,14 @@ class Engine:
 
         def check_fits(manifest: Manifest) -> None:
             if manifest.architecture != base.config.fingerprint():
-                differs = "architecture"
+                differs = "architecture is"
             elif manifest.weights != base.fingerprint and not any_weights:
-                differs = "weights"
+                differs = "weights are"
             else:
                 differs = ""
             if differs:
                 raise CheckpointError(
-                    f"{path} was made on the base model {manifest.base_model!r}, whose {differs} are not those of {name!r} here; "
+                    f"{path} was made on the base model {manifest.base_model!r}, whose {differs} not those of {name!r} here; "
                     "load it on its own base model (models={NAME: PATH} says where that is)"
                 )
             theirs, ours = _shape(manifest.lora), _shape(layout.lora)

@@ -30,7 +30,11 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
             f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
         )
     max_tokens = max_tokens_of(op, config)
-    if not op.prompt_only and (max_tokens < 1 or len(tokens) + max_tokens > config.max_context):
+    if not op.prompt_only and len(tokens) == config.max_context:
+        raise ValueError(
+            f"the prompt's {len(tokens)} tokens are all that the model's context holds; shorten the prompt"
+        )
+    if not op.prompt_only and len(tokens) + max_tokens > config.max_context:
         raise ValueError(
             f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
             f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"

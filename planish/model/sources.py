@@ -51,6 +51,13 @@ HUB_TIMEOUT_SECONDS = 5.0
 MAPPING_REMEDY = 'name a local Hugging Face directory or .gguf file: PLANISH_MODELS="NAME=PATH" or models={NAME: PATH}'
 
 
+def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
+    """A copy; UserError if it is none."""
+    if not isinstance(models, Mapping | None):
+        raise UserError(f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files")
+    return dict(models or {})
+
+
 def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
     """The local Hugging Face directory of base model `name`; downloads or converts at most once.
 
@@ -58,10 +65,9 @@ def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
     DamagedFileError or UnsupportedError when something was found that cannot be used.
     """
     if not isinstance(name, str) or not name.strip():
-        raise UserError(f"the base model's name is {name!r}; give a name such as {DEFAULT_MODEL!r} or a path")
-    if not isinstance(models, Mapping | None):
-        raise UserError(f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files")
-    for label, mapping in (("models", models or {}), ("PLANISH_MODELS", environment_models())):
+        given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+        raise UserError(f"the base model's name is {given}; give a string: a name such as {DEFAULT_MODEL!r}, or a path")
+    for label, mapping in (("models", checked_mapping(models)), ("PLANISH_MODELS", environment_models())):
         if name in mapping:
             return _mapped(name, mapping[name], label)
     tried = ["- models= and PLANISH_MODELS: not in them"]

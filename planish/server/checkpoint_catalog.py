@@ -23,7 +23,7 @@ from planish.errors import CheckpointError, UserError
 from planish.server.answers import Page, Tenant
 from planish.server.crash_points import crash_point
 from planish.server.engine_calls import EngineCalls
-from planish.server.errors import Conflict, NotFound
+from planish.server.errors import Conflict, NoSuchCheckpoint, NotFound
 from planish.server.private_names import is_private
 from planish.server.records import CheckpointRow, change, count, remove, select
 from planish.server.settings import ServerSettings
@@ -196,8 +196,8 @@ def _bytes(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
 
 
-def _not_found(path: str) -> NotFound:
-    return NotFound(f"there is no checkpoint {path[:300]!r}")
+def _not_found(path: str) -> NoSuchCheckpoint:
+    return NoSuchCheckpoint(f"there is no checkpoint {path[:300]!r}; wait for the result of the save that makes it")
 
 
 def check_source(path: str) -> None:

@@ -41,6 +41,12 @@ def logprobs(client: TrainingClient) -> list[float]:
     return client.forward([datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].tolist()
 
 
+def put_in_later() -> Datum:
+    late = datum()
+    late.loss_fn_inputs["weights"] = [1.0] * 6  # pyright: ignore[reportIndexIssue]
+    return late
+
+
 PROMPT = ModelInput.from_ints([1, 2, 3])
 
 
@@ -75,6 +81,8 @@ BAD_TRAINING: list[tuple[str, Any, str]] = [
     ),
     ("negative token", lambda c: backward(c, Datum(ModelInput.from_ints([-1]), {"target_tokens": [1]})), "vocabulary"),
     ("target vocabulary", lambda c: backward(c, Datum(PROMPT, {"target_tokens": [1, 2, 9999]})), "target_tokens.*9999"),
+    ("ignored targets", lambda c: backward(c, Datum(PROMPT, {"target_tokens": [-100, 1, 2]})), "-100.*weight"),
+    ("inputs put in later", lambda c: backward(c, put_in_later()), r"'weights'\] is a list; give TensorData"),
     ("float targets", lambda c: backward(c, Datum(PROMPT, {"target_tokens": np.ones(3)})), "int64"),
     ("NaN", lambda c: backward(c, datum(weights=[math.nan] * 6)), "weights.*not finite"),
     (
@@ -115,7 +123,12 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("params of another kind", lambda c: sample(c, params={"max_tokens": 3}), "sampling_params"),
     ("no room", lambda c: sample(c, params=SamplingParams(max_tokens=2047)), "3 tokens.*2047"),
     ("long prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2049)), "2049 tokens.*2048"),
-    ("full prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2048)), "2048"),
+    ("full prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2048)), "2048 tokens are all"),
+    (
+        "full prompt, any length",
+        lambda c: sample(c, ModelInput.from_ints([1] * 2048), params=SamplingParams()),
+        "2048 tokens are all",
+    ),
     ("stop token", lambda c: sample(c, params=SamplingParams(max_tokens=2, stop=[VOCAB_SIZE])), "stop.*vocabulary"),
     ("top-k", lambda c: sample(c, topk_prompt_logprobs=-1), "topk_prompt_logprobs=-1"),
     ("top-k beyond", lambda c: sample(c, topk_sample_logprobs=VOCAB_SIZE + 1), "topk_sample_logprobs"),
@@ -157,10 +170,18 @@ BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
     ),
     ("metadata", lambda c: c.create_lora_training_client("tiny", user_metadata={"a": 1}), ValueError, "user_metadata"),
     ("neither", lambda c: c.create_sampling_client(), ValueError, "model_path.*base_model"),
+    ("a name for a path", lambda c: c.create_sampling_client("tiny"), ValueError, "base_model='tiny'"),
+    ("a name of another kind", lambda c: c.create_lora_training_client(object()), ValueError, "is a object; give"),
     ("path", lambda c: c.create_training_client_from_state("runs/x"), ValueError, "tinker://"),
     (
         "missing",
         lambda c: c.create_training_client_from_state("tinker://x/weights/y"),
+        CheckpointError,
+        "no checkpoint",
+    ),
+    (
+        "missing sampler",
+        lambda c: c.create_sampling_client("tinker://x/sampler_weights/y"),
         CheckpointError,
         "no checkpoint",
     ),
@@ -191,9 +212,9 @@ def test_a_server_refuses_bad_sampling_input(remote_sampling_client, call, messa
         outcome(call(remote_sampling_client))
 
 
-@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, _, m in BAD_SERVICE])
-def test_a_server_refuses_bad_names(shared_remote_client, call, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE])
+def test_a_server_refuses_bad_names(shared_remote_client, call, kind, message):
+    with pytest.raises(kind, match=message):
         call(shared_remote_client)
 
 
@@ -240,6 +261,8 @@ def remote_sampling_client(shared_remote_client) -> SamplingClient:
         ({"base_url": "http://localhost:8000", "api_key": "two words"}, "api_key"),
         ({"api_key": "tml-x"}, "base_url is missing"),
         ({"project_id": "p"}, "project_id"),
+        ({"user_metadata": "http://localhost:8000"}, "user_metadata.*base_url"),
+        ({"models": "a/directory"}, "models is str"),
         ({"dtype": "float16"}, "dtype"),
         ({"device": "tpu"}, "device"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),

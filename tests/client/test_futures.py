@@ -163,17 +163,18 @@ from planish.client.futures import Pending
 signal.signal(signal.SIGINT, signal.default_int_handler)
 print("waiting", flush=True)
 try:
-    Pending(Future()).result()
+    pending = Pending(Future(), withdraw=True)
+    pending.result()
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    print("interrupted", pending.future().cancelled(), flush=True)
 """
 
 
-def test_ctrl_c_interrupts_a_wait():
+def test_ctrl_c_interrupts_a_wait_and_withdraws_what_it_waited_for():
     waiter = subprocess.Popen([sys.executable, "-c", WAITER], stdout=subprocess.PIPE, text=True)
     assert waiter.stdout is not None
     assert waiter.stdout.readline() == "waiting\n"
     time.sleep(0.1)
     os.kill(waiter.pid, signal.SIGINT)
     out, _ = waiter.communicate(timeout=10)
-    assert out == "interrupted\n"
+    assert out == "interrupted True\n"

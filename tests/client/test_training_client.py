@@ -1,9 +1,11 @@
 """The clients on a real engine with a tiny model: the tutorial's loop, custom losses, checkpoints, and every kind of bad input."""
 
 import asyncio
+import copy
 import gc
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -187,6 +189,8 @@ def test_a_custom_loss_that_raises_refuses_the_step_behind_it(training_client):
         (lambda data, lp: (torch.tensor(1.0), {}), "gradient"),
         (lambda data, lp: (lp[0].sum() * math.nan, {}), "not finite"),
         (lambda data, lp: (lp[0].sum() / 0.0, {}), "not finite"),
+        (lambda data, lp: (lp[0].sum(), [1.0]), "metrics are a list"),
+        (lambda data, lp: (lp[0].sum(), {"note": "x"}), "metric 'note' is 'x'"),
     ],
 )
 def test_what_is_no_loss_is_refused(training_client, loss_fn, message):
@@ -355,6 +359,13 @@ def test_who_gives_up_waiting_for_a_client_leaves_nothing_behind(embedded_client
         assert engine._tenants.keys() == {training_client.model_id}
     logprobs(training_client)  # so that the engine has come so far
     assert engine._owner._handles == []
+
+
+def test_clients_stay_in_their_process(service_client, training_client):
+    for client in (service_client, training_client, service_client.create_sampling_client(base_model="tiny")):
+        for leave in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=f"{type(client).__name__} cannot be copied.*ServiceClient"):
+                leave(client)
 
 
 # Checkpoints

@@ -508,6 +508,9 @@ def test_input_that_other_servers_know(decoder):
         trainer.validate([clipped], "ppo")
     masked = datum_of(data[0].model_input, {**inputs, "mask": inputs["advantages"]})
     trainer.validate([masked], "ppo")
+    unlike = datum_of(data[0].model_input, {**inputs, "mask": np.zeros(len(inputs["logprobs"]), np.float32)})
+    with pytest.raises(ValueError, match="mask.* is 0 where advantages is not"):
+        trainer.validate([unlike], "ppo")
     several = datum_of(
         data[0].model_input, {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)}
     )
