@@ -247,6 +247,9 @@ class EnvFromMessageEnv(Env):
                 raise
             logs: Logs = {"rollout_timeout": "the environment was still at work on the answer"}
             return await self._stopped(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
+        if not isinstance(step, MessageStepResult):
+            name = f"{type(self.message_env).__name__}.step"
+            raise UserError(f"{name} gave a {type(step).__name__} in turn {self._turns}; give a MessageStepResult")
         replies = self._conversation.replies(turn.message, step.next_messages)
         outcome = Outcome(
             step.reward,

@@ -64,7 +64,7 @@ class ProblemEnv(Env):
 
     @abstractmethod
     def check_answer(self, sample_str: str) -> bool | Awaitable[bool]:
-        """Whether the text of the policy's message is right. A check that takes long is an async method."""
+        """Whether the text of the policy's message is right; no score. A check that takes long is an async method."""
 
     @abstractmethod
     def check_format(self, sample_str: str) -> bool:
@@ -83,7 +83,7 @@ class ProblemEnv(Env):
         text = get_text_content(message)
         strict = self.require_stop_sequence_for_format
         ended = termination.is_stop_sequence if strict else termination.is_clean
-        form = float(ended and bool(self.check_format(text)))
+        form = float(ended and self._is_true("check_format", self.check_format(text)))
         verdict = await self._judge(text)
         correct = float(bool(verdict))
         reward = self.format_coef * (form - 1.0) + correct
@@ -108,9 +108,19 @@ class ProblemEnv(Env):
         """Whether the answer is right; None if nobody can say."""
         try:
             verdict = self.check_answer(text)
-            return bool(await verdict if inspect.isawaitable(verdict) else verdict)
+            verdict = await verdict if inspect.isawaitable(verdict) else verdict
         except UnjudgedAnswerError:
             return None
+        return self._is_true("check_answer", verdict)
+
+    def _is_true(self, method: str, verdict: Any) -> bool:
+        """As Python has it, but a score of 0.5 or a judge's "No" is not taken for a yes."""
+        value = verdict.item() if hasattr(verdict, "item") else verdict
+        if isinstance(value, str) or (isinstance(value, (int, float)) and value not in (0, 1)):
+            raise UserError(
+                f"{type(self).__name__}.{method} gave {value!r}; give True or False (an environment with scores is a MessageEnv)"
+            )
+        return bool(value)
 
     def _messages(self) -> list[Message]:
         return [*self.convo_prefix, {"role": "user", "content": self.get_question()}]

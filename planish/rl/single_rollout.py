@@ -53,6 +53,11 @@ async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn
         reward, metrics = checked_reward(first.reward, name), checked_metrics(first.metrics, name)
         end = end_without_action(ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs)
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
+    if not isinstance(first, tuple) or len(first) != 2:
+        raise UserError(
+            f"{type(env).__name__}.initial_observation gave a {type(first).__name__}; an Env gives (ModelInput, stop), and one of "
+            "messages is wrapped: EnvFromMessageEnv(renderer, env)"
+        )
     observation, stop = first
     takes_extra = accepts_extra(env)
     transitions: list[Transition] = []

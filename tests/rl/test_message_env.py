@@ -63,6 +63,15 @@ def test_an_episode_to_its_end(make, renderer):
     assert played.steps[-1].next_observation.to_ints() == played.prompts[-1] + played.actions[-1]
 
 
+def test_a_step_that_returns_nothing_is_named(make):
+    class Forgetful(Counting):
+        async def step(self, message) -> Any:
+            await super().step(message)
+
+    with pytest.raises(UserError, match=r"Forgetful.step gave a NoneType in turn 1; give a MessageStepResult"):
+        play(make(Forgetful()), HI)
+
+
 def test_the_reason_of_the_environment_is_kept(make):
     @dataclass
     class Stopping(Counting):

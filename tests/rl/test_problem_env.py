@@ -2,8 +2,10 @@
 
 import asyncio
 import pickle
+import re
 from functools import partial
 
+import numpy as np
 import pytest
 from byte_chat import END, ScriptedPolicy, tokens_of
 
@@ -90,6 +92,28 @@ def test_a_fault_of_the_check_is_not_hidden(renderer):
 
     with pytest.raises(AttributeError, match="no_such_method"):
         answered(Faulty(2, 3, renderer), f"= 5{END}")
+
+
+class Judged(Sum):
+    """Gives this verdict."""
+
+    def __init__(self, verdict, renderer):
+        super().__init__(2, 3, renderer)
+        self.verdict = verdict
+
+    def check_answer(self, sample_str):
+        return self.verdict
+
+
+@pytest.mark.parametrize("verdict", [0.5, 2, np.float32(0.25), "No"])
+def test_a_score_or_a_word_is_no_verdict(renderer, verdict):
+    with pytest.raises(UserError, match=r"Judged.check_answer gave .*give True or False"):
+        answered(Judged(verdict, renderer), f"= 5{END}")
+
+
+@pytest.mark.parametrize("verdict", [1, 1.0, np.bool_(True), re.match("a", "a")])
+def test_what_python_takes_for_true_is_right(renderer, verdict):
+    assert answered(Judged(verdict, renderer), f"= 5{END}").reward == 1.0
 
 
 def test_stop_reasons(renderer):

@@ -145,6 +145,15 @@ def test_a_result_of_another_library_is_refused():
         play(Foreign())
 
 
+def test_a_beginning_of_another_kind_is_refused():
+    class Messages(Answering):
+        async def initial_observation(self) -> Any:
+            return [{"role": "user", "content": "Hi"}]
+
+    with pytest.raises(UserError, match=r"Messages.initial_observation gave a list.*EnvFromMessageEnv"):
+        play(Messages())
+
+
 def test_every_answer_is_told_before_the_environment_acts():
     env, told = Plain(turns=2), []
     play(env, on_turn=lambda answer: told.append((answer.tokens, len(env.actions))))
