@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from planish.errors import CheckpointError, PlanishError, UnknownModelError, UserError
+from planish.errors import CheckpointError, PlanishError, UnknownModelError, UserError, as_user_errors
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
 from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of
 
@@ -91,7 +91,8 @@ def _resumed(
 def choose_renderer(renderer_name: str | None, model_name: str, tokenizer: Any) -> Renderer:
     """The named renderer, or the one for the model's name, or the one that the model's own files ask for."""
     if renderer_name is not None:
-        return get_renderer(renderer_name, tokenizer)
+        with as_user_errors("renderer_name"):
+            return get_renderer(renderer_name, tokenizer)
     try:
         name = recommended_renderer_name(model_name)
     except UnknownModelError:

@@ -34,6 +34,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
+from planish.types import CheckpointPath
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints.jsonl"
@@ -199,12 +200,21 @@ def resume_points(path: str | Path) -> list[CheckpointRecord]:
 
 
 def checkpoint_of(path: str) -> str:
-    """`path` itself, or the newest state of the run directory that it names. CheckpointError if there is none in it."""
-    return _newest(path, "state", lambda record: record.state_path)
+    """`path` itself, or the newest state of the run directory that it names. UserError if it is neither, CheckpointError if the run has none."""
+    found = _newest(path, "state", lambda record: record.state_path)
+    if found == path:
+        try:
+            CheckpointPath.parse(path)
+        except ValueError as error:
+            raise UserError(
+                f"{path!r} is neither the path of a checkpoint (tinker://RUN/weights/NAME) nor the directory of a run, which holds a "
+                f"{CHECKPOINTS}"
+            ) from error
+    return found
 
 
 def weights_of(path: str) -> str:
-    """`path` itself, or what the run directory that it names saved last that can be sampled from. CheckpointError likewise."""
+    """`path` itself, or what the run directory that it names saved last that can be sampled from. CheckpointError if the run has none."""
     return _newest(path, "weights", lambda record: record.sampler_path or record.state_path)
 
 

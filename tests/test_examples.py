@@ -16,6 +16,7 @@ import pytest
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import demo, rl_loop, sl_loop
+from planish.recipes.training_run import read_options
 from planish.runs import read_rows
 from planish.testing import tiny_model
 
@@ -116,6 +117,18 @@ def test_an_adapter_of_another_rank_is_refused_as_the_start(in_process):
     other = {**SMALL, "lora_rank": 8}
     with pytest.raises(UserError, match="rank 4.*lora_rank=8"):
         rl_loop.main(rl_loop.Config(**other, log_path="rl8", load_checkpoint_path="sl4"))
+
+
+def test_a_run_that_cannot_begin_says_why_in_words_of_the_command_line(in_process):
+    for option, value, message in (
+        ("renderer_name", "llama4", "renderer_name: .*'llama4' is unknown"),
+        ("load_checkpoint_path", "runs/typo", "'runs/typo' is neither the path of a checkpoint"),
+    ):
+        with pytest.raises(UserError, match=message):
+            rl_loop.main(chz.replace(rl_loop.Config(**SMALL, log_path="never", max_steps=1), **{option: value}))
+    for argument in ("--learning_rate=1e-4", "-h", "4"):
+        with pytest.raises(UserError, match=f"{argument}: options are written name=value"):
+            read_options(rl_loop.Config, {}, [argument])
 
 
 def test_the_demo_on_a_model_that_cannot_add(in_process):

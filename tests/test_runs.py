@@ -106,6 +106,10 @@ def test_the_resume_point_is_the_last_row_with_a_state(tmp_path):
         run.log_checkpoint(CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5}))
         run.log_checkpoint(CheckpointRecord("000005", 5, sampler_path="only-weights"))
     assert resume_points(tmp_path)[0] == CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5})
+    with pytest.raises(
+        UserError, match=r"'runs/typo' is neither the path of a checkpoint .* nor the directory of a run"
+    ):
+        checkpoint_of("runs/typo")
     assert (checkpoint_of(str(tmp_path)), weights_of(str(tmp_path))) == ("s4", "only-weights")
     for of in (checkpoint_of, weights_of):
         assert of("planish://a/weights/x") == "planish://a/weights/x"

@@ -60,6 +60,9 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
     """A config from `key=value` arguments. `preset=NAME` gives other defaults, which further options still override."""
     names = [argument.partition("=")[2] for argument in argv if argument.startswith("preset=")]
     rest = [argument for argument in argv if not argument.startswith("preset=")]
+    for argument in rest:
+        if argument != "--help" and ("=" not in argument or argument.startswith("-")):
+            raise UserError(f"{argument}: options are written name=value, such as seed=1; --help lists them")
     blueprint = chz.Blueprint(config_type)
     for name in names:
         if name not in presets:

@@ -23,7 +23,6 @@ from planish.rl.rollout_files import RolloutFiles, split_label
 from planish.rl.types import RLDataset
 from planish.runs import CODE_DIFF, RunDirectory, checkpoint_of, write_whole
 from planish.timing import TraceFile
-from planish.types import CheckpointPath
 
 
 async def main(config: Config, service_client: Any = None) -> Path:
@@ -168,11 +167,10 @@ async def policy_client(policy: KLReferenceConfig, service_client: Any, option: 
     """A sampling client of the policy that `option` names."""
     if policy.load_checkpoint_path is None:
         return await service_client.create_sampling_client_async(base_model=policy.base_model)
-    path = checkpoint_of(policy.load_checkpoint_path)
     try:
-        CheckpointPath.parse(path)
-    except ValueError as error:
-        raise UserError(f"{option}: {error}; a run directory holds a checkpoints.jsonl") from error
+        path = checkpoint_of(policy.load_checkpoint_path)
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error
     client = await service_client.create_sampling_client_async(model_path=path)
     if client.get_base_model() != policy.base_model:
         raise UserError(

@@ -48,7 +48,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(client, models):
 
 def test_what_is_neither_checkpoint_nor_run_is_refused(client, models, tmp_path):
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=str(tmp_path))
-    with pytest.raises(UserError, match="teacher_config: checkpoint path .*a run directory holds a checkpoints.jsonl"):
+    with pytest.raises(UserError, match="teacher_config: .* is neither the path of a checkpoint"):
         asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
 
 
