@@ -10,7 +10,6 @@ The reward, and what an episode is, are in planish/recipes/code_env.py; the form
 sandbox in docs/sandbox.md. Where the sandbox does not hold the recipe refuses to begin.
 """
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -80,7 +79,7 @@ class Options(RLOptions):
 def main(options: Options, service_client: Any = None) -> Path:
     """Train; returns the run directory."""
     check(options)
-    asyncio.run(process_sandbox(rules(options).limits).check())
+    training_run.finished(process_sandbox(rules(options).limits).check())
     return run(options, dataset_builder(options), recipe_name="code_rl", service_client=service_client)
 
 

@@ -14,7 +14,6 @@ checkpoint, and passes over those that are done. With drawn sums (planish/recipe
 known, and judges beside the model that learned it: gains that only the model sees are its faults.
 """
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -72,13 +71,13 @@ def run_stages(options: Options, service_client: Any) -> Path:
     options = chz.replace(options, renderer_name=renderer.name)
     check_data(options, renderer)
     say("1 of 4: supervised training of the policy")
-    sft = asyncio.run(supervised_training.main(sft_config(options), service_client))
+    sft = training_run.finished(supervised_training.main(sft_config(options), service_client))
     say("2 of 4: training of the preference model")
-    judge = asyncio.run(model_training.main(preference_config(options), service_client))
+    judge = training_run.finished(model_training.main(preference_config(options), service_client))
     # By the checkpoint's own path: what comes after it must not change if the stage is made longer.
     trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
-    policy = asyncio.run(rl_training.main(rl_config(options, trained, service_client), service_client))
+    policy = training_run.finished(rl_training.main(rl_config(options, trained, service_client), service_client))
     say("4 of 4: the policy against that of the first stage")
     evaluate(options, trained, policy, service_client)
     return Path(options.log_path).expanduser()
@@ -94,7 +93,7 @@ def evaluate(options: Options, trained: Trained, policy: Path, service_client: A
         if all(row["step"] != newest.batch for row in run.metrics()):
             build = contest(options, trained, service_client, options.seed + 1)
             client = service_client.create_sampling_client(model_path=newest.state_path)
-            found = asyncio.run(build().play(client))
+            found = training_run.finished(build().play(client))
             write_whole(run.path / COMPARISONS, comparison_rows(found))
             run.log(newest.batch, found.metrics("test"))
         print(summary(run.metrics()[-1], run.path))

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from planish.errors import PlanishError, UserError
 from planish.model_renderer import learn_renderer
 
 C = TypeVar("C")
+T = TypeVar("T")
 Presets = Mapping[str, Mapping[str, Any]]
 
 
@@ -53,7 +56,31 @@ def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, ser
         with ServiceClient(base_url=given.base_url, **own) as own_client:
             return run_main(main, config, own_client)
     renderer = learn_renderer(service_client, given.model_name, given.renderer_name)
-    return asyncio.run(main(chz.replace(given, renderer_name=renderer.name), service_client))
+    return finished(main(chz.replace(given, renderer_name=renderer.name), service_client))
+
+
+def finished(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. In a notebook, whose event loop runs already, another one does it in a thread; an interrupt cancels it there."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    begun: Future[Callable[[], object]] = Future()
+
+    async def cancellable() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
+
+    with ThreadPoolExecutor(1, "planish-notebook") as pool:
+        done = pool.submit(asyncio.run, cancellable())
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            with suppress(RuntimeError):  # it has just ended
+                begun.result()()
+            raise
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:
