@@ -273,7 +273,7 @@ class ForwardBackwardOutput:
 @dataclass(frozen=True)
 class OptimStepResponse:
     metrics: dict[str, float] = field(default_factory=dict)
-    """"grad_norm" before clipping, "step" counted from 1."""
+    """"grad_norm" before clipping; "adam_step", counted from 1 (not "step": loops put these beside a "step" of their own)."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Adapter:
         if not all(is_finite(tensor) for tensor in (master, *moments)):
             raise NonFiniteError("optim_step refused: the new weights would not be finite; lower learning_rate")
         self._replace(master, moments, self.step + 1)
-        return OptimStepResponse(metrics={"grad_norm": norm, "step": float(self.step)})
+        return OptimStepResponse(metrics={"grad_norm": norm, "adam_step": float(self.step)})
 
     def _stepped(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         master = self.master.clone().requires_grad_()

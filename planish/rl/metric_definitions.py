@@ -294,7 +294,7 @@ OPTIMIZER = Section(
             "tokens that the trainer computed: beginnings that several sequences share count once",
         ),
         _M("optim/micro_batches:sum", "", "pieces that the trainer cut the batch into"),
-        _M("optim/step", "", "optimizer steps of the weights so far"),
+        _M("optim/adam_step", "", "optimizer steps of the weights so far"),
     ),
 )
 PROGRESS = Section(

@@ -110,7 +110,7 @@ def test_bad_training_input_is_refused_at_once(training_client, call, message):
     training_client.forward_backward([datum()], "cross_entropy").result(WAIT)
     with pytest.raises(ValueError, match=message):
         call(training_client)
-    assert training_client.optim_step(STEP).result(WAIT).metrics["step"] == 1
+    assert training_client.optim_step(STEP).result(WAIT).metrics["adam_step"] == 1
     assert logprobs(training_client) != before
 
 
@@ -227,7 +227,7 @@ def test_what_a_server_refused_has_changed_nothing(remote_training_client, remot
         remote_training_client.optim_step(STEP).result(WAIT)
     assert logprobs(remote_training_client) == before
     remote_training_client.forward_backward([datum()], "cross_entropy")
-    assert remote_training_client.optim_step(STEP).result(WAIT).metrics["step"] == 1
+    assert remote_training_client.optim_step(STEP).result(WAIT).metrics["adam_step"] == 1
     assert len(sample(remote_sampling_client).result(WAIT).sequences) == 1
 
 

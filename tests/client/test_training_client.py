@@ -215,7 +215,7 @@ def test_a_slow_custom_loss_holds_up_its_own_client_only(service_client, trainin
     assert not update.done()
     gate.set()
     assert custom.result(WAIT).metrics["loss:sum"] > 0
-    assert update.result(WAIT).metrics["step"] == 1
+    assert update.result(WAIT).metrics["adam_step"] == 1
     assert logprobs(training_client) == pytest.approx(logprobs(other), abs=1e-5)
 
 
@@ -316,7 +316,7 @@ def test_a_dropped_training_client_frees_its_adapter(embedded_client):
     sampling_client = client.save_weights_and_get_sampling_client()
     del client
     gc.collect()
-    assert update.result(WAIT).metrics["step"] == 1
+    assert update.result(WAIT).metrics["adam_step"] == 1
     assert engine._tenants == {}
     assert sampling_client.get_base_model() == "tiny"
 
@@ -388,7 +388,7 @@ def test_state_goes_on_where_it_was(service_client, another_client, training_cli
     assert logprobs(training_client) == logprobs(resumed)
     fresh = another_client.create_training_client_from_state(path)
     fresh.forward_backward([datum()], "cross_entropy")
-    assert fresh.optim_step(STEP).result(WAIT).metrics["step"] == 1
+    assert fresh.optim_step(STEP).result(WAIT).metrics["adam_step"] == 1
     assert training_client.load_state(path).result(WAIT).path == path
     rest = service_client.create_rest_client()
     (checkpoint,) = rest.list_checkpoints(training_client.model_id).result().checkpoints
@@ -468,7 +468,7 @@ def test_close_finishes_a_custom_loss_and_what_comes_behind_it(service_client, t
     threading.Timer(0.2, go_on.set).start()
     service_client.close()
     assert custom.result(0).metrics["loss:sum"] > 0
-    assert update.result(0).metrics["step"] == 1
+    assert update.result(0).metrics["adam_step"] == 1
     assert saved.result(0).path.endswith("/last")
 
 

@@ -43,7 +43,7 @@ def test_steps_equal_torch_adamw_with_decay_and_clipping():
         adapter.add_grad(gradient(adapter, step))
         adapter.add_grad(gradient(adapter, step + 50))
         response = adapter.optim_step(AdamParams(learning_rate=rate, weight_decay=decay, grad_clip_norm=clip))
-        assert response.metrics == {"grad_norm": pytest.approx(float(norm), rel=1e-5), "step": step + 1}
+        assert response.metrics == {"grad_norm": pytest.approx(float(norm), rel=1e-5), "adam_step": step + 1}
         torch.testing.assert_close(adapter.master, twin.detach(), rtol=1e-6, atol=1e-8)
     assert adapter.version == len(steps)
 
@@ -102,7 +102,7 @@ def test_a_refused_forward_backward_refuses_one_step():
         adapter.optim_step(AdamParams())
     assert adapter.step == 0
     adapter.add_grad(gradient(adapter, 2))
-    assert adapter.optim_step(AdamParams()).metrics["step"] == 1
+    assert adapter.optim_step(AdamParams()).metrics["adam_step"] == 1
 
 
 def test_a_step_needs_a_gradient():

@@ -115,7 +115,7 @@ def test_pipelined_equals_one_by_one(engine):
         backward, update = step(engine, "b", datum(start=i))
         one_by_one.append((backward.result(WAIT).metrics["loss:sum"], update.result(WAIT)))
     assert pipelined == one_by_one
-    assert [o.metrics["step"] for _, o in pipelined] == [1, 2, 3, 4]
+    assert [o.metrics["adam_step"] for _, o in pipelined] == [1, 2, 3, 4]
 
 
 def test_tenants_side_by_side_equal_each_alone(engines):
@@ -491,7 +491,7 @@ def test_later_data_keep_their_place(engine):
     assert not first.done()
     assert not update.done()
     gate.set_result([datum()])
-    assert update.result(WAIT).metrics["step"] == 1
+    assert update.result(WAIT).metrics["adam_step"] == 1
     assert loss(engine, "a") == loss(engine, "b")
 
 
@@ -545,7 +545,7 @@ def test_loading_replaces_weights_and_optimizer_as_asked(engine):
     for with_optimizer, steps in ((False, 1), (True, 3)):
         assert engine.submit(LoadWeights("a", path, with_optimizer)).result(WAIT).path == path
         assert loss(engine, "a") == saved
-        assert step(engine, "a", datum(start=5))[1].result(WAIT).metrics["step"] == steps
+        assert step(engine, "a", datum(start=5))[1].result(WAIT).metrics["adam_step"] == steps
 
 
 def test_a_saved_version_is_that_of_its_place_in_the_order(engine):

@@ -446,7 +446,7 @@ def test_a_loss_that_is_not_finite_refuses_call_and_step(decoder):
     for name, tensor in adapter.state().items():
         assert torch.equal(tensor, before[name])
     run(trainer, adapter, data, "importance_sampling")
-    assert adapter.optim_step(AdamParams()).metrics["step"] == 2
+    assert adapter.optim_step(AdamParams()).metrics["adam_step"] == 2
 
 
 def test_weights_that_are_not_finite_are_noticed(decoder):

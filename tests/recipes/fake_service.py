@@ -101,7 +101,7 @@ class FakeTrainingClient:
         self.service.count("optim_step")
         self.rates.append(params.learning_rate)
         self.weights = Weights(min(1.0, self.weights.chance + 0.1), self.weights.step + 1)
-        return done(OptimStepResponse({"grad_norm": 1.0, "step": float(self.weights.step)}))
+        return done(OptimStepResponse({"grad_norm": 1.0, "adam_step": float(self.weights.step)}))
 
     def save_state(self, name: str, ttl_seconds: int | None = None, overwrite: bool = False) -> Future[Any]:
         self.service.count("save_state")

@@ -119,7 +119,7 @@ def test_weights_of_another_run_are_the_start(service, sums_dataset, tmp_path):
     other = options(sums_dataset, tmp_path, max_steps=1, log_path=str(tmp_path / "b"), load_checkpoint_path=str(first))
     rows = read_rows(rl_loop.train(other, service) / "metrics.jsonl")
     assert rows[0]["reward/total"] > 0.5
-    assert rows[0]["optim/step"] == 1.0, "the optimizer begins anew"
+    assert rows[0]["optim/adam_step"] == 1.0, "the optimizer begins anew"
     wrong = options(sums_dataset, tmp_path, log_path=str(tmp_path / "c"), load_checkpoint_path=str(first), lora_rank=8)
     with pytest.raises(UserError, match="rank 4.*lora_rank=8"):
         rl_loop.train(wrong, service)

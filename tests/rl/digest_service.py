@@ -151,7 +151,7 @@ class FakeTrainingClient:
         content = [self.weights.digest, *self.pending, str(params.learning_rate)]
         self.weights = Weights(hashlib.sha256("|".join(content).encode()).hexdigest(), self.weights.steps + 1)
         self.pending = []
-        return done(OptimStepResponse({"grad_norm": 1.0, "step": float(self.weights.steps)}))
+        return done(OptimStepResponse({"grad_norm": 1.0, "adam_step": float(self.weights.steps)}))
 
     def save_state(self, name: str, ttl_seconds: int | None = None, overwrite: bool = False) -> Any:
         self.service.count("save_state")

@@ -381,7 +381,7 @@ def test_numbers_may_come_late(alice: Caller):
     later = [alice.optim_step(model, 3), alice.forward_backward(model, 2)]
     alice.post("/retrieve_future", {"request_id": later[0]["request_id"]}, 408)
     later.append(alice.forward_backward(model, 1))
-    assert alice.result(later[0])["metrics"]["step"] == 1
+    assert alice.result(later[0])["metrics"]["adam_step"] == 1
 
 
 def test_a_repetition_is_the_same_request(alice: Caller):
@@ -391,7 +391,7 @@ def test_a_repetition_is_the_same_request(alice: Caller):
     assert alice.forward_backward(model, 1, 400, tokens=(9, 9, 9))["detail"]
     step = alice.optim_step(model, 2)
     assert alice.optim_step(model, 2) == step
-    assert alice.result(step)["metrics"]["step"] == 1
+    assert alice.result(step)["metrics"]["adam_step"] == 1
     session, number = model.split(":")[0], 0
     body = {"session_id": session, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 4, "seed": 1}}
     assert alice.post("/create_model", body)["model_id"] == model
@@ -417,7 +417,7 @@ def test_a_step_after_a_refused_gradient_is_not_made(alice: Caller):
     failed = alice.result(alice.optim_step(model, 3))
     assert failed["category"] == "user"
     step = alice.forward_backward(model, 4), alice.optim_step(model, 5)
-    assert alice.result(step[1])["metrics"]["step"] == 1
+    assert alice.result(step[1])["metrics"]["adam_step"] == 1
 
 
 def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
@@ -427,7 +427,7 @@ def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
     body = pb.ForwardBackwardRequest(model_id=model, seq_id=3, loss_fn="cross_entropy", forward_only=True)
     body.data.add().model_input.add().image.data = b"png"
     alice.post("/forward_backward", body.SerializeToString(), 400, PROTOBUF)
-    assert alice.result(alice.optim_step(model, 4))["metrics"]["step"] == 1
+    assert alice.result(alice.optim_step(model, 4))["metrics"]["adam_step"] == 1
 
 
 def test_a_request_that_fails_by_itself_is_a_failed_future(alice: Caller):

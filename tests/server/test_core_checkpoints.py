@@ -141,7 +141,7 @@ def test_a_copy_is_a_run_of_its_own(model_dir, data_dir):
             await core.delete_checkpoint(TENANT, path)
             assert state(data_dir, copy) == before
             twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
-            assert (await twin.step())["step"] == 2
+            assert (await twin.step())["adam_step"] == 2
             found = await core.training_run(TENANT, f"{client.session_id}:train:8")
             assert (found.base_model, found.lora_rank, found.user_metadata) == (BASE, RANK, {"renderer": "x"})
             other = await model.save("b")

@@ -322,6 +322,6 @@ def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir
             answer = await client.answer(await model.submit(adam(model.model_id)))
             assert isinstance(answer, Failed)
             assert "refused" in answer.message
-            assert (await model.step())["step"] == 1
+            assert (await model.step())["adam_step"] == 1
 
     run(scenario())

@@ -62,7 +62,7 @@ def test_what_is_anothers_is_not_there(model_dir, data_dir):
             assert (await core.sessions(ben.tenant, 10, 0)).items == [ben.session_id]
             assert (await core.training_runs(ben.tenant, 10, 0)).total == 0
             assert (await core.checkpoints(ben.tenant)).total == 0
-            assert (await model.step(3))["step"] == 2
+            assert (await model.step(3))["adam_step"] == 2
             with pytest.raises(Unauthorized):
                 core.authenticate("tml-other-key")
 
@@ -80,7 +80,7 @@ def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
             with pytest.raises(Conflict):
                 await core.set_public(anna.tenant, path, True)
             twin = await ben.model(base_model=None, from_path=path, with_optimizer=True)
-            assert (await twin.step(1))["step"] == 2
+            assert (await twin.step(1))["adam_step"] == 2
             await twin.run(LoadWeights(twin.model_id, path))
             await ben.sample(await ben.sampler(None, path))
             assert (await core.checkpoint_info(ben.tenant, path)).checkpoint.public
@@ -93,7 +93,7 @@ def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
                 await core.set_public(anna.tenant, path, False)
             with pytest.raises(NotFound):
                 await core.checkpoint_info(ben.tenant, path)
-            assert (await twin.step(2))["step"] == 1  # the optimizer was not loaded
+            assert (await twin.step(2))["adam_step"] == 1  # the optimizer was not loaded
 
     run(scenario())
 

@@ -59,7 +59,7 @@ def test_requests_run_in_the_order_of_their_numbers(model_dir, data_dir):
                 ids[seq] = await model.submit(operations[seq - 1], seq)
             assert isinstance(await core.result(TENANT, ids[2], 0.2), TryAgain)
             ids[1] = await model.submit(operations[0], 1)
-            steps = [orjson.loads(await model.client.done(ids[seq]))["metrics"]["step"] for seq in (2, 4)]
+            steps = [orjson.loads(await model.client.done(ids[seq]))["metrics"]["adam_step"] for seq in (2, 4)]
             assert steps == [1, 2]
 
     run(scenario())
@@ -86,7 +86,7 @@ def test_a_repetition_is_the_same_request_and_another_one_is_refused(model_dir, 
             with pytest.raises(BadRequest):
                 await model.submit(adam(create.model_id), 1)
             step = await model.submit(adam(create.model_id), 2)
-            assert orjson.loads(await client.done(step))["metrics"]["step"] == 1
+            assert orjson.loads(await client.done(step))["metrics"]["adam_step"] == 1
             first, again = [await client.answer(step) for _ in range(2)]
             assert first == again
 
@@ -106,7 +106,7 @@ def test_a_failed_part_of_a_gradient_fails_its_step_and_nothing_else(model_dir, 
             assert answers[1].category == "user"
             assert isinstance(answers[2], Failed)
             assert "refused" in answers[2].message
-            assert (await model.step())["step"] == 1
+            assert (await model.step())["adam_step"] == 1
 
     run(scenario())
 
@@ -127,7 +127,7 @@ def test_a_body_that_cannot_be_read_uses_its_number_up(model_dir, data_dir):
             await core.reject(TENANT, model.model_id, 4, BadRequest("adam_params is missing"), "optim_step")
             await core.reject(TENANT, model.model_id, 5, BadRequest("path is missing"), "save_weights")
             model.seq = 5
-            assert (await model.step())["step"] == 1
+            assert (await model.step())["adam_step"] == 1
 
     run(scenario())
 
@@ -139,7 +139,7 @@ def test_what_waits_for_a_number_that_never_comes_fails(model_dir, data_dir):
             model, other = await client.model(), await client.model()
             await model.run(gradient(model.model_id))
             late = [await model.submit(adam(model.model_id), 3), await model.submit(gradient(model.model_id), 6)]
-            assert (await other.step())["step"] == 1
+            assert (await other.step())["adam_step"] == 1
             for request_id in late:
                 answer = await client.answer(request_id)
                 assert isinstance(answer, Failed)
@@ -150,7 +150,7 @@ def test_what_waits_for_a_number_that_never_comes_fails(model_dir, data_dir):
             model.seq = 6
             refused = await client.answer(await model.submit(adam(model.model_id)))
             assert isinstance(refused, Failed)  # the gradient of number 6 is missing
-            assert (await model.step())["step"] == 1
+            assert (await model.step())["adam_step"] == 1
 
     run(scenario())
 

@@ -104,7 +104,7 @@ def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
             assert await model.submit(gradient(model.model_id), 1) == done[0]
             assert isinstance(await core.result(TENANT, waiting, 0.05), TryAgain)
             await model.submit(gradient(model.model_id, 1), 3)
-            assert orjson.loads(await client.done(waiting))["metrics"]["step"] == 2
+            assert orjson.loads(await client.done(waiting))["metrics"]["adam_step"] == 2
 
     run(scenario())
 
@@ -226,7 +226,7 @@ def test_a_base_model_that_is_not_served_any_more_fails_requests_by_name(model_d
         async with running(model_dir, data_dir) as core:
             client.core = core
             assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
-            assert (await model.step(1))["step"] == 2
+            assert (await model.step(1))["adam_step"] == 2
 
     run(scenario())
 
@@ -280,7 +280,7 @@ def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(model_di
         async with running(model_dir, data_dir) as core:
             client.core = core
             assert drawn(await client.sample(sampler, 2, seed=1)) == first
-            assert (await model.step(3))["step"] == last["step"] + 1
+            assert (await model.step(3))["adam_step"] == last["adam_step"] + 1
 
     run(scenario())
 

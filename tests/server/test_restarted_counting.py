@@ -23,7 +23,7 @@ def loaded(caller: Caller) -> tuple[str, dict[str, Any]]:
 def step(caller: Caller, model: str, seq: int) -> float:
     """A gradient and a step; the number of the step."""
     caller.forward_backward(model, seq)
-    return caller.result(caller.optim_step(model, seq + 1))["metrics"]["step"]
+    return caller.result(caller.optim_step(model, seq + 1))["metrics"]["adam_step"]
 
 
 def test_numbers_begin_again_after_a_load_even_over_a_restart(tmp_path: Path, model_dir: Path):
@@ -39,7 +39,7 @@ def test_numbers_begin_again_after_a_load_even_over_a_restart(tmp_path: Path, mo
     with client_of(tmp_path, model_dir, None) as client:
         caller = Caller(client, "tml-any")
         assert caller.forward_backward(model, 3) == first
-        assert caller.result(caller.optim_step(model, 4))["metrics"]["step"] == 2
+        assert caller.result(caller.optim_step(model, 4))["metrics"]["adam_step"] == 2
         assert step(caller, model, 5) == 3
 
 
@@ -48,7 +48,7 @@ def test_numbers_that_go_on_after_a_load_stay_what_they_are(tmp_path: Path, mode
         caller = Caller(client, "tml-any")
         model, _ = loaded(caller)
         assert caller.forward_backward(model, 2)["request_id"] == f"{model}:2"
-        assert caller.result(caller.optim_step(model, 3))["metrics"]["step"] == 1
+        assert caller.result(caller.optim_step(model, 3))["metrics"]["adam_step"] == 1
         # Two counts are told apart only where nothing but the load was there.
         body = forward_backward_to_message(fb(model), 1)
         assert "seq_id=1" in caller.post("/forward_backward", body, 400, PROTOBUF)["detail"]
