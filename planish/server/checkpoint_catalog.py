@@ -12,14 +12,13 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import orjson
 
 from planish.errors import CheckpointError, UserError
+from planish.server.age_files import CheckpointFiles, recipients_of
 from planish.server.answers import Page, Tenant
 from planish.server.crash_points import crash_point
 from planish.server.engine_calls import EngineCalls
@@ -84,9 +83,10 @@ class CheckpointCatalog:
         info = await self._engine.checkpoint_info(row.path)
         return replace(info, checkpoint=row.checkpoint)
 
-    async def files(self, tenant: Tenant, path: str) -> Mapping[str, Path]:
+    async def files(self, tenant: Tenant, path: str) -> CheckpointFiles:
         row = await self.readable(tenant, path)
-        return await self._engine.checkpoint_files(row.path)
+        recipients = recipients_of(row.checkpoint.user_metadata or {})
+        return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
 
     def changing(self, path: str) -> asyncio.Lock:
         """Held by whoever makes, changes or deletes the files of a checkpoint, until its row is on the way to the database."""
@@ -162,7 +162,7 @@ class CheckpointCatalog:
         content = orjson.dumps([path, tenant.name, int(time.time() + seconds)]).hex()
         return f"{content}.{self._signature(content)}"
 
-    async def files_of_token(self, token: str) -> Mapping[str, Path]:
+    async def files_of_token(self, token: str) -> CheckpointFiles:
         content, _, signature = token.partition(".")
         if not hmac.compare_digest(_bytes(signature), _bytes(self._signature(content))):
             raise NotFound(

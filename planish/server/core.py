@@ -21,6 +21,7 @@ from copy import copy
 from dataclasses import fields
 from pathlib import Path
 
+from planish.server.age_files import CheckpointFiles
 from planish.server.answers import (
     Accepted,
     Done,
@@ -328,15 +329,15 @@ class ServerCore:
         await self._sessions.touch(tenant, session_id)
         return await self._runs.copy_checkpoint(tenant, source, SessionPlace(session_id, model_seq_id), ttl_seconds)
 
-    async def checkpoint_files(self, tenant: Tenant, path: str) -> Mapping[str, Path]:
-        """The files of a checkpoint by name, for a download."""
+    async def checkpoint_files(self, tenant: Tenant, path: str) -> CheckpointFiles:
+        """The files of a checkpoint, for a download."""
         return await self._catalog.files(tenant, path)
 
     def download_token(self, tenant: Tenant, path: str, seconds: int) -> str:
         """Lets whoever holds it read one checkpoint's files for a while, as `tenant` may, without a key."""
         return self._catalog.token(tenant, path, seconds)
 
-    async def files_of_token(self, token: str) -> Mapping[str, Path]:
+    async def files_of_token(self, token: str) -> CheckpointFiles:
         """NotFound for a token that is false or old."""
         return await self._catalog.files_of_token(token)
 

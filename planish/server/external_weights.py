@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from planish.errors import UnsupportedError, UserError
+from planish.errors import UserError
+from planish.server.age_files import metadata_of
 from planish.service import SaveWeightsForSampler
 from planish.types import Checkpoint, CheckpointPath
 from planish.wire.fields import Fields
@@ -53,7 +54,6 @@ def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
     with fields:
         place = place_from_json(fields)
         fields.skip("type")
-        if fields.optional(fields.array, "age_encryption_recipients"):
-            raise UnsupportedError("age_encryption_recipients: files are not encrypted here; leave it out")
+        metadata = metadata_of(fields.optional(fields.array, "age_encryption_recipients", []))
         ttl = fields.optional(fields.integer, "ttl_seconds")
-        return SaveWeightsForSampler(place.model_id, _PREFIX + fields.text("path"), ttl)
+        return SaveWeightsForSampler(place.model_id, _PREFIX + fields.text("path"), ttl, user_metadata=metadata)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tarfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from planish.errors import PlanishError
+from planish.server.age_files import CheckpointFiles
 from planish.server.errors import NotFound
 from planish.server.exchange import API, Exchange, answered, endpoint, refused
 from planish.server.routes_checkpoints import checkpoint_path
@@ -36,7 +37,7 @@ async def external_weights_urls(exchange: Exchange) -> Response:
     path = checkpoint_path(exchange)
     files = await exchange.core.checkpoint_files(exchange.tenant, path)
     base, expires = _download_base(exchange, path)
-    return answered({"urls": {name: f"{base}/{quote(name)}" for name in files}, "expires": expires.isoformat()})
+    return answered({"urls": {name: f"{base}/{quote(name)}" for name in files.names}, "expires": expires.isoformat()})
 
 
 async def archive(exchange: Exchange) -> Response:
@@ -57,10 +58,9 @@ async def download(request: Request) -> Response:
     name = request.path_params["name"]
     try:
         files = await request.app.state.http.core.files_of_token(request.path_params["token"])
-        if name != "archive.tar" and name not in files:
+        if name != "archive.tar" and name not in files.names:
             raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
-        chosen = files if name == "archive.tar" else {name: files[name]}
-        opened = await asyncio.to_thread(_opened, chosen)
+        opened = await asyncio.to_thread(_opened, files, files.names if name == "archive.tar" else [name])
     except PlanishError as error:
         return refused(error)
     if name == "archive.tar":
@@ -82,9 +82,9 @@ class OpenFile:
     size: int
 
 
-def _opened(files: Mapping[str, Path]) -> list[OpenFile]:
+def _opened(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
     try:
-        handles = {name: open(path, "rb") for name, path in files.items()}  # noqa: SIM115  (closed when they are sent)
+        handles = {name: files.open(name) for name in names}
     except FileNotFoundError:
         raise NotFound("the checkpoint was deleted") from None
     return [OpenFile(name, file, os.fstat(file.fileno()).st_size) for name, file in handles.items()]

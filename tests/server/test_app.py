@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import re
 import tarfile
 import threading
 import time
@@ -656,6 +657,51 @@ def test_external_weights_and_their_files(alice: Caller, run: str, client: TestC
     assert client.get(url.replace(token, token[:-2] + "xx")).status_code == 404
     info = alice.post("/weights_info", {"tinker_path": f"tinker://{run}/external_weights/a"})
     assert info["base_model"] == BASE
+
+
+def test_encrypted_external_weights_are_read_by_their_key_alone(alice: Caller, run: str, client: TestClient):
+    pyrage = pytest.importorskip("pyrage", reason="it is of an extra")
+    mine, other = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
+    body = {"model_id": run, "seq_id": 4, "path": "sealed", "age_encryption_recipients": [str(mine.to_public())]}
+    alice.result(alice.post("/save_weights_external", body))
+    place = f"/training_runs/{run}/checkpoints/external_weights"
+    plain, sealed = (alice.get(f"{place}/{name}/external_weights_urls")["urls"] for name in ("a", "sealed"))
+    assert set(sealed) == {f"{name}.age" for name in plain}
+    for name, url in plain.items():
+        answer = client.get(sealed[f"{name}.age"])
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        opened = pyrage.decrypt(answer.content, [mine])
+        assert name == "planish.json" or opened == client.get(url).content
+        with pytest.raises(pyrage.DecryptError):
+            pyrage.decrypt(answer.content, [other])
+        assert client.get(sealed[f"{name}.age"].removesuffix(".age")).status_code == 404, "in plain"
+    archive = client.get(alice.call("GET", f"{place}/sealed/archive", None, 302).headers["location"])
+    with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
+        assert {*sealed, "checkpoint_complete"} == set(tar.getnames())
+
+
+@pytest.mark.parametrize(
+    ("recipients", "named"),
+    [
+        (["age1qqq"], r"age_encryption_recipients\[0\]='age1qqq'"),
+        (["ssh-ed25519 x"], r"age_encryption_recipients\[0\]='ssh-ed25519 x'"),
+        ([7], r"age_encryption_recipients\[0\]"),
+        (["age1qqq"] * 11, "at most 10"),
+        ("age1qqq", "age_encryption_recipients"),
+    ],
+)
+def test_what_is_no_recipient_is_refused(alice: Caller, run: str, recipients: object, named: str):
+    pytest.importorskip("pyrage", reason="it is of an extra")
+    body = {"model_id": run, "seq_id": 4, "path": "sealed", "age_encryption_recipients": recipients}
+    assert re.search(named, alice.post("/save_weights_external", body, 400)["detail"])
+
+
+def test_without_the_extra_encryption_is_refused_with_the_remedy(
+    alice: Caller, run: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("planish.server.age_files.find_spec", lambda name: None)
+    body = {"model_id": run, "seq_id": 4, "path": "sealed", "age_encryption_recipients": ["age1qqq"]}
+    assert "planish[age]" in alice.post("/save_weights_external", body, 400)["detail"]
 
 
 def test_an_archive(alice: Caller, run: str, client: TestClient):

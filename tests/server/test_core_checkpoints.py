@@ -122,7 +122,7 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
             await cleaning
             for kept in (path, path[:-1] + "a"):
                 assert (await core.checkpoint_info(TENANT, kept)).checkpoint.expires_at is None
-                assert await core.checkpoint_files(TENANT, kept)
+                assert (await core.checkpoint_files(TENANT, kept)).names
 
     run(scenario())
 
@@ -160,8 +160,8 @@ def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
             path = await model.save("a")
             token = core.download_token(TENANT, path, 60)
             files = await core.files_of_token(token)
-            assert {"adapter_model.safetensors", "adapter_config.json"} <= files.keys()
-            assert all(file.is_file() for file in files.values())
+            assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
+            assert all(file.is_file() for file in files.paths.values())
             old = core.download_token(TENANT, path, -1)
             for false in (old, token[:-1], token + "0", "", "a.b", token.replace(".", ""), "\udc80"):
                 with pytest.raises(NotFound):

@@ -84,7 +84,7 @@ def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
             await twin.run(LoadWeights(twin.model_id, path))
             await ben.sample(await ben.sampler(None, path))
             assert (await core.checkpoint_info(ben.tenant, path)).checkpoint.public
-            assert "adapter_model.safetensors" in await core.checkpoint_files(ben.tenant, path)
+            assert "adapter_model.safetensors" in (await core.checkpoint_files(ben.tenant, path)).names
             for call in (core.delete_checkpoint(ben.tenant, path), core.set_public(ben.tenant, path, False)):
                 with pytest.raises(NotFound):
                     await call

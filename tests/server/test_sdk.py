@@ -162,6 +162,31 @@ def _in_this_process(script: str, model: Path) -> str:
     return printed.getvalue()
 
 
+def test_external_weights_that_one_key_opens(server: Serving):
+    """As `weights.download` of the tinker-cookbook fetches a training checkpoint."""
+    pytest.importorskip("pyrage", reason="it is of an extra")
+    script = (
+        SETUP
+        + """
+import json, pyrage
+from urllib.request import urlopen
+key = pyrage.x25519.Identity.generate()
+client = service.create_training_client_from_state(client.save_state("state").result().path).result()
+saving = client.save_weights_external("sealed", ttl_seconds=3600, age_encryption_recipients=[str(key.to_public())])
+path, rest = saving.result().path, tinker.RestClient()
+urls = rest.get_external_weights_urls(path).result().urls
+rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+assert all(name.endswith(".age") for name in urls), urls
+print(json.loads(pyrage.decrypt(urlopen(urls["adapter_config.json.age"]).read(), [key]))["r"])
+rest.delete_checkpoint_from_tinker_path(path).result()
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(server.url), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr[-3000:]
+
+
 @pytest.mark.slow
 def test_two_thousand_samples_at_once(server: Serving):
     script = """

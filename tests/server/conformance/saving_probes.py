@@ -76,7 +76,7 @@ def _(bench: Bench) -> None:
     assert awaited(bench.training.save_weights_external_async(bench.name())).path
 
 
-@probe("TrainingClient.save_weights_external", "encrypted", refused=True)
+@probe("TrainingClient.save_weights_external", "encrypted for what is no key", refused=True)
 def _(bench: Bench) -> None:
     value(bench.new_training().save_weights_external(bench.name(), age_encryption_recipients=["age1qqq"]))
 
