@@ -22,6 +22,14 @@ from planish.server.routes_downloads import tokenizer_files
 _log = logging.getLogger("planish.server")
 
 
+_LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+
+
+def asked_names(name: str) -> tuple[str, ...]:
+    """The repositories in which clients look for the tokenizer of `name`: for Llama 3, whose own are gated, the SDK asks one for all of them."""
+    return (name, _LLAMA_3) if name.startswith("meta-llama/Llama-3") else (name,)
+
+
 def keep_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Path | None:
     """Put the tokenizer of `directory` into the hub's cache as that of `name`; the directory it is in, or None if the cache knows the name."""
     if not HUB_NAME.fullmatch(name):

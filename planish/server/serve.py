@@ -35,7 +35,7 @@ from planish.server.access import Access, RequestMetrics
 from planish.server.app import create_app
 from planish.server.core import ServerCore
 from planish.server.exchange import HttpSettings
-from planish.server.hub_tokenizers import keep_tokenizer
+from planish.server.hub_tokenizers import asked_names, keep_tokenizer
 from planish.server.logs import set_up
 from planish.server.memory_plan import MemoryPlan, memory_plan
 from planish.server.metrics_page import metrics_route
@@ -82,7 +82,8 @@ def serve(options: ServeOptions) -> int:
         _tell_plan(prepared)
         if options.hub_tokenizers:
             for name, path in prepared.models.items():
-                keep_tokenizer(name, path)
+                for asked in asked_names(name):
+                    keep_tokenizer(asked, path)
         engine = Engine({name: str(path) for name, path in prepared.models.items()}, prepared.data_dir, options.engine)
         server = _Server(_application(engine, prepared), engine, prepared)
         server.run([listener])

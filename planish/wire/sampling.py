@@ -64,8 +64,8 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
         fields.skip("type")
         if fields.optional(fields.boolean, "record_stability_info"):
             raise UnsupportedError(
-                "record_stability_info serves loss_fn='stable_reinforce', whose formula is not public; leave it out, and "
-                "train with 'importance_sampling', 'ppo' or 'cispo'"
+                "record_stability_info is for loss_fn='stable_reinforce', which is not supported: its formula is not public; "
+                "use loss_fn='importance_sampling', 'ppo' or 'cispo', and leave record_stability_info out"
             )
         if not fields.has("sampling_session_id"):
             raise UserError(

@@ -162,6 +162,21 @@ def _in_this_process(script: str, model: Path) -> str:
     return printed.getvalue()
 
 
+def test_the_tokenizer_of_llama_3_without_a_network(tmp_path: Path, model: Path):
+    """The SDK does not ask for it by the model's name."""
+    name = "meta-llama/Llama-3.2-1B"
+    script = f"""
+import tinker
+sampler = tinker.ServiceClient().create_sampling_client(base_model={name!r}).result()
+print(sampler.get_tokenizer().encode("a"))
+"""
+    hub = {"HF_HOME": str(tmp_path / "hub")}
+    with running_server(tmp_path / "data", model, "--hub-tokenizers", name=name, environment=hub) as process:
+        found = environment(process.url, tmp_path / "hub")
+        done = subprocess.run([sys.executable, "-c", script], env=found, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[97]\n"), done.stderr[-3000:]
+
+
 def test_external_weights_that_one_key_opens(server: Serving):
     """As `weights.download` of the tinker-cookbook fetches a training checkpoint."""
     pytest.importorskip("pyrage", reason="it is of an extra")
