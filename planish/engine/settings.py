@@ -56,9 +56,9 @@ class EngineSettings:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name; UserError if there is none."""
+    """The device of this name, a GPU with its number; UserError if there is none."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -69,7 +69,8 @@ def choose_device(name: str) -> torch.device:
         raise UserError(
             f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give 'auto' or 'cpu'"
         )
-    return device
+    # torch makes no GPU current that has no number, and without one "cuda" would be another GPU in another thread.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planish.engine.sampler import SamplerSettings
-from planish.engine.settings import EngineSettings
+from planish.engine.settings import EngineSettings, choose_device
 from planish.engine.trainer import TrainerSettings
 from planish.model.config import ModelConfig
 from planish.testing import tiny_model
@@ -34,6 +34,16 @@ def test_a_gpu_trains_in_the_largest_micro_batches_that_fit(gib, tokens, tmp_pat
     of_memory(gib)
     config = ModelConfig.from_directory(tiny_model(tmp_path))
     assert TrainerSettings.on(GPU, config).micro_batch_tokens == tokens
+
+
+@pytest.mark.parametrize(("name", "number"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_has_a_number_by_which_torch_makes_it_current(monkeypatch, name, number):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    made_current: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
+    torch.cuda.set_device(choose_device(name))
+    assert made_current == [number]
 
 
 def test_what_is_given_goes_before_defaults(tmp_path):
