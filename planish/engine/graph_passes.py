@@ -11,6 +11,7 @@ deterministic=True the sampler runs PlainPasses instead.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,9 @@ from planish.native import kernels
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of rows that graphs are recorded for, up to the largest batch; beyond these, its multiples of 256."""
 
+_RECORDING = threading.Lock()
+"""torch records one graph at a time in a process, and waits for the whole GPU before, which another recording does not survive."""
+
 Step = Callable[[], tuple[Tensor, Tensor]]
 """Hidden states and logits of what the tables say."""
 
@@ -45,8 +49,10 @@ class GraphPasses:
         self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
         self._prefill_adapters = AdapterTables(config, decoder.dtype, device, prefill_tokens, max_batch)
         self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None
+        """Of every step: as each graph's own they would take its rows times the vocabulary, for good."""
         self._steps: dict[tuple[int, bool, bool], Step] = {}
-        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._recorder = GraphRecorder(device) if device.type == "cuda" else None
 
     @staticmethod
     def serve(decoder: Decoder) -> bool:
@@ -83,16 +89,20 @@ class GraphPasses:
 
     def _recorded(self, size: int, adapted: bool, head_adapted: bool) -> Step:
         tokens, positions = self._places[:, :size]
+        if self._logits is None:
+            vocab, device = self._decoder.config.vocab_size, self._decoder.device
+            self._logits = torch.empty(self._sizes[-1], vocab, dtype=torch.float32, device=device)
+        logits = self._logits[:size]
 
         def step() -> tuple[Tensor, Tensor]:
             given = self._adapters if adapted else ()
             hidden = self._decoder.hidden(tokens, positions, self._attention, given)
-            logits = base_product(hidden, self._decoder.head).float()
+            logits.copy_(base_product(hidden, self._decoder.head))
             if head_adapted:
                 self._adapters.add_head_(hidden, logits)
             return hidden, logits
 
-        return step if self._memory is None else _graph(step, self._memory)
+        return step if self._recorder is None else self._recorder.recorded(step)
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -106,20 +116,31 @@ def _adapted(rows: Rows) -> list[AdapterRows]:
     return [adapter for adapter in rows.layout.adapters if adapter.weights is not None]
 
 
-def _graph(step: Step, memory: Any) -> Step:
-    """`step`, recorded; what it returns is overwritten by the next graph that is launched, for all share one memory."""
-    current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(current)
-    with torch.cuda.stream(aside):
-        step()  # compiles its kernels and has libraries make their workspaces, which must not happen while it is recorded
-    current.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads of this process may use the GPU meanwhile: only what this one does is recorded.
-    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-        out = step()
+class GraphRecorder:
+    """Records steps as CUDA graphs of one GPU, which share memory: what is computed on the way is overwritten by the next that is launched."""
 
-    def launch() -> tuple[Tensor, Tensor]:
-        graph.replay()
-        return out
+    def __init__(self, device: torch.device) -> None:
+        # Not torch's own, which belongs to whichever GPU was the first to record.
+        self._stream = torch.cuda.Stream(device)
+        self._memory: Any = None
 
-    return launch
+    def recorded(self, step: Step) -> Step:
+        """`step`, to be launched as a whole. It returns the same tensors each time."""
+        with _RECORDING:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            # Torch's own context of a recording that fails may leave its stream the current one; this one does not.
+            with torch.cuda.stream(self._stream):
+                step()  # compiles its kernels and has libraries make their workspaces, which must not happen while it is recorded
+                graph = torch.cuda.CUDAGraph()
+                # A pool that a failed recording leaves without graphs is none that torch takes again.
+                memory = self._memory or torch.cuda.graph_pool_handle()
+                # Other threads of this process may use the GPU meanwhile: only what this one does is recorded.
+                with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
+                    out = step()
+                self._memory = memory
+
+        def launch() -> tuple[Tensor, Tensor]:
+            graph.replay()
+            return out
+
+        return launch

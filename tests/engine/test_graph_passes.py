@@ -1,10 +1,14 @@
 """The engine as it runs on a GPU against the plain one, on a small model; without a GPU its kernels are interpreted, and steps are run again instead of launched."""
 
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_sampler import adapter, request, run, tokens
 
-from planish.engine.graph_passes import GraphPasses, graph_sizes
+from planish.engine.graph_passes import GraphPasses, GraphRecorder, graph_sizes
 from planish.engine.passes import PlainPasses
 from planish.engine.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
@@ -60,6 +64,134 @@ def test_an_idle_sampler_keeps_no_adapter(decoder, with_kernels):
     assert isinstance(sampler._passes, GraphPasses)
     assert not sampler._passes._adapters._slots
     assert not sampler._passes._prefill_adapters._slots
+
+
+def test_steps_of_all_sizes_leave_their_logits_in_one_place(decoder, with_kernels, monkeypatch):
+    with_kernels("triton")
+    sampler, found = sampler_of(decoder, max_batch=2), []
+
+    def noted(*given) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = decode(*given)
+        found.append(logits)
+        return hidden, logits
+
+    decode = sampler._passes.decode
+    monkeypatch.setattr(sampler._passes, "decode", noted)
+    run(sampler, *(request(tokens(5), seed=seed, max_tokens=3 + seed) for seed in range(2)))
+    assert {len(logits) for logits in found} == {1, 2}
+    assert len({logits.data_ptr() for logits in found}) == 1
+
+
+class FakeCuda:
+    """Streams and graphs that only remember: `said` has who did what on which stream; a recording that fails leaves its stream current, as torch's does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.said: list[tuple[str, object]] = []
+        self.threads = threading.local()
+        self.pools = 0
+        for name in ("Stream", "stream", "current_stream", "graph", "CUDAGraph", "graph_pool_handle"):
+            patch.setattr(torch.cuda, name, getattr(self, f"_{name.lower()}"))
+
+    @property
+    def current(self) -> str:
+        return getattr(self.threads, "stream", "default")
+
+    def _stream(self, given) -> object:
+        return self._entered(given.name) if hasattr(given, "name") else self._made(given)
+
+    def _made(self, device: torch.device) -> object:
+        name = f"stream of {device}"
+        return SimpleNamespace(
+            name=name, device=device, wait_stream=lambda other: self.said.append((f"{name} waits", other))
+        )
+
+    @contextmanager
+    def _entered(self, name: str):
+        before, self.threads.stream = self.current, name
+        try:
+            yield
+        finally:
+            self.threads.stream = before
+
+    def _current_stream(self, device: torch.device) -> str:
+        return self.current
+
+    @contextmanager
+    def _graph(self, graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.threads.stream = stream.name
+        self.said.append(("records", pool))
+        yield
+        self.said.append(("recorded", pool))
+
+    def _cudagraph(self) -> object:
+        return SimpleNamespace(replay=lambda: self.said.append(("launches", self.current)))
+
+    def _graph_pool_handle(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.said.append(("computes", self.current))
+        return torch.ones(1), torch.zeros(1)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def test_a_step_is_computed_once_before_it_is_recorded_and_launched(cuda):
+    recorder, here = GraphRecorder(torch.device("cuda", 1)), "stream of cuda:1"
+    launch = recorder.recorded(cuda.step)
+    recorder.recorded(cuda.step)
+    first = [(f"{here} waits", "default"), ("computes", here), ("records", 1), ("computes", here), ("recorded", 1)]
+    assert cuda.said == [*first, *first]
+    assert cuda.current == "default"
+    assert launch()[0] is launch()[0]
+    assert cuda.said[10:] == [("launches", "default")] * 2
+
+
+def test_after_a_recording_that_failed_the_next_has_memory_of_its_own(cuda):
+    recorder = GraphRecorder(torch.device("cuda", 0))
+    computed = []
+
+    def too_large() -> tuple[torch.Tensor, torch.Tensor]:
+        computed.append(1)
+        if len(computed) == 2:
+            raise MemoryError
+        return cuda.step()
+
+    with pytest.raises(MemoryError):
+        recorder.recorded(too_large)
+    assert cuda.current == "default"
+    for _ in range(2):
+        recorder.recorded(cuda.step)
+    assert [pool for what, pool in cuda.said if what == "records"] == [1, 2, 2]
+
+
+def test_two_engines_of_one_process_record_one_after_the_other(cuda):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> tuple[torch.Tensor, torch.Tensor]:
+        begun.set()
+        assert go_on.wait(10)
+        return cuda.step()
+
+    recorders = [GraphRecorder(torch.device("cuda", number)) for number in range(2)]
+    threads = [
+        threading.Thread(target=recorder.recorded, args=(step,))
+        for recorder, step in zip(recorders, (slow, cuda.step), strict=True)
+    ]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert not cuda.said[1:]
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert [what for what, _ in cuda.said if "record" in what] == ["records", "recorded"] * 2
 
 
 def test_graphs_hold_every_batch_with_little_to_spare():
