@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from planish.engine.base_models import BaseModel
 from planish.engine.fairness import FairShare
+from planish.engine.heap import let_go
 from planish.engine.tenants import Job, SamplerHandle, Tenant
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
@@ -268,6 +269,7 @@ class DeviceOwner:
         except StopIteration:
             return False
         except BaseException as error:
+            let_go(error)
             job.fail(error)
             if not isinstance(error, Exception):
                 raise
@@ -289,6 +291,7 @@ class DeviceOwner:
             base.make_current()
             base.sampler.step()
         except Exception as error:
+            let_go(error)
             base.sampler.fail(error)
 
     def _forget_unused(self) -> None:

@@ -372,6 +372,28 @@ def test_a_fault_in_a_decoding_step_fails_the_requests_and_nothing_else(engine, 
         future.result(WAIT)
 
 
+def test_an_error_that_is_kept_keeps_no_memory(engine, monkeypatch):
+    """As one for want of memory does: the next pass needs what that one had."""
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    base, hidden = engine._models.get("llama"), []
+
+    def too_much(given: torch.Tensor, *_: object) -> None:
+        hidden.append(weakref.ref(given))
+        del given
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("planish.model.head._stored_logits", too_much)
+        patch.setattr(base.sampler._head, "logits", too_much)
+        failed = [
+            engine.submit(operation) for operation in (request("s"), ForwardBackward("a", [datum()], "cross_entropy"))
+        ]
+        errors = [future.exception(WAIT) for future in failed]
+    assert [type(error) for error in errors] == [MemoryError] * 2
+    assert [found() for found in hidden] == [None] * 2
+
+
 def test_a_fault_of_the_loop_itself_answers_everybody(engine, monkeypatch):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
