@@ -57,6 +57,11 @@ class BaseModel:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    def settle(self) -> None:
+        """Wait until the device has done what this thread gave it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.directory)

@@ -165,16 +165,24 @@ class DeviceOwner:
         waiting: list[Side] = [*(["sampling"] if busy else []), *(["training"] if ready else [])]  # type: ignore[list-item]
         side = self._sides.pick(waiting)
         start = perf_counter()
+        is_alone = len(ready) + len(busy) == 1
         if side == "training":
             tenant = self._training.pick(ready)
             self._train(tenant)
+            self._finish_turn(tenant.base, is_alone)
             self._training.charge(tenant, perf_counter() - start)
         else:
             base = self._sampling.pick(busy)
             self._sample(base)
+            self._finish_turn(base, is_alone)
             self._sampling.charge(base, perf_counter() - start)
         self._sides.charge(side, perf_counter() - start)
         self._forget_unused()
+
+    def _finish_turn(self, base: BaseModel, is_alone: bool) -> None:
+        """A GPU still computes when its turn is over. Where others wait, that is to count for whoever asked for it, not for the next."""
+        if not is_alone:
+            base.settle()
 
     def _accept(self, job: Job) -> None:
         if job.tenant is not None:

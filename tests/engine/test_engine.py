@@ -164,6 +164,37 @@ def test_long_sampling_does_not_hold_up_training(engine):
     sample.cancel()
 
 
+def test_what_a_turn_leaves_to_the_device_counts_for_it_where_others_wait(engines, monkeypatch):
+    """A GPU computes on when a call has returned: here each micro-batch leaves it with a tenth of a second, for which the next step waits."""
+    engine = engines(micro_batch_tokens=64)
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    base, left, steps = engine._models.get("llama"), [], []
+    train, sample = base.trainer._run, base.sampler.step
+
+    def settle(_: BaseModel) -> None:
+        time.sleep(0.1 * len(left))
+        left.clear()
+
+    def micro_batch(*given: Any) -> Any:
+        left.append(1)
+        return train(*given)
+
+    def decode() -> None:
+        settle(base)
+        steps.append(1)
+        sample()
+
+    monkeypatch.setattr(BaseModel, "settle", settle)
+    monkeypatch.setattr(base.trainer, "_run", micro_batch)
+    monkeypatch.setattr(base.sampler, "step", decode)
+    future = engine.submit(request("s", 1900))
+    wait_until(lambda: bool(steps))
+    engine.submit(ForwardBackward("a", [datum(60, i) for i in range(3)], "cross_entropy")).result(WAIT)
+    assert len(steps) > 12
+    future.cancel()
+
+
 def test_two_models_training_take_turns(engines):
     engine = engines(micro_batch_tokens=64)
     create(engine, "long")
