@@ -39,6 +39,8 @@ from planish.native.cpu_products import LOW_COLUMNS
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"
+_GPU_MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
+"""Tokens; with fewer than the last, a GPU's time would go into launches."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +55,25 @@ class TrainerSettings:
 
     @classmethod
     def on(cls, device: torch.device, config: ModelConfig) -> TrainerSettings:
-        """The defaults: above on a CPU; on a GPU the largest micro-batch whose activations are a quarter of its memory."""
+        """The defaults: above on a CPU; on a GPU the largest micro-batch whose activations are a third of its memory."""
         if device.type == "cpu":
             return cls()
         total = torch.cuda.get_device_properties(device).total_memory
-        sizes = (cls(tokens) for tokens in (16384, 8192))
-        return next((size for size in sizes if size.activation_bytes(config) <= total // 4), cls())
+        sizes = [cls(tokens) for tokens in _GPU_MICRO_BATCHES]
+        fitting = (size for size in sizes if size.activation_bytes(config, logit_itemsize=4) <= total // 3)
+        return next(fitting, sizes[-1])
 
     def activation_bytes(
-        self, config: ModelConfig, tokens: int | None = None, rank: int = 32, itemsize: int = 2
+        self,
+        config: ModelConfig,
+        tokens: int | None = None,
+        rank: int = 32,
+        itemsize: int = 2,
+        logit_itemsize: int | None = None,
     ) -> int:
         """Estimate of the memory that a micro-batch of `tokens` rows (default: a full one) keeps for its backward pass.
 
-        `itemsize`: bytes of the dtype that products run in.
+        `itemsize`: bytes of the dtype that products run in, `logit_itemsize` of that of logits (default: the same), which is float32 on a GPU.
         """
         tokens = self.micro_batch_tokens if tokens is None else tokens
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -79,11 +87,11 @@ class TrainerSettings:
         layer = wide + itemsize * narrow
         if tokens > self.micro_batch_tokens:
             return tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
-        return tokens * (config.num_layers * layer + itemsize * config.vocab_size)
+        return tokens * (config.num_layers * layer + (logit_itemsize or itemsize) * config.vocab_size)
 
-    def held_bytes(self, config: ModelConfig, itemsize: int = 2) -> int:
+    def held_bytes(self, config: ModelConfig, itemsize: int = 2, logit_itemsize: int | None = None) -> int:
         """Estimate of the memory that passes hold, freed for the next one or in use: gaps between blocks, and what is alive for a moment, come on top."""
-        return self.activation_bytes(config, itemsize=itemsize) * 3 // 2
+        return self.activation_bytes(config, itemsize=itemsize, logit_itemsize=logit_itemsize) * 3 // 2
 
 
 @dataclass(frozen=True, eq=False)

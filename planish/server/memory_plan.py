@@ -94,7 +94,7 @@ def model_memory(name: str, directory: Path, settings: EngineSettings) -> ModelM
         name,
         weights=copies * sum((directory / file).stat().st_size for file in weight_files(directory)),
         keys_values=settings.sampler.kv_cache_bytes + settings.sampler.prefix_cache_bytes,
-        training=settings.trainer(config).held_bytes(config, itemsize),
+        training=settings.trainer(config).held_bytes(config, itemsize, None if device.type == "cpu" else 4),
     )
 
 
