@@ -32,7 +32,8 @@ _CHUNK = 256  # rows of one product on a CPU
 _LARGE_CHUNK = 2048  # and on a GPU, which fewer would not fill
 _FEW = 32  # with fewer rows left, they join the last chunk: products of few rows may have other bits (engine/row_tiling.py)
 _TILE = 16  # rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as long
-_PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time
+_PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time on a CPU
+_LARGE_PAIR_ENTRIES = 1 << 24  # and on a GPU, where each part is twenty launches and a wait
 
 
 @torch.no_grad()
@@ -314,7 +315,8 @@ def _dots(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, rows: Tenso
     if own is not None:
         return own.at(rows, tokens)
     out = torch.empty(rows.shape[0], dtype=_wide(hidden), device=hidden.device)
-    for part in _spans(rows.shape[0], max(1, _PAIR_ENTRIES // hidden.shape[1])):
+    entries = _PAIR_ENTRIES if hidden.device.type == "cpu" else _LARGE_PAIR_ENTRIES
+    for part in _spans(rows.shape[0], max(1, entries // hidden.shape[1])):
         out[part] = (hidden[rows[part]].to(out.dtype) * head.weight[tokens[part]].to(out.dtype)).sum(-1)
         if lora is not None:
             lora.add_single_(out[part], rows[part], tokens[part])
