@@ -40,7 +40,8 @@ class FrozenLinear:
         self._room = room or WeightRoom()
         self._packed = _packed(weights, self._room)
         self._packed_back: _Packed | None = None
-        if weights[0].device.type != "cpu":  # what is not mapped from a file can as well lie side by side
+        if weights[0].device.type != "cpu" and len(weights) > 1:
+            # What is not mapped from a file can as well lie side by side.
             weights = torch.cat(tuple(weights)).split(self.sizes)
         self._weights: tuple[Tensor, ...] = tuple(weights) if keeps or self._float_panels is None else ()
 

@@ -60,3 +60,10 @@ def test_packed_weights_give_what_plain_ones_give(fan_out, route, monkeypatch):
     packed = linear.product(x)
     monkeypatch.setattr(module, "_packed", lambda *_, **__: None)
     torch.testing.assert_close(packed, FrozenLinear([weight]).product(x), rtol=0, atol=1e-4)
+
+
+def test_on_a_gpu_a_single_weight_is_not_copied():
+    """A tied head would be in memory twice. Several lie side by side, as one product reads them."""
+    one, two = (torch.empty(size, 64, device="meta") for size in (64, 16))
+    assert FrozenLinear([one]).weight is one
+    assert FrozenLinear([one, two])._whole.shape == (80, 64)
