@@ -191,7 +191,7 @@ class _Slots:
         sizes = [len(pool) for pool in pools]
         return cls(
             pool=np.repeat(np.array(bases.numbers(pools), np.int64), sizes),
-            slot=np.concatenate([np.arange(size) for size in (0, *sizes)]),
+            slot=np.array([owner.slot for pool in pools for owner in pool.owners], np.int64),
             capacity=np.repeat(np.array([pool.capacity for pool in pools], np.int64), sizes),
             count=np.array(counts, np.int64),
         )

@@ -4,7 +4,7 @@ A `KVPool` holds slots of one capacity; the slots in use are always 0 .. n - 1 (
 is one operand of a matrix product, without gathering. Capacities are powers of two: a slot that fills moves to the
 pool of twice the capacity. Prompts and what is drawn after them live in different pools, so that the samples of a prompt share
 its slot. A sample's slot begins at the last multiple of SPAN within the prompt, with a copy of the prompt's positions from there
-on, so that spans of the attention never lie across two slots.
+on, so that spans of the attention never lie across two slots. Where the GPU's kernels attend, which are told of each slot, gaps stay open (`GappedKVPool`).
 
 They are in the model's dtype where products add up in float32: on a GPU, and in the CPU's own kernels. Elsewhere on a CPU they are
 float32, for torch's products of bf16 operands would round scores and weighted sums to bf16.
@@ -13,8 +13,9 @@ float32, for torch's products of bf16 operands would round scores and weighted s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
 import torch
@@ -134,12 +135,15 @@ class KVPool:
         for hole, last in zip(holes, lasts, strict=True):
             self.owners[hole] = self.owners[last]
             self.owners[hole].slot = hole
-        if not count or self.slots > 2 * count + 8:
+        if not count or self._has_many_too_many(count):
             self._resize(count)
         else:
             for tensor in (*self.keys, *self.values):
                 tensor[count : len(self.owners)].zero_()
         del self.owners[count:]
+
+    def _has_many_too_many(self, count: int) -> bool:
+        return self.slots > 2 * count + 8
 
     def _resize(self, slots: int) -> None:
         # Layer by layer, so that only one layer is there twice.
@@ -156,16 +160,56 @@ class KVPool:
         return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
 
 
+class GappedKVPool(KVPool):
+    """Owners stay where they are when others leave, for kernels that look slots up: closing a gap is more launches than a step. What nobody owns holds anything."""
+
+    def __init__(self, shape: KVShape, capacity: int) -> None:
+        super().__init__(shape, capacity)
+        self._taken: list[int] = []
+        """The slot of each of `owners`, also while one of them is given another in another pool."""
+        self._gaps: list[int] = []
+        """A heap."""
+
+    def add(self, owner: SlotOwner) -> None:
+        if not self._gaps:
+            super().add(owner)
+        else:
+            owner.slot = heappop(self._gaps)
+            self.owners.append(owner)
+        self._taken.append(owner.slot)
+
+    def _free(self, slots: Sequence[int]) -> None:
+        gone = set(slots)
+        kept = [(owner, slot) for owner, slot in zip(self.owners, self._taken, strict=True) if slot not in gone]
+        self.owners, self._taken = [owner for owner, _ in kept], [slot for _, slot in kept]
+        for slot in slots:
+            heappush(self._gaps, slot)
+        if not kept or self._has_many_too_many(len(kept)):
+            self._close_gaps()
+
+    def _close_gaps(self) -> None:
+        count = len(self.owners)
+        taken = torch.tensor(self._taken, dtype=torch.int64, device=self.shape.device)
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = old[taken]
+        for slot, owner in enumerate(self.owners):
+            owner.slot = slot
+        self._taken, self._gaps = list(range(count)), []
+        self.replaced += 1
+
+
 class KVPools:
     """The pools of one kind, by capacity."""
 
-    def __init__(self, shape: KVShape) -> None:
+    def __init__(self, shape: KVShape, make: Callable[[KVShape, int], KVPool] = KVPool) -> None:
         self.shape = shape
+        self._make = make
         self._pools: dict[int, KVPool] = {}
 
     def of(self, capacity: int) -> KVPool:
         if capacity not in self._pools:
-            self._pools[capacity] = KVPool(self.shape, capacity)
+            self._pools[capacity] = self._make(self.shape, capacity)
         return self._pools[capacity]
 
     def reserve(self, capacities: Iterable[int]) -> None:

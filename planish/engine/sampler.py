@@ -27,7 +27,7 @@ from torch import Tensor
 from planish.engine.adapter_stacks import shape_of
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.graph_passes import GraphPasses
-from planish.engine.kv_cache import KVPools, KVShape
+from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
 from planish.engine.passes import Passes, PlainPasses, Rows
 from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.engine.prefix_cache import PrefixCache
@@ -91,8 +91,7 @@ class Sampler:
             settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
         )
         self._settings = settings
-        self._prompts = KVPools(self._shape)
-        self._samples = KVPools(self._shape)
+        self._make_pools()
         self._cache: PrefixCache[tuple[Tensor, Tensor]] = PrefixCache(
             CHUNK, settings.prefix_cache_bytes // (per_position * CHUNK)
         )
@@ -169,10 +168,14 @@ class Sampler:
         requests, self._requests = self._requests, []
         settings = self._scheduler
         self._scheduler = Scheduler(settings.max_batch, settings.max_positions, settings.prefill_tokens)
-        self._prompts, self._samples = KVPools(self._shape), KVPools(self._shape)
+        self._make_pools()
         self._last_hidden.clear()
         for request in requests:
             request.fail(error)
+
+    def _make_pools(self) -> None:
+        kind = GappedKVPool if isinstance(self._passes, GraphPasses) else KVPool
+        self._prompts, self._samples = KVPools(self._shape, kind), KVPools(self._shape, kind)
 
     # Prompts
 

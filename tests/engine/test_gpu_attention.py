@@ -12,7 +12,7 @@ from test_native_attention import Prompt, Sample
 from torch import Tensor
 
 from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.engine.kv_cache import KVPool, KVPools, KVShape
+from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
 from planish.engine.positions import SPAN, capacity_for
 from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
 from planish.native import kernels
@@ -28,9 +28,10 @@ class Batch:
     shape: KVShape
     q_heads: int
     running: list[Sample] = field(default_factory=list)
+    kind: type[KVPool] = KVPool
 
     def __post_init__(self) -> None:
-        self.prompts, self.samples = KVPools(self.shape), KVPools(self.shape)
+        self.prompts, self.samples = KVPools(self.shape, self.kind), KVPools(self.shape, self.kind)
         self.generator = torch.Generator().manual_seed(0)
 
     def begin(self, length: int, drawn: list[int]) -> None:
@@ -64,16 +65,15 @@ class Batch:
     def spoil(self) -> None:
         """Make a mess of all that nobody may see: a step's own keys, which are still to be stored, among them."""
         for pool in self.prompts.in_use():
-            ends = [prompt.length // SPAN * SPAN for prompt in cast(list[Prompt], pool.owners)]
-            _spoil(pool, ends)
+            _spoil(pool, {prompt.slot: prompt.length // SPAN * SPAN for prompt in cast(list[Prompt], pool.owners)})
         for pool in self.samples.in_use():
-            _spoil(pool, [sample.stored for sample in cast(list[Sample], pool.owners)])
+            _spoil(pool, {sample.slot: sample.stored for sample in cast(list[Sample], pool.owners)})
 
     def tables(self, max_rows: int) -> DecodeTables:
         return DecodeTables(PoolBases(self.shape), max_rows, self.q_heads)
 
     def check(self, tables: DecodeTables, padding: int) -> None:
-        """One layer of a step with `padding` rows in front of the samples', against both twins."""
+        """One layer of a step with `padding` rows in front of the samples', against both twins; where there are gaps, against that which takes them."""
         self.redraw()
         order = torch.randperm(len(self.running), generator=self.generator).tolist()
         rows = {id(sample): padding + place for sample, place in zip(self.running, order, strict=True)}
@@ -82,7 +82,15 @@ class Batch:
         # As the decoder has them: values are part of a wider tensor.
         k, v = self.random(total, self.shape.heads, size), self.random(total, 3 * self.shape.heads, size)
         v = v[:, -self.shape.heads :]
-        twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
+        twin = None
+        if self.kind is KVPool:
+            twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
+        for sample in self.running if twin is None else ():
+            own, row = self.samples.of(capacity_for(sample.stored + 1)), rows[id(sample)]
+            own.keys[layer][sample.slot, :, sample.stored], own.values[layer][sample.slot, :, sample.stored] = (
+                k[row],
+                v[row],
+            )
         dense = torch.stack([self.dense(sample, layer, q[rows[id(sample)]]) for sample in self.running])
         self.spoil()
         tables.fill(rows, self.prompts, self.samples)
@@ -90,7 +98,8 @@ class Batch:
         assert found.dtype == q.dtype
         assert not found[:padding].any()
         tolerance = TOLERANCE[self.shape.dtype]
-        torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
+        if twin is not None:
+            torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
         of_samples = found[[rows[id(sample)] for sample in self.running]]
         torch.testing.assert_close(of_samples.double(), dense, rtol=tolerance, atol=tolerance)
 
@@ -108,11 +117,11 @@ class Batch:
         return (scores.softmax(-1).unsqueeze(1) @ values).squeeze(1)
 
 
-def _spoil(pool: KVPool, ends: list[int]) -> None:
+def _spoil(pool: KVPool, ends: dict[int, int]) -> None:
+    """`ends`: by slot."""
     for tensor in (*pool.keys, *pool.values):
-        tensor[len(ends) :] = torch.nan
-        for slot, end in enumerate(ends):
-            tensor[slot, :, end:] = torch.nan
+        for slot in range(len(tensor)):
+            tensor[slot, :, ends.get(slot, 0) :] = torch.nan
 
 
 def batch(heads: int = 1, group: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32) -> Batch:
@@ -161,6 +170,20 @@ def test_tables_serve_step_after_step():
     assert any(pool.replaced > pools.get(id(pool), 0) for pool in running.samples.in_use())
     running.check(tables, padding=2)
     assert where == [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
+
+
+def test_slots_may_have_gaps_between_them():
+    running = Batch(KVShape(2, 1, 16, torch.float32, DEVICE), 2, kind=GappedKVPool)
+    running.begin(70, [0, 3, 1, 2])
+    running.begin(20, [20, 4])
+    tables = running.tables(8)
+    running.check(tables, padding=1)
+    for sample in running.running[:3:2]:
+        running.end(sample)
+    assert sorted(sample.slot for sample in running.running) == [1, 3, 4, 5]
+    running.check(tables, padding=0)
+    running.begin(150, [1, 2])
+    running.check(tables, padding=2)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, about just that row

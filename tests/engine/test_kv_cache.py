@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from planish.engine.kv_cache import KVPool, KVPools, KVShape
+from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
 from planish.engine.positions import capacity_for
 
 SHAPE = KVShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -42,6 +42,38 @@ def test_slots_stay_dense_and_keep_their_contents():
     assert pool.slots == 0
 
 
+def test_gaps_stay_open_until_they_are_many():
+    pool, owners = GappedKVPool(SHAPE, 64), [Owner() for _ in range(30)]
+    for number, owner in enumerate(owners):
+        pool.add(owner)
+        fill(pool, owner, number)
+    for number in (29, 0, 17, 1):
+        pool.remove(owners[number])
+    kept = [(number, owner) for number, owner in enumerate(owners) if owner.slot >= 0]
+    assert [owner.slot for _, owner in kept] == [number for number, _ in kept]
+    new, replaced = [Owner() for _ in range(3)], pool.replaced
+    for number, owner in enumerate(new, 100):
+        pool.add(owner)
+        fill(pool, owner, number)
+        kept.append((number, owner))
+    assert [owner.slot for owner in new] == [0, 1, 17]
+    assert pool.replaced == replaced
+    for number in (*range(2, 17), 18, 19, 20):
+        pool.remove(owners[number])
+    kept = [(number, owner) for number, owner in kept if owner.slot >= 0]
+    assert pool.slots == len(kept) == 11
+    assert pool.replaced == replaced + 1
+    assert pool.owners == [owner for _, owner in kept]
+    assert all(held(pool, owner) == {float(number)} for number, owner in kept)
+    pool.reserve(2)
+    for owner in (extra := [Owner(), Owner()]):
+        pool.add(owner)
+    assert [owner.slot for owner in extra] == [len(kept), len(kept) + 1]
+    for owner in list(pool.owners):
+        pool.remove(owner)
+    assert pool.slots == 0
+
+
 def test_what_is_reserved_is_all_that_is_allocated():
     pools = KVPools(SHAPE)
     pools.reserve([64, 256, 64, 64])
@@ -52,10 +84,11 @@ def test_what_is_reserved_is_all_that_is_allocated():
     assert pools.in_use() == [pools.of(64)]
 
 
+@pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
 @pytest.mark.parametrize("moved", [[0], [5], [1, 4, 5], [5, 4, 3], [0, 1, 2], [2, 0, 5, 1], [0, 1, 2, 3, 4, 5]])
-def test_full_slots_move_with_their_contents(moved):
-    """First ones, last ones, in any order; those that stay close the gaps."""
-    pools, owners = KVPools(SHAPE), [Owner() for _ in range(6)]
+def test_full_slots_move_with_their_contents(moved, kind):
+    """First ones, last ones, in any order; those that stay close the gaps, or stay."""
+    pools, owners = KVPools(SHAPE, kind), [Owner() for _ in range(6)]
     small, large = pools.of(64), pools.of(128)
     before = Owner()
     large.add(before)
@@ -73,8 +106,9 @@ def test_full_slots_move_with_their_contents(moved):
         }
         assert not large.keys[0][slot, :, 64:].any()
     stay = [number for number in range(6) if number not in moved]
-    assert sorted(owners[number].slot for number in stay) == list(range(len(stay)))
-    assert all(small.owners[owners[number].slot] is owners[number] for number in stay)
+    slots = list(range(len(stay))) if kind is KVPool or not stay else stay
+    assert sorted(owners[number].slot for number in stay) == slots
+    assert {id(owner) for owner in small.owners} == {id(owners[number]) for number in stay}
     assert all(held(small, owners[number]) == {number + 1.0} for number in stay)
 
 
