@@ -20,6 +20,8 @@ from planish.types import SamplingParams
 _CHUNK = 128
 _ENTRIES = 1 << 22
 """Of runs that are looked at together."""
+_SORTED_ROWS = 64
+"""Sorted at a time on a GPU: some hundreds of megabytes with a large vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,31 @@ def _last_positive(weights: Tensor) -> Tensor:
 
 def _filter(weights: Tensor, params: list[SamplingParams]) -> None:
     """Zero, in place, what top_k, then top_p, then min_p leave out. `weights` are 1 at the peak of each row."""
+    if weights.device.type == "cpu":
+        _filter_each(weights, params)
+        return
+    filtered = [row for row, p in enumerate(params) if _is_filtered(p)]
+    for start in range(0, len(filtered), _SORTED_ROWS):
+        some = filtered[start : start + _SORTED_ROWS]
+        rows = torch.tensor(some, device=weights.device)
+        weights[rows] = _filtered(weights[rows], [params[row] for row in some])
+
+
+def _filtered(weights: Tensor, params: list[SamplingParams]) -> Tensor:
+    """All rows by one sort, without waiting for the device: row by row, each would take as long there as a decoding step."""
+    vocab, device = weights.shape[1], weights.device
+    bounds = [[p.top_k if p.top_k > 0 else vocab, p.top_p, p.min_p] for p in params]
+    top_k, top_p, min_p = torch.tensor(bounds, dtype=torch.float64, device=device).unsqueeze(2).unbind(1)
+    ordered = weights.sort(dim=1, descending=True, stable=True)
+    kept = ordered.values.masked_fill(torch.arange(vocab, device=device) >= top_k, 0.0)
+    mass = kept.double().cumsum(1)
+    # As below: a token stays if those before it hold less than top_p; at 1 all stay.
+    dropped = (mass - kept >= top_p * mass[:, -1:]) & (top_p < 1)
+    kept.masked_fill_(dropped | (kept < min_p), 0.0)
+    return torch.empty_like(weights).scatter_(1, ordered.indices, kept)
+
+
+def _filter_each(weights: Tensor, params: list[SamplingParams]) -> None:
     vocab = weights.shape[-1]
     for row, p in enumerate(params):
         if p.temperature == 0:

@@ -90,6 +90,28 @@ def test_filters_keep_what_they_say(params: SamplingParams, allowed: set[int]):
     assert set(drawn.tolist()) == allowed
 
 
+def test_rows_are_filtered_together_as_one_by_one():
+    """As on a GPU and on a CPU; a row that is not finite keeps to itself."""
+    generator = torch.Generator().manual_seed(0)
+    choices = {"top_k": (-1, 1, 7, 500), "top_p": (1.0, 0.9, 0.3, 0.001), "min_p": (0.0, 0.05, 0.9)}
+    params = [
+        SamplingParams(top_k=k, top_p=p, min_p=least)
+        for k in choices["top_k"]
+        for p in choices["top_p"]
+        for least in choices["min_p"]
+    ]
+    weights = (3 * torch.randn(len(params), 300, generator=generator)).exp()
+    weights /= weights.amax(1, keepdim=True)
+    weights[:, 40:60] = 0
+    weights[5] = torch.nan
+    expected = weights.clone()
+    drawing._filter_each(expected, params)
+    found = drawing._filtered(weights, params)
+    finite = torch.arange(len(params)) != 5
+    assert torch.equal(found[finite], expected[finite])
+    assert len({int((row > 0).sum()) for row in found}) > 10
+
+
 def test_rows_do_not_depend_on_the_batch():
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(2)) * 6
     uniforms = np.random.default_rng(1).random(64).tolist()
