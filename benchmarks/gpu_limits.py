@@ -20,6 +20,7 @@ how fast it reads memory. Needed: useful work only, each token that sequences sh
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,7 @@ def measured_limits(config: ModelConfig, small: bool) -> MachineLimits:
     layers = 2 * layer_numbers(few) * few.num_layers * rows / Limit(few).layers_seconds(rows)
     bandwidth = read_bandwidth(SMALL_BANDWIDTH_BYTES if small else BANDWIDTH_BYTES)
     if DEVICE.type == "cuda":
+        gc.collect()  # a Limit refers to itself, and so keeps its weights
         torch.cuda.empty_cache()
     return MachineLimits(square, layers, bandwidth)
 
