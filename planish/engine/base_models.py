@@ -33,6 +33,7 @@ class BaseModel:
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         device = choose_device(settings.device)
+        _make_current(device)  # what is pinned for it would else take memory of the first GPU too
         config = ModelConfig.from_directory(directory)
         dtype = choose_dtype(settings.dtype, device)
         self.directory = directory
@@ -54,8 +55,7 @@ class BaseModel:
 
     def make_current(self) -> None:
         """For the thread that computes: Triton launches on the thread's current GPU, wherever the tensors are."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        _make_current(self.device)
 
     def settle(self) -> None:
         """Wait until the device has done what this thread gave it."""
@@ -71,6 +71,11 @@ class BaseModel:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def _make_current(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class BaseModels:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from planish.engine.base_models import BaseModel
 from planish.engine.sampler import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device
 from planish.engine.trainer import TrainerSettings
@@ -28,6 +29,18 @@ def test_a_gpu_keeps_a_share_of_its_memory_for_keys_and_values(of_memory):
     of_memory(80)
     assert SamplerSettings.on(GPU).kv_cache_bytes == 20 << 30
     assert SamplerSettings.on(GPU).prefix_cache_bytes == 5 << 30
+
+
+def test_a_model_is_loaded_with_its_gpu_current(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def set_device(device: torch.device) -> None:
+        raise RuntimeError(f"current: {device}")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    with pytest.raises(RuntimeError, match="current: cuda:1"):
+        BaseModel(tiny_model(tmp_path), EngineSettings(device="cuda:1"))
 
 
 @pytest.mark.parametrize(("gib", "tokens"), [(1, 16384), (0, 1024)])
