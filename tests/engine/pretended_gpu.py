@@ -1,0 +1,202 @@
+"""A GPU that is none: what would fail on one because of where tensors lie, or because a step is being recorded, fails here too.
+
+Tensors lie on the CPU. A storage is marked when it is made with device="cuda" or from marked ones, and of a marked tensor `device` is the GPU.
+Refused, as a GPU refuses it: operations on marked and plain tensors together, numpy() of marked ones, kernels over plain ones, and
+whatever waits for the device while a step is recorded. All of it holds in the thread that enters `pretended_gpu`, and in its backward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+from planish.engine.graph_passes import GraphRecorder, Step
+
+GPU = torch.device("cuda", 0)
+WAITING = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique_consecutive")
+
+
+class RefusedError(Exception):
+    """What a GPU would not do."""
+
+
+class Marks:
+    """Which storages are on the GPU, and whether a step is being recorded."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}  # which also keeps their addresses from being used again
+        self.is_recording = False
+
+    def has(self, x: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return x.untyped_storage()._cdata in self._known
+
+    def put(self, made: Any) -> Any:
+        for x in tensors(made):
+            with torch._C.DisableTorchFunction():
+                storage = x.untyped_storage()
+                self._known.setdefault(storage._cdata, StorageWeakRef(storage))
+        return made
+
+    def wait(self, what: str) -> None:
+        if self.is_recording:
+            raise RefusedError(f"{what} while a step is recorded")
+
+
+def tensors(given: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+
+
+class _Functions(TorchFunctionMode):
+    """Where tensors are made, asked for their device, and moved."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        marks, kwargs, name = self._marks, dict(kwargs or {}), getattr(func, "__name__", "")
+        own = args[0] if args and isinstance(args[0], Tensor) else None
+        is_marked = own is not None and marks.has(own)
+        asked = func.__self__.__name__ if name == "__get__" else ""
+        if asked == "device":
+            return GPU if is_marked else torch.device("cpu")
+        if asked == "is_cuda":
+            return is_marked
+        if is_marked and name in ("numpy", "pin_memory"):
+            raise RefusedError(f"{name} of what is on a GPU")
+        if is_marked and name in WAITING:
+            marks.wait(name)
+        if own is not None and name in ("to", "cpu"):
+            return self._moved(func, own, name, args[1:], kwargs)
+        if name == "pin_memory":
+            marks.wait(name)
+            return own.clone()  # type: ignore[union-attr]
+        kwargs.pop("pin_memory", None)
+        place = kwargs.pop("device", None)
+        made = func(*args, **kwargs)
+        if (place is not None and torch.device(place) == GPU) or (is_marked and name == "new_tensor"):
+            if name in ("tensor", "new_tensor"):
+                marks.wait(name)
+            marks.put(made)
+        return made
+
+    def _moved(self, func: Any, own: Tensor, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        places = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, torch.device | str)]
+        others = [x for x in args if not isinstance(x, torch.device | str)]
+        kwargs.pop("non_blocking", None)
+        here = self._marks.has(own)
+        there = places[0].type == "cuda" if places else here and name != "cpu"
+        if here != there:
+            self._marks.wait(name)
+        moved = func(own, *others, **kwargs) if others or kwargs else own
+        if here == there:
+            return moved
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            moved = moved.clone()
+        return self._marks.put(moved) if there else moved
+
+
+class _Operations(TorchDispatchMode):
+    """What is computed of what."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        marks, name = self._marks, func._schema.name.removeprefix("aten::")
+        given = tensors((args, kwargs))
+        on_gpu = [x for x in given if marks.has(x)]
+        elsewhere = [x for x in given if not marks.has(x)]
+        if on_gpu and any(x.dim() for x in elsewhere):
+            into = (
+                "index" in name and marks.has(args[0]) and all(x.dtype in (torch.int64, torch.bool) for x in elsewhere)
+            )
+            if name != "copy_" and not into:
+                raise RefusedError(f"{func} of {[tuple(x.shape) for x in elsewhere]} on the CPU and others on a GPU")
+            marks.wait(name)
+        if name == "_local_scalar_dense" and on_gpu:
+            marks.wait(name)
+        if func in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype):  # which a CPU has not
+            assert on_gpu
+            assert (args[0].dtype, args[1].dtype, args[2]) == (torch.bfloat16, torch.bfloat16, torch.float32)
+            return marks.put(args[0].float() @ args[1].float())
+        made = func(*args, **(kwargs or {}))
+        if on_gpu:
+            marks.put([x for x in tensors(made) if not any(x is other for other in elsewhere)])
+        return made
+
+
+@contextmanager
+def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
+    marks = Marks()
+    patch_cuda(patch)
+    patch.setattr(GraphRecorder, "recorded", lambda _, step: recorded(marks, step))
+    interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
+
+    def run(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        if not all(marks.has(x) for x in tensors((args, kwargs))):
+            raise RefusedError(f"kernel {kernel.fn.__name__} over what is on the CPU")
+        assert all(size <= 65_535 for size in grid[1:])
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return interpret(kernel, *args, grid=grid, **kwargs)
+
+    def backward(function: Any, *grads: Any) -> Any:
+        with nullcontext() if _get_current_function_mode_stack() else _Functions(marks):
+            return apply(function, *grads)
+
+    patch.setattr(InterpretedFunction, "run", run)
+    patch.setattr(BackwardCFunction, "apply", backward)
+    with _Operations(marks), _Functions(marks):
+        yield marks
+
+
+def recorded(marks: Marks, step: Step) -> Step:
+    """As GraphRecorder.recorded; launched, the step is computed again."""
+
+    def computed() -> tuple[Tensor, Tensor]:
+        marks.is_recording = True
+        try:
+            return step()
+        finally:
+            marks.is_recording = False
+
+    step()
+    out = computed()
+
+    def launch() -> tuple[Tensor, Tensor]:
+        for kept, made in zip(out, computed(), strict=True):
+            kept.copy_(made)
+        return out
+
+    return launch
+
+
+def patch_cuda(patch: pytest.MonkeyPatch) -> None:
+    idle = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    facts = SimpleNamespace(total_memory=1 << 30, multi_processor_count=1)
+    found: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_properties": lambda _: facts,
+        "get_device_capability": lambda _: (9, 0),
+        "set_device": lambda _: None,
+        "current_stream": lambda _: idle,
+        "Event": lambda: idle,
+        "Stream": lambda _: idle,
+    }
+    for name, value in found.items():
+        patch.setattr(torch.cuda, name, value)

@@ -1,0 +1,139 @@
+"""Sampling and training as on a GPU, for all that is no kernel's business: where tensors lie, and what may be done while a step is recorded."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: tests/gpu has more to say", allow_module_level=True)
+from pretended_gpu import GPU, Marks, RefusedError, pretended_gpu
+from test_sampler import request, tokens
+
+from planish.engine.adapters import Adapter
+from planish.engine.base_models import BaseModel
+from planish.engine.graph_passes import GraphPasses
+from planish.engine.passes import PlainPasses
+from planish.engine.settings import EngineSettings
+from planish.model.lora import LoraLayout
+from planish.testing import tiny_model
+from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
+
+
+@pytest.fixture
+def gpu() -> Iterator[Marks]:
+    with pytest.MonkeyPatch.context() as patch, pretended_gpu(patch) as marks:
+        yield marks
+
+
+@pytest.mark.parametrize("deterministic", [None, True])
+def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic: bool | None):
+    directory = tiny_model(tmp_path, family="qwen3", layers=1)
+    settings = EngineSettings(
+        max_batch=3, kv_cache_bytes=1 << 24, prefix_cache_bytes=1 << 20, deterministic=deterministic
+    )
+    base = BaseModel(directory, settings)
+    assert (base.device, base.dtype) == (GPU, torch.bfloat16)
+    assert isinstance(base.sampler._passes, PlainPasses if deterministic else GraphPasses)
+    adapters = [
+        adapted(base, LoraConfig(rank=8, seed=0)),
+        adapted(base, LoraConfig(rank=4, seed=1, train_unembed=False)),
+    ]
+    responses = sampled(base, adapters)
+    assert all(np.isfinite(sequence.logprobs).all() for answer in responses for sequence in answer.sequences)
+    for adapter in adapters:
+        output = done(base.trainer.forward_backward(adapter, data(), "importance_sampling"))
+        assert np.isfinite(output.metrics["loss:sum"])
+        assert adapter.grad is not None
+        assert adapter.grad.device == GPU
+        assert adapter.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).metrics["grad_norm"] > 0
+        adapter.load_state({name: tensor.cpu() for name, tensor in adapter.state().items()})
+        assert adapter.master.device == adapter.exp_avg.device == GPU
+
+
+def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:
+    layout = LoraLayout(base.config, lora)
+    noise = 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
+    return Adapter(layout, base.dtype, base.device, layout.init(0) + noise)
+
+
+def sampled(base: BaseModel, adapters: list[Adapter]) -> list[SampleResponse]:
+    """Two adapters and none, every filter, and every question about a prompt."""
+    asked: list[tuple[int | None, dict[str, Any]]] = [
+        (None, {"n": 2, "max_tokens": 2}),
+        (0, {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.001}),
+        (1, {"max_tokens": 2, "temperature": 0.0, "topk_sample_logprobs": 2}),
+        (0, {"max_tokens": 1, "prompt_logprobs": True, "topk_prompt_logprobs": 2}),
+        (None, {"max_tokens": 1, "prompt_alt_tokens_k": 2}),
+    ]
+    futures: list[Future[SampleResponse]] = []
+    for number, (which, options) in enumerate(asked):
+        weights = None if which is None else adapters[which].snapshot()
+        futures.append(Future())
+        base.sampler.submit(
+            request(tokens((70, 40, 9, 33, 5)[number]), seed=number, **options), weights, which, futures[-1]
+        )
+    while base.sampler.busy:
+        base.sampler.step()
+    return [future.result(timeout=0) for future in futures]
+
+
+def data() -> list[Datum]:
+    """Of a common beginning."""
+    found = []
+    for seed in range(2):
+        sequence = tokens(20) + tokens(12, seed=seed)
+        inputs = {
+            "target_tokens": sequence[1:],
+            "logprobs": np.full(31, -5, np.float32),
+            "advantages": np.ones(31, np.float32),
+        }
+        found.append(Datum(ModelInput.from_ints(sequence[:-1]), inputs))
+    return found
+
+
+def done(work) -> Any:
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: torch.ones(3)[torch.zeros(2, dtype=torch.int64, device=GPU)],
+        lambda x: torch.zeros(3, device=GPU).add_(torch.ones(3)),
+        lambda x: x.view(1, 3).numpy(),
+        lambda x: torch.cat([x.cpu(), x]),
+    ],
+)
+def test_what_a_gpu_refuses_is_refused(gpu: Marks, mistake: Callable[[torch.Tensor], Any]):
+    x = torch.ones(3, device=GPU)
+    with pytest.raises(RefusedError):
+        mistake(x)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda x: x.tolist(),
+        lambda x: bool(x.any()),
+        lambda x: x.cpu(),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: x.new_tensor([1.0]),
+    ],
+)
+def test_nothing_waits_while_a_step_is_recorded(gpu: Marks, mistake: Callable[[torch.Tensor], Any]):
+    x = torch.ones(3, device=GPU)
+    mistake(x)
+    gpu.is_recording = True
+    with pytest.raises(RefusedError, match="recorded"):
+        mistake(x)
