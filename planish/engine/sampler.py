@@ -27,6 +27,7 @@ from torch import Tensor
 from planish.engine.adapter_stacks import shape_of
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.graph_passes import GraphPasses
+from planish.engine.heap import let_go
 from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
 from planish.engine.passes import Passes, PlainPasses, Rows
 from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
@@ -218,6 +219,7 @@ class Sampler:
                     lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
                 )
             except Exception as error:  # memory, for instance, for more than others ask for
+                let_go(error)
                 request.fail(error)
         prompt.computed += hidden.shape[0]
         if not prompt.ready:

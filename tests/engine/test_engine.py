@@ -417,12 +417,12 @@ def test_an_error_that_is_kept_keeps_no_memory(engine, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("planish.model.head._stored_logits", too_much)
         patch.setattr(base.sampler._head, "logits", too_much)
-        failed = [
-            engine.submit(operation) for operation in (request("s"), ForwardBackward("a", [datum()], "cross_entropy"))
-        ]
-        errors = [future.exception(WAIT) for future in failed]
-    assert [type(error) for error in errors] == [MemoryError] * 2
-    assert [found() for found in hidden] == [None] * 2
+        scored = replace(request("s"), prompt_logprobs=True)
+        operations = (request("s"), scored, ForwardBackward("a", [datum()], "cross_entropy"))
+        errors = [engine.submit(operation).exception(WAIT) for operation in operations]
+    assert [type(error) for error in errors] == [MemoryError] * 3
+    assert len(hidden) >= 3
+    assert not any(found() is not None for found in hidden)
 
 
 def test_a_fault_of_the_loop_itself_answers_everybody(engine, monkeypatch):
