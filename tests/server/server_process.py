@@ -71,9 +71,11 @@ def _read(server: ServerProcess) -> None:
 
 
 @contextmanager
-def running_server(data_dir: Path, model: Path, *options: str, **more: Mapping[str, str]) -> Iterator[ServerProcess]:
+def running_server(
+    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None, name: str = BASE_MODEL
+) -> Iterator[ServerProcess]:
     """A server for the length of a block; whatever happens in it, the process ends."""
-    server = start_server(data_dir, model, *options, **more)  # type: ignore[arg-type]
+    server = start_server(data_dir, model, *options, environment=environment, name=name)
     try:
         yield server
     finally:
