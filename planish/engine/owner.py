@@ -18,6 +18,8 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Literal
 
+import torch
+
 from planish.engine.base_models import BaseModel
 from planish.engine.fairness import FairShare
 from planish.engine.heap import let_go
@@ -277,7 +279,7 @@ class DeviceOwner:
         except StopIteration:
             return False
         except BaseException as error:
-            let_go(error)
+            _prepared(error, tenant.base)
             job.fail(error)
             if not isinstance(error, Exception):
                 raise
@@ -299,7 +301,7 @@ class DeviceOwner:
             base.make_current()
             base.sampler.step()
         except Exception as error:
-            let_go(error)
+            _prepared(error, base)
             base.sampler.fail(error)
 
     def _forget_unused(self) -> None:
@@ -344,6 +346,16 @@ class DeviceOwner:
         )
         error.__cause__ = self._fault
         return error
+
+
+def _prepared(error: BaseException, base: BaseModel) -> None:
+    """Make it fit to be kept by who asked, with the remedy where torch says only what it lacks."""
+    let_go(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        error.add_note(
+            f"The memory of {base.device} is full: lower micro_batch_tokens (now {base.trainer.settings.micro_batch_tokens:,}) for training, "
+            f"kv_cache_bytes (now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now {base.sampler.settings.max_batch:,}) for sampling"
+        )
 
 
 def _fail_all(jobs: Sequence[Job], error: Exception) -> None:

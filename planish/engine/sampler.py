@@ -91,7 +91,7 @@ class Sampler:
         self._scheduler = Scheduler(
             settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
         )
-        self._settings = settings
+        self.settings = settings
         self._make_pools()
         self._cache: PrefixCache[tuple[Tensor, Tensor]] = PrefixCache(
             CHUNK, settings.prefix_cache_bytes // (per_position * CHUNK)
@@ -114,7 +114,7 @@ class Sampler:
             raise ValueError(
                 f"a prompt of {tokens} tokens with max_tokens={max_tokens} needs "
                 f"{needed * self._shape.bytes_per_position:,} bytes of keys and values, and kv_cache_bytes="
-                f"{self._settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
+                f"{self.settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
             )
 
     def submit(

@@ -425,6 +425,25 @@ def test_an_error_that_is_kept_keeps_no_memory(engine, monkeypatch):
     assert not any(found() is not None for found in hidden)
 
 
+def test_an_error_for_want_of_a_gpu_s_memory_says_what_to_lower(engines, monkeypatch):
+    engine = engines(micro_batch_tokens=64, kv_cache_bytes=1 << 30)
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("planish.model.head._stored_logits", full)
+        patch.setattr(engine._models.get("llama").sampler._head, "logits", full)
+        for operation in (request("s"), ForwardBackward("a", [datum()], "cross_entropy")):
+            error = engine.submit(operation).exception(WAIT)
+            assert isinstance(error, torch.OutOfMemoryError)
+            (note,) = error.__notes__
+            assert "micro_batch_tokens (now 64)" in note
+            assert "kv_cache_bytes (now 1,073,741,824)" in note
+
+
 def test_a_fault_of_the_loop_itself_answers_everybody(engine, monkeypatch):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
