@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.engine.sending import on_device
 from planish.model.head import log_normalizer
 from planish.native import cpu, cpu_head
 from planish.types import SamplingParams
@@ -39,20 +40,20 @@ def draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float], ro
     top_k, top_p and min_p. Of a row with a logit that is not finite, the normalizer is not finite either, and its token means nothing.
     """
     device = logits.device
-    temperatures = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
-    chosen = torch.tensor(uniforms, dtype=torch.float64, device=device)
+    temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
+    chosen = on_device(uniforms, torch.float64, device)
     own = cpu.usable(logits) and logits.is_contiguous()
     if own and not any(map(_is_filtered, params)):
         at = torch.arange(len(params)) if rows is None else torch.tensor(rows)
         drawn, normalizer = cpu_head.draw(logits, at, temperatures, chosen)
     else:
-        weights = logits.clone() if rows is None else logits[torch.tensor(rows, device=device)]
+        weights = logits.clone() if rows is None else logits[on_device(rows, torch.int64, device)]
         normalizer = log_normalizer(weights, temperatures)
         _filter(weights, params)
         drawn = _inverted(weights, chosen.unsqueeze(1)).squeeze(1)
     if any(p.temperature == 0 for p in params):
-        greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-        best = logits.argmax(-1) if rows is None else logits.argmax(-1)[torch.tensor(rows, device=device)]
+        greedy = on_device([p.temperature == 0 for p in params], torch.bool, device)
+        best = logits.argmax(-1) if rows is None else logits.argmax(-1)[on_device(rows, torch.int64, device)]
         drawn = torch.where(greedy, best, drawn)
     return Draw(drawn, normalizer)
 
@@ -125,7 +126,7 @@ def _filter(weights: Tensor, params: list[SamplingParams]) -> None:
     filtered = [row for row, p in enumerate(params) if _is_filtered(p)]
     for start in range(0, len(filtered), _SORTED_ROWS):
         some = filtered[start : start + _SORTED_ROWS]
-        rows = torch.tensor(some, device=weights.device)
+        rows = on_device(some, torch.int64, weights.device)
         weights[rows] = _filtered(weights[rows], [params[row] for row in some])
 
 
@@ -133,7 +134,7 @@ def _filtered(weights: Tensor, params: list[SamplingParams]) -> Tensor:
     """All rows by one sort, without waiting for the device: row by row, each would take as long there as a decoding step."""
     vocab, device = weights.shape[1], weights.device
     bounds = [[p.top_k if p.top_k > 0 else vocab, p.top_p, p.min_p] for p in params]
-    top_k, top_p, min_p = torch.tensor(bounds, dtype=torch.float64, device=device).unsqueeze(2).unbind(1)
+    top_k, top_p, min_p = on_device(bounds, torch.float64, device).unsqueeze(2).unbind(1)
     ordered = weights.sort(dim=1, descending=True, stable=True)
     kept = ordered.values.masked_fill(torch.arange(vocab, device=device) >= top_k, 0.0)
     mass = kept.double().cumsum(1)

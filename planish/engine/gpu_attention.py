@@ -22,6 +22,7 @@ from torch import Tensor
 from planish.engine.kv_cache import KVPool, KVPools, KVShape
 from planish.engine.positions import SPAN
 from planish.engine.sampling_attention import PrefillSpan, PromptSlot, SampleSlot
+from planish.engine.sending import staged
 
 _POOLS = 64
 """Most pools alive: one for each power of two up to the longest context, of prompts and of samples, and as many that are being replaced."""
@@ -256,12 +257,8 @@ class _Tables:
 
 
 def _send(numbers: np.ndarray, target: Tensor) -> None:
-    """Copy without waiting for the device. `numbers` may be written to at once, for what is sent is a copy in pinned memory.
-
-    torch hands that memory out again only when the device is through with it.
-    """
-    source = torch.from_numpy(numbers)
-    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+    """Copy without waiting for the device. `numbers` may be written to at once: what is sent is a copy."""
+    target.copy_(staged(torch.from_numpy(numbers), target.device), non_blocking=True)
 
 
 def _pieces_of(counts: np.ndarray, chunk: int) -> np.ndarray:

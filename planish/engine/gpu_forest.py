@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from planish.engine.packing import Packed
+from planish.engine.sending import staged
 
 if TYPE_CHECKING:
     from planish.native.triton_forest import Table, Tiles
@@ -159,7 +160,5 @@ def _on_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     starts = np.cumsum([0, *sizes[:-1]])
     for start, array in zip(starts, arrays, strict=True):
         joined[start : start + array.size] = array.ravel()
-    table = torch.from_numpy(joined)
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
+    table = staged(torch.from_numpy(joined), device).to(device, non_blocking=True)
     return [table[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]

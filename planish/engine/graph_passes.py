@@ -24,6 +24,7 @@ from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.engine.kv_cache import KVPools, KVShape
 from planish.engine.passes import Rows
 from planish.engine.sampling_attention import PrefillSpan
+from planish.engine.sending import on_device
 from planish.model.decoder import Decoder
 from planish.model.head import base_product
 from planish.model.lora import AdapterRows
@@ -63,7 +64,7 @@ class GraphPasses:
         return 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
-        tokens, positions = torch.tensor([rows.tokens, rows.positions], device=self._decoder.device)
+        tokens, positions = on_device([rows.tokens, rows.positions], torch.int64, self._decoder.device)
         adapters = _adapted(rows)
         self._prefill_adapters.fill(adapters)
         given = self._prefill_adapters if adapters else ()
@@ -74,7 +75,7 @@ class GraphPasses:
         count = len(rows.tokens)
         size = self._sizes[bisect_left(self._sizes, count)]
         adapters = _adapted(rows)
-        self._places[:, :count] = torch.tensor([rows.tokens, rows.positions])
+        self._places[:, :count] = on_device([rows.tokens, rows.positions], torch.int64, self._places.device)
         self._attention.fill(row_of, prompts, samples)
         self._adapters.fill(adapters)
         kind = (size, bool(adapters), any(a.weights is not None and a.weights.head is not None for a in adapters))

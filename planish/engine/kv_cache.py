@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from planish.engine.sending import on_device
 from planish.model.config import ModelConfig
 from planish.native import cpu, kernels
 
@@ -93,7 +94,7 @@ class KVPool:
         target.reserve(len(owners))
         for owner in owners:
             target.add(owner)
-        theirs, mine = (torch.tensor(x, device=self.shape.device) for x in ([o.slot for o in owners], sources))
+        theirs, mine = (on_device(x, torch.int64, self.shape.device) for x in ([o.slot for o in owners], sources))
         for to, of in zip((*target.keys, *target.values), (*self.keys, *self.values), strict=True):
             to[theirs, :, : self.capacity] = of[mine]
         self._free(sources)
@@ -118,7 +119,7 @@ class KVPool:
         """Put `count` positions from starts[i] of slot sources[i] of `source` at the beginning of slots[i]; what lies beyond their end is of no meaning."""
         if not count:
             return
-        mine, theirs, first = (torch.tensor(x, device=self.shape.device) for x in (slots, sources, starts))
+        mine, theirs, first = (on_device(x, torch.int64, self.shape.device) for x in (slots, sources, starts))
         places = (first[:, None] + torch.arange(count, device=first.device)).clamp_(max=source.capacity - 1)
         for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
             to[mine, :, :count] = of[theirs[:, None], :, places].transpose(1, 2)
@@ -129,7 +130,7 @@ class KVPool:
         holes = [slot for slot in slots if slot < count]
         lasts = [slot for slot in range(count, len(self.owners)) if slot not in gone]
         if holes:
-            to, of = (torch.tensor(x, device=self.shape.device) for x in (holes, lasts))
+            to, of = (on_device(x, torch.int64, self.shape.device) for x in (holes, lasts))
             for tensor in (*self.keys, *self.values):
                 tensor[to] = tensor[of]
         for hole, last in zip(holes, lasts, strict=True):
@@ -189,7 +190,7 @@ class GappedKVPool(KVPool):
 
     def _close_gaps(self) -> None:
         count = len(self.owners)
-        taken = torch.tensor(self._taken, dtype=torch.int64, device=self.shape.device)
+        taken = on_device(self._taken, torch.int64, self.shape.device)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 tensors[layer] = old[taken]

@@ -38,6 +38,7 @@ from planish.engine.sample_checks import check_sample, max_tokens_of
 from planish.engine.sampling_attention import PrefillSpan
 from planish.engine.sampling_head import RowLayout, SamplingHead
 from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
+from planish.engine.sending import on_device
 from planish.engine.stopping import StopCondition
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
@@ -321,11 +322,11 @@ class Sampler:
         params = [sample.request.op.sampling_params for sample in samples]
         drawn = draw(logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows)
         exact = self._head.drawn(hidden, logits, rows, drawn.tokens, adapters)
-        temperature = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
+        temperature = on_device([p.temperature or 1.0 for p in params], torch.float32, logits.device)
         logprobs = (exact / temperature - drawn.log_normalizer).tolist()
         most = max(sample.request.op.topk_sample_logprobs for sample in samples)
         if most and rows != list(range(logits.shape[0])):
-            logits = logits[torch.tensor(rows, device=logits.device)]
+            logits = logits[on_device(rows, torch.int64, logits.device)]
         tops = top_logprobs(logits, drawn.log_normalizer, temperature, most) if most else None
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
         done: list[RunningSample] = []

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.engine.row_tiling import RowTiling
+from planish.engine.sending import on_device
 from planish.model.decoder import Decoder
 from planish.model.head import exact_logits, head_logits
 from planish.model.head_lora import Member
@@ -69,7 +70,7 @@ class SamplingHead:
         On a GPU, whose logits are exact already and whose bits are nobody's promise, without as many products as there are adapters.
         """
         if logits.device.type != "cpu" and self._tiling == RowTiling():
-            return logits[torch.tensor(rows, device=logits.device), tokens]
+            return logits[on_device(rows, torch.int64, logits.device), tokens]
         return self.exact(hidden, torch.tensor(rows, device=hidden.device), tokens, adapters)
 
     def _tile(self, hidden: Tensor, weights: LoraWeights | None) -> Tensor:

@@ -38,6 +38,8 @@ class Marks:
     def __init__(self) -> None:
         self._known: dict[int, StorageWeakRef] = {}  # which also keeps their addresses from being used again
         self.is_recording = False
+        self.waited: list[str] = []
+        """For what the device was waited for."""
 
     def has(self, x: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
@@ -51,6 +53,10 @@ class Marks:
         return made
 
     def wait(self, what: str) -> None:
+        self.refuse_while_recording(what)
+        self.waited.append(what)
+
+    def refuse_while_recording(self, what: str) -> None:
         if self.is_recording:
             raise RefusedError(f"{what} while a step is recorded")
 
@@ -82,7 +88,7 @@ class _Functions(TorchFunctionMode):
         if own is not None and name in ("to", "cpu"):
             return self._moved(func, own, name, args[1:], kwargs)
         if name == "pin_memory":
-            marks.wait(name)
+            marks.refuse_while_recording(name)
             return own.clone()  # type: ignore[union-attr]
         kwargs.pop("pin_memory", None)
         place = kwargs.pop("device", None)
@@ -96,11 +102,11 @@ class _Functions(TorchFunctionMode):
     def _moved(self, func: Any, own: Tensor, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
         places = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, torch.device | str)]
         others = [x for x in args if not isinstance(x, torch.device | str)]
-        kwargs.pop("non_blocking", None)
+        waits = not kwargs.pop("non_blocking", False)
         here = self._marks.has(own)
         there = places[0].type == "cuda" if places else here and name != "cpu"
         if here != there:
-            self._marks.wait(name)
+            (self._marks.wait if waits else self._marks.refuse_while_recording)(name)
         moved = func(own, *others, **kwargs) if others or kwargs else own
         if here == there:
             return moved
@@ -127,7 +133,7 @@ class _Operations(TorchDispatchMode):
             )
             if name != "copy_" and not into:
                 raise RefusedError(f"{func} of {[tuple(x.shape) for x in elsewhere]} on the CPU and others on a GPU")
-            marks.wait(name)
+            (marks.refuse_while_recording if name == "copy_" and args[2:] == (True,) else marks.wait)(name)
         if name == "_local_scalar_dense" and on_gpu:
             marks.wait(name)
         if func in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype):  # which a CPU has not

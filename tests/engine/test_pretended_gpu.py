@@ -44,7 +44,8 @@ def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic
         adapted(base, LoraConfig(rank=8, seed=0)),
         adapted(base, LoraConfig(rank=4, seed=1, train_unembed=False)),
     ]
-    responses = sampled(base, adapters)
+    responses, waits = sampled(base, adapters, gpu)
+    assert deterministic or {"tolist"} in waits  # where nothing but decoding is done, for what was drawn
     assert all(np.isfinite(sequence.logprobs).all() for answer in responses for sequence in answer.sequences)
     for adapter in adapters:
         output = done(base.trainer.forward_backward(adapter, data(), "importance_sampling"))
@@ -62,10 +63,10 @@ def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:
     return Adapter(layout, base.dtype, base.device, layout.init(0) + noise)
 
 
-def sampled(base: BaseModel, adapters: list[Adapter]) -> list[SampleResponse]:
-    """Two adapters and none, every filter, and every question about a prompt."""
+def sampled(base: BaseModel, adapters: list[Adapter], gpu: Marks) -> tuple[list[SampleResponse], list[set[str]]]:
+    """Two adapters and none, every filter, and every question about a prompt; and for what each step waited."""
     asked: list[tuple[int | None, dict[str, Any]]] = [
-        (None, {"n": 2, "max_tokens": 2}),
+        (None, {"n": 2, "max_tokens": 4}),
         (0, {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.001}),
         (1, {"max_tokens": 2, "temperature": 0.0, "topk_sample_logprobs": 2}),
         (0, {"max_tokens": 1, "prompt_logprobs": True, "topk_prompt_logprobs": 2}),
@@ -78,9 +79,12 @@ def sampled(base: BaseModel, adapters: list[Adapter]) -> list[SampleResponse]:
         base.sampler.submit(
             request(tokens((70, 40, 9, 33, 5)[number]), seed=number, **options), weights, which, futures[-1]
         )
+    waits = []
     while base.sampler.busy:
+        gpu.waited.clear()
         base.sampler.step()
-    return [future.result(timeout=0) for future in futures]
+        waits.append(set(gpu.waited))
+    return [future.result(timeout=0) for future in futures], waits
 
 
 def data() -> list[Datum]:
