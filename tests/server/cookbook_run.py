@@ -2,9 +2,10 @@
 
     python tests/server/cookbook_run.py --python ENVIRONMENT/bin/python [--only sl_loop ...]
 
-ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft; this one, planish with its extra age. There need be no network: data sets are small files under the names by
-which recipes ask the hub. Each trial must end by itself with every step once in its metrics, and its numbers must say that it learned; some are
-killed in their middle and started again, or the server is. What a user must pass, and what cannot work: docs/server.md.
+ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft; this one, planish with its extra age. There need be no network:
+data sets are small files under the names by which recipes ask the hub. Each trial must end by itself with every step once in its metrics, and its
+numbers must say that it learned; some are killed in their middle and started again, or the server is. What a user must pass, and what cannot work:
+docs/server.md.
 """
 
 from __future__ import annotations
