@@ -431,6 +431,8 @@ def _keep_number(
 
 def _token_list(tokens: Any, name: str) -> list[int]:
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    if isinstance(values, Mapping) and "input_ids" in values:
+        raise ValueError(f"{name} is a {type(tokens).__name__}, as tokenizers give it; take its ['input_ids']")
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(
             f"{name} is a {type(tokens).__name__}; give a list of token ids, such as tokenizer.encode(text)"

@@ -68,10 +68,12 @@ def test_tokens_are_whole_numbers(tokens):
         ModelInput.from_ints(tokens)
 
 
-@pytest.mark.parametrize("tokens", ["text", b"text", {"input_ids": [1]}, None, 5, torch.tensor(5)])
+@pytest.mark.parametrize("tokens", ["text", b"text", {1: 2}, None, 5, torch.tensor(5)])
 def test_what_is_no_list_of_tokens_names_its_kind(tokens):
     with pytest.raises(ValueError, match=rf"is a {type(tokens).__name__}; give a list of token ids.*tokenizer"):
         ModelInput.from_ints(tokens)
+    with pytest.raises(ValueError, match=r"is a dict.*take its \['input_ids'\]"):
+        ModelInput.from_ints({"input_ids": [1]})  # type: ignore[arg-type]
 
 
 def test_other_chunks_are_refused():

@@ -6,16 +6,18 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from planish.client.custom_loss import custom_gradient, first_pass_data, merged
 from planish.client.futures import Pending, chained, in_thread, submitting
 from planish.client.sampling_client import SamplingClient, create_sampling_client
 from planish.client.session import Session, discard, refuse_to_pickle
+from planish.errors import UserError
 from planish.service import (
     ForwardBackward,
     ForwardBackwardLater,
     LoadWeights,
+    Operation,
     OptimStep,
     PublishSampler,
     SaveWeights,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
     from planish.client.custom_loss import CustomLoss
 
+T = TypeVar("T")
+
 
 class TrainingClient:
     """Made by ServiceClient. Dropping it frees the adapter's memory; its checkpoints and sampling clients stay."""
@@ -45,6 +49,8 @@ class TrainingClient:
     def __init__(self, session: Session, info: GetInfoResponse) -> None:
         self._session = session
         self._info = info
+        self._losses: set[int] = set()
+        """Threads in which custom losses of this client run."""
         # At exit the engine goes as a whole.
         weakref.finalize(self, discard, session.service, UnloadModel(info.model_id)).atexit = False
 
@@ -60,7 +66,7 @@ class TrainingClient:
         """Loss and logprobs without a gradient."""
         config = loss_fn_config or {}
         operation = ForwardBackward(self.model_id, data, loss_fn, config, forward_only=True)
-        return Pending(self._session.service.submit(operation))
+        return Pending(self._submit(operation))
 
     forward_async = submitting(forward)
 
@@ -72,7 +78,7 @@ class TrainingClient:
         If it fails or is cancelled, that step fails too. Losses: planish/engine/losses.py; their config: planish/loss_options.py.
         """
         operation = ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
-        return Pending(self._session.service.submit(operation))
+        return Pending(self._submit(operation))
 
     forward_backward_async = submitting(forward_backward)
 
@@ -80,19 +86,17 @@ class TrainingClient:
         """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable function.
 
         `logprobs` holds a leaf tensor a datum, of the shape of its target_tokens. `loss_fn` runs in a thread of its own; calls that
-        follow wait for it, and so does `ServiceClient.close`, so it must not wait for later operations of this client. If it raises,
+        follow wait for it, and so does `ServiceClient.close`, so calls of this client within it are refused. If it raises,
         the next `optim_step` fails.
         """
         data = list(data) if isinstance(data, Sequence) else data
-        service = self._session.service
-        first = service.submit(
-            ForwardBackward(self.model_id, first_pass_data(data), "cross_entropy", forward_only=True)
-        )
+        first = self._submit(ForwardBackward(self.model_id, first_pass_data(data), "cross_entropy", forward_only=True))
         weighted: Future[Sequence[Datum]] = Future()
         weighted.set_running_or_notify_cancel()  # so that `close` waits for it
         metrics: dict[str, float] = {}
 
         def differentiate() -> None:
+            self._losses.add(threading.get_ident())
             try:
                 gradient = custom_gradient(data, first.result(), loss_fn)
                 metrics.update(gradient.metrics)
@@ -100,16 +104,18 @@ class TrainingClient:
                 weighted.set_exception(error)
             else:
                 weighted.set_result(gradient.data)
+            finally:
+                self._losses.discard(threading.get_ident())
 
         threading.Thread(target=differentiate, name="planish-custom-loss", daemon=True).start()
-        second = service.submit(ForwardBackwardLater(self.model_id, weighted, "cross_entropy"))
+        second = self._submit(ForwardBackwardLater(self.model_id, weighted, "cross_entropy"))
         return Pending(chained(second, lambda output: merged(output, metrics)))
 
     forward_backward_custom_async = submitting(forward_backward_custom)
 
     def optim_step(self, adam_params: AdamParams) -> Pending[OptimStepResponse]:
         """Apply the accumulated gradient by AdamW, and drop it."""
-        return Pending(self._session.service.submit(OptimStep(self.model_id, adam_params)))
+        return Pending(self._submit(OptimStep(self.model_id, adam_params)))
 
     optim_step_async = submitting(optim_step)
 
@@ -122,19 +128,19 @@ class TrainingClient:
     ) -> Pending[SaveWeightsResponse]:
         """A checkpoint with optimizer state. A gradient that no `optim_step` has applied yet is not part of it."""
         operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
-        return Pending(self._session.service.submit(operation))
+        return Pending(self._submit(operation))
 
     save_state_async = submitting(save_state)
 
     def load_state(self, path: str) -> Pending[LoadWeightsResponse]:
         """Replace the weights by those of a checkpoint of the same shape; the optimizer starts anew."""
-        return Pending(self._session.service.submit(LoadWeights(self.model_id, path)))
+        return Pending(self._submit(LoadWeights(self.model_id, path)))
 
     load_state_async = in_thread(load_state)
 
     def load_state_with_optimizer(self, path: str) -> Pending[LoadWeightsResponse]:
         """Replace weights, optimizer state and step by those of a checkpoint of `save_state`."""
-        return Pending(self._session.service.submit(LoadWeights(self.model_id, path, with_optimizer=True)))
+        return Pending(self._submit(LoadWeights(self.model_id, path, with_optimizer=True)))
 
     load_state_with_optimizer_async = in_thread(load_state_with_optimizer)
 
@@ -148,7 +154,7 @@ class TrainingClient:
     ) -> Pending[SaveWeightsForSamplerResponse]:
         """A checkpoint of the weights alone, in PEFT's layout."""
         operation = SaveWeightsForSampler(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
-        return Pending(self._session.service.submit(operation))
+        return Pending(self._submit(operation))
 
     save_weights_for_sampler_async = submitting(save_weights_for_sampler)
 
@@ -168,7 +174,7 @@ class TrainingClient:
 
     def _publish(self) -> Pending[SamplingClient]:
         session, sampler_id = self._session, self._session.new_sampler_id()
-        published = session.service.submit(PublishSampler(self.model_id, sampler_id))
+        published = self._submit(PublishSampler(self.model_id, sampler_id))
         return Pending(chained(published, lambda sampler_id: SamplingClient(session, sampler_id)))
 
     def create_sampling_client(self, model_path: str) -> SamplingClient:
@@ -188,6 +194,13 @@ class TrainingClient:
         return self._session.tokenizer(self._info.model_data.model_name)
 
     get_tokenizer_async = in_thread(get_tokenizer)
+
+    def _submit(self, operation: Operation[T]) -> Future[T]:
+        if threading.get_ident() in self._losses:
+            raise UserError(
+                "a custom loss calls the client that waits for it; compute what it needs before, or on another client"
+            )
+        return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
         """Itself, for code that takes what made it for a future."""

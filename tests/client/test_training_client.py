@@ -200,6 +200,18 @@ def test_what_is_no_loss_is_refused(training_client, loss_fn, message):
         training_client.optim_step(STEP).result(WAIT)
 
 
+def test_a_custom_loss_that_calls_its_own_client_is_refused(training_client):
+    """It would wait for what waits for it."""
+
+    def calls(data, logprobs_list):
+        training_client.forward(data, "cross_entropy").result()
+        raise AssertionError
+
+    with pytest.raises(planish.UserError, match="a custom loss calls the client that waits for it"):
+        training_client.forward_backward_custom([datum()], calls).result(WAIT)
+    assert len(logprobs(training_client)) == 6
+
+
 def test_a_slow_custom_loss_holds_up_its_own_client_only(service_client, training_client):
     other = service_client.create_lora_training_client("tiny", rank=4, seed=1)
     gate = threading.Event()
