@@ -39,7 +39,12 @@ async def main(config: Config, service_client: Any = None) -> Path:
 
 async def train(config: Config, service_client: Any, pull: Pull | None = None) -> Path:
     """A run whose advantages `pull` changes; the KL penalty of the options if there is none."""
-    train_set, test_set = await config.dataset_builder()
+    built: Any = await config.dataset_builder()
+    if not isinstance(built, tuple) or len(built) != 2:
+        raise UserError(
+            f"dataset_builder gave a {type(built).__name__}; give two data sets, to train on and to test on (or None)"
+        )
+    train_set, test_set = built
     batches = planned(train_set, config)
     steps = len(batches) if config.max_steps is None else min(len(batches), config.max_steps)
     if steps == 0:

@@ -4,7 +4,9 @@ import asyncio
 import json
 import random
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import chz
 import pytest
 from digest_service import GAP, FakeService, Killed
 from digit_env import Digits, DigitsBuilder
@@ -55,6 +57,12 @@ def final_weights(service):
 def rows_of(path, *, timed=False):
     rows = read_rows(path / "metrics.jsonl")
     return rows if timed else [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+@chz.chz
+class OnlyTrainingBuilder(DigitsBuilder):
+    async def __call__(self) -> Any:
+        return (await super().__call__())[0]
 
 
 VARIANTS = {
@@ -304,6 +312,7 @@ BAD = {
     "discount without penalty": ({"kl_discount_factor": 0.9}, "kl_penalty_coef is 0"),
     "tolerance": ({"rollout_error_tolerance": "yes"}, "rollout_error_tolerance='yes'"),
     "evaluators that never run": ({"evaluator_builders": [dict]}, "eval_every"),
+    "no pair": ({"dataset_builder": OnlyTrainingBuilder()}, "dataset_builder gave a .*; give two data sets"),
     "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "no batches"),
 }
 
