@@ -14,6 +14,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from planish.errors import CheckpointError, NonFiniteError
 from planish.model.lora import LoraLayout, LoraWeights
@@ -86,24 +87,26 @@ class Adapter:
         return OptimStepResponse(metrics={"grad_norm": norm, "adam_step": float(self.step)})
 
     def _stepped(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        master = self.master.clone().requires_grad_()
-        optimizer = torch.optim.AdamW(
+        master, mean, square = self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone()
+        step = torch.tensor(float(self.step), device=master.device)
+        # torch.optim.AdamW does the same; the first one that is made in a process takes a second or two to load torch's compiler.
+        adamw(
             [master],
-            lr=params.learning_rate,
-            betas=(params.beta1, params.beta2),
-            eps=params.eps,
-            weight_decay=params.weight_decay,
+            [grad],
+            [mean],
+            [square],
+            [],
+            [step],
             fused=True,
+            amsgrad=False,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            lr=params.learning_rate,
+            weight_decay=params.weight_decay,
+            eps=params.eps,
+            maximize=False,
         )
-        moments = (self.exp_avg.clone(), self.exp_avg_sq.clone())
-        state = {
-            "step": torch.tensor(float(self.step), device=master.device),
-            **dict(zip(_MOMENTS, moments, strict=True)),
-        }
-        optimizer.state[master] = state
-        master.grad = grad
-        optimizer.step()
-        return master.detach(), moments
+        return master, (mean, square)
 
     def _replace(self, master: Tensor, moments: tuple[Tensor, Tensor], step: int) -> None:
         self.master, (self.exp_avg, self.exp_avg_sq), self.step = master, moments, step
