@@ -66,4 +66,4 @@ class CpuTime:
         """Share of all cores, from then until now, that was used by others than one who used `own` processor seconds."""
         now = CpuTime.now()
         available = (now.at - self.at) * (os.cpu_count() or 1)
-        return max(0.0, (now.used - self.used - own) / available)
+        return min(1.0, max(0.0, (now.used - self.used - own) / available))  # used is counted in steps of 10 ms

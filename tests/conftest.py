@@ -1,6 +1,7 @@
 """What holds for all tests: without a GPU, Triton's kernels are interpreted on the CPU; kernels are compiled once, also for tests with a cache of their own."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from planish.native import cpu
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before their first import
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has those that it puts in the background ignore Ctrl-C, of which tests send some.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that stands still for a moment is no fault of what is tested.
 hypothesis.settings.register_profile("planish", deadline=None)
