@@ -38,7 +38,7 @@ class PrefixCache(Generic[V]):
     def find(self, version: Hashable, tokens: Sequence[int]) -> list[V]:
         """What is stored for the longest known prefix of `tokens`, chunk by chunk.
 
-        At least one token is always left over: its hidden state is needed, and that is not stored.
+        At least one token is always left over, so that every prompt has something to compute, which ends in its last hidden state.
         """
         found = self._walk(version, tokens, (len(tokens) - 1) // self.chunk_tokens)
         for key, _ in reversed(found):

@@ -94,9 +94,13 @@ class Sampler:
         )
         self.settings = settings
         self._make_pools()
-        self._cache: PrefixCache[tuple[Tensor, Tensor]] = PrefixCache(
-            CHUNK, settings.prefix_cache_bytes // (per_position * CHUNK)
+        hidden_bytes = decoder.config.hidden_size * decoder.dtype.itemsize
+        self._cache: PrefixCache[tuple[Tensor, Tensor, Tensor]] = PrefixCache(
+            CHUNK, settings.prefix_cache_bytes // ((per_position + hidden_bytes) * CHUNK)
         )
+        """Keys, values, and hidden states [CHUNK, D], from which logprobs of the prompt are made without computing it again."""
+        self._hidden: dict[int, list[Tensor]] = {}
+        """Hidden states of each whole chunk of a prompt so far, until it is ready, by id(prompt)."""
         self._last_hidden: dict[int, Tensor] = {}
         """Hidden state [1, D] of each ready prompt's last token, by id(prompt)."""
         self._requests: list[Request] = []
@@ -172,6 +176,7 @@ class Sampler:
         self._scheduler = Scheduler(settings.max_batch, settings.max_positions, settings.prefill_tokens)
         self._make_pools()
         self._last_hidden.clear()
+        self._hidden.clear()
         for request in requests:
             request.fail(error)
 
@@ -185,12 +190,17 @@ class Sampler:
         """Give a new prompt its slot, with what the cache knows of it."""
         pool = self._prompts.of(prompt.capacity)
         pool.add(prompt)
-        known = self._cache.find(prompt.version, prompt.tokens)
-        if prompt.scored_for is not None and prompt.scored_for.scores is not None:
-            known = known[: prompt.scored_for.scores.begins // CHUNK]
+        known = self._cache.find(prompt.version, prompt.tokens) if not prompt.draws else []
+        request = prompt.scored_for
+        first = len(known) if request is None or request.scores is None else request.scores.begins // CHUNK
+        # What is asked about is answered at once, and others wait for it: of a long prompt the rest is computed again, a step at a time.
+        known = known[: first + self.settings.prefill_tokens // CHUNK]
         if known:
-            keys, values = (torch.cat(parts, 2) for parts in zip(*known, strict=True))
+            keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
             pool.write(prompt.slot, 0, (keys, values))
+        hidden = self._hidden[id(prompt)] = [chunk[2] for chunk in known]
+        if request is not None and hidden[first:]:
+            self._score(request, first * CHUNK, torch.cat(hidden[first:]))
         prompt.computed = prompt.cached = len(known) * CHUNK
 
     def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
@@ -210,36 +220,46 @@ class Sampler:
     def _computed(self, prompt: Prompt, hidden: Tensor) -> None:
         """`hidden` [count, D] are the next rows of the prompt."""
         request = prompt.scored_for
-        if request is not None and request.scores is not None:
-            weights, head = prompt.weights, self._head
-            try:
-                request.scores.add(
-                    prompt.computed,
-                    hidden,
-                    lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
-                    lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
-                )
-            except Exception as error:  # memory, for instance, for more than others ask for
-                let_go(error)
-                request.fail(error)
+        if request is not None:
+            self._score(request, prompt.computed, hidden)
+        known = self._hidden[id(prompt)]
+        known += [chunk.clone() for chunk in hidden.split(CHUNK) if len(chunk) == CHUNK]
         prompt.computed += hidden.shape[0]
         if not prompt.ready:
             return
+        del self._hidden[id(prompt)]
         self._last_hidden[id(prompt)] = hidden[-1:].clone()
         missing = self._cache.missing(prompt.version, prompt.tokens)
         pool = self._prompts.of(prompt.capacity)
-        chunks = [pool.read(prompt.slot, i * CHUNK, (i + 1) * CHUNK) for i in missing]
+        chunks = [(*pool.read(prompt.slot, i * CHUNK, (i + 1) * CHUNK), known[i]) for i in missing]
         self._cache.add(prompt.version, prompt.tokens, chunks)
         if request is not None and not request.num_samples:
             prompt.waiting -= 1
             self._deliver(request)
             self._release_if_unused(prompt)
 
+    def _score(self, request: Request, start: int, hidden: Tensor) -> None:
+        """Answer what the request asks of its prompt's positions start, start + 1, ..., whose hidden states [R, D] these are."""
+        weights, head = request.weights, self._head
+        if request.scores is None:
+            return
+        try:
+            request.scores.add(
+                start,
+                hidden,
+                lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
+                lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
+            )
+        except Exception as error:  # memory, for instance, for more than others ask for
+            let_go(error)
+            request.fail(error)
+
     def _release_if_unused(self, prompt: Prompt) -> None:
         if prompt.waiting == 0 and prompt in self._scheduler.prompts:
             self._scheduler.release(prompt)
             self._prompts.of(prompt.capacity).remove(prompt)
             self._last_hidden.pop(id(prompt), None)
+            self._hidden.pop(id(prompt), None)
 
     # Samples
 

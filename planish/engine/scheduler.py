@@ -76,7 +76,7 @@ class Prompt:
     version: Hashable
     weights: LoraWeights | None
     scored_for: Request | None
-    """A prompt with questions about it is computed for that request alone, and whole from the first position that is asked about."""
+    """A prompt with questions about it is computed for that request alone, from its known prefix on; whole if tokens are drawn at its positions."""
     slot: int = -1
     computed: int = 0
     cached: int = 0
@@ -247,7 +247,6 @@ class Scheduler:
         if not under_way or any(self._same(p, request) for p in under_way):
             return False
         longer = (len(cache.find(request.version, request.tokens)) + 1) * CHUNK
-        usable = len(request.tokens) - 1 if request.scores is None else request.scores.begins
-        if longer > usable:
+        if request.op.prompt_alt_tokens_k or longer > len(request.tokens) - 1:
             return False
         return any(p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way)

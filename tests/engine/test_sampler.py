@@ -86,6 +86,7 @@ def assert_nothing_left(sampler: Sampler) -> None:
     assert not sampler._prompts.in_use()
     assert not sampler._samples.in_use()
     assert not sampler._last_hidden
+    assert not sampler._hidden
     assert not sampler._requests
 
 
@@ -301,8 +302,17 @@ def test_draws_at_a_prompt_do_not_depend_on_the_steps_they_take(decoder, tiling,
     assert np.array_equal(whole.logprobs.to_numpy(), pieces.logprobs.to_numpy())
 
 
-@pytest.mark.parametrize("options", [{"prompt_logprobs": True, "prompt_logprobs_last_n": 20}, {"targets": True}])
-def test_a_scored_prompt_takes_what_lies_before_the_questions_from_the_cache(decoder, tiling, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_logprobs": True},
+        {"prompt_logprobs": True, "topk_prompt_logprobs": 3},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 20},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 60},
+        {"targets": True},
+    ],
+)
+def test_a_scored_prompt_takes_its_known_prefix_from_the_cache(decoder, tiling, options):
     """As a teacher is asked about several answers to one question."""
     answers = [tokens(200) + tokens(20, seed=seed) for seed in range(3)]
     if options.pop("targets", False):
@@ -315,9 +325,40 @@ def test_a_scored_prompt_takes_what_lies_before_the_questions_from_the_cache(dec
     assert [response.prompt_cache_hit_tokens for response in together] == [0, 192, 192]
     assert [response.prompt_cache_hit_tokens for response in alone] == [0, 0, 0]
     assert [r.prompt_logprobs for r in together] == [r.prompt_logprobs for r in alone]
+    assert [r.topk_prompt_logprobs for r in together] == [r.topk_prompt_logprobs for r in alone]
     if options.get("target_prompt_logprobs"):
         for one, other in zip(together, alone, strict=True):
             assert np.array_equal(one.target_prompt_logprobs.to_numpy(), other.target_prompt_logprobs.to_numpy())
+
+
+def test_a_step_answers_no_more_of_a_known_prompt_than_it_would_compute(decoder, tiling, monkeypatch):
+    sampler, rows = sampler_of(decoder, tiling, prefill_tokens=64), []
+    score = sampler._score
+    monkeypatch.setattr(sampler, "_score", lambda *given: rows.append(len(given[2])) or score(*given))
+    op = request(tokens(300), prompt_logprobs=True, prompt_only=True)
+    first, again = (run(sampler, op)[0].prompt_logprobs for _ in range(2))
+    assert again == first
+    assert rows == [64] * 4 + [44] + [64] * 4 + [44]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"prefill_tokens": 64}, {"prefix_cache_bytes": 100_000}, {"prefix_cache_bytes": 0}]
+)
+def test_logprobs_of_prompts_do_not_depend_on_what_was_known(decoder, tiling, settings):
+    """Scored and plain, of two versions, while chunks come and go in a cache that has room for few or none."""
+    ops: list[Job] = []
+    for version, weights in (("base", None), ("adapted", adapter(decoder, 1))):
+        for number in range(8):
+            prompt = tokens(40 + 40 * (number % 3)) + tokens(5 * number + 1, seed=number)
+            questions = {} if number % 4 == 3 else {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+            ops.append((request(prompt, seed=number, max_tokens=2, **questions), weights, version))
+    sampler = sampler_of(decoder, tiling, **settings)
+    alone = [run(sampler_of(decoder, tiling), op)[0] for op in ops]
+    for _ in range(2):
+        found = run(sampler, *ops)
+        assert [r.prompt_logprobs for r in found] == [r.prompt_logprobs for r in alone]
+        assert [r.topk_prompt_logprobs for r in found] == [r.topk_prompt_logprobs for r in alone]
+        assert drawn(found) == drawn(alone)
 
 
 def test_prompt_only_draws_nothing_even_in_a_full_context(decoder, theirs):
