@@ -33,7 +33,7 @@ def gpu() -> Iterator[Marks]:
 
 @pytest.mark.parametrize("deterministic", [None, True])
 def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic: bool | None):
-    directory = tiny_model(tmp_path, family="qwen3", layers=1)
+    directory = tiny_model(tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32)
     settings = EngineSettings(
         max_batch=3, kv_cache_bytes=1 << 24, prefix_cache_bytes=1 << 20, deterministic=deterministic
     )
@@ -77,7 +77,7 @@ def sampled(base: BaseModel, adapters: list[Adapter], gpu: Marks) -> tuple[list[
         weights = None if which is None else adapters[which].snapshot()
         futures.append(Future())
         base.sampler.submit(
-            request(tokens((70, 40, 9, 33, 5)[number]), seed=number, **options), weights, which, futures[-1]
+            request(tokens((66, 20, 9, 12, 5)[number]), seed=number, **options), weights, which, futures[-1]
         )
     waits = []
     while base.sampler.busy:
@@ -91,11 +91,11 @@ def data() -> list[Datum]:
     """Of a common beginning."""
     found = []
     for seed in range(2):
-        sequence = tokens(20) + tokens(12, seed=seed)
+        sequence = tokens(6) + tokens(6, seed=seed)
         inputs = {
             "target_tokens": sequence[1:],
-            "logprobs": np.full(31, -5, np.float32),
-            "advantages": np.ones(31, np.float32),
+            "logprobs": np.full(11, -5, np.float32),
+            "advantages": np.ones(11, np.float32),
         }
         found.append(Datum(ModelInput.from_ints(sequence[:-1]), inputs))
     return found
