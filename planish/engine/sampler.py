@@ -240,9 +240,9 @@ class Sampler:
 
     def _score(self, request: Request, start: int, hidden: Tensor) -> None:
         """Answer what the request asks of its prompt's positions start, start + 1, ..., whose hidden states [R, D] these are."""
-        weights, head = request.weights, self._head
         if request.scores is None:
             return
+        weights, head = request.weights, self._head
         try:
             request.scores.add(
                 start,

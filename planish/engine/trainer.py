@@ -35,7 +35,7 @@ from planish.model.decoder import Attend, Decoder
 from planish.model.head import scored_logprobs
 from planish.model.lora import LAYER_SITES, AdapterRows, LoraWeights
 from planish.native import cpu, kernels
-from planish.native.cpu_products import LOW_COLUMNS
+from planish.native.cpu_products import low_columns
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"
@@ -80,7 +80,7 @@ class TrainerSettings:
         # Two residual states and the attention's log-sum-exp are float32; the rest is in the products' dtype: normed
         # inputs, rotated q and k, v, attention output, gate, up, their product, and the LoRA's low-rank states.
         wide = 4 * (2 * config.hidden_size + config.num_heads)
-        low = sum(len(site) * rank + -len(site) * rank % LOW_COLUMNS for site in LAYER_SITES)
+        low = sum(low_columns(len(site) * rank) for site in LAYER_SITES)
         narrow = 2 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size + low
         if config.qk_norm:
             narrow += queries + keys

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from planish.native import cpu
-from planish.native.cpu_products import LOW_COLUMNS, PanelSite
+from planish.native.cpu_products import PanelSite, low_columns
 
 _HeadRows = np.dtype([(name, np.int64) for name in ("b", "a_panels", "b_panels", "rank", "columns", "first", "count")])
 """Rows first .. first + count - 1 of a batch, and their adapter: B as it is, both as panels where the kernel multiplies by them."""
@@ -45,7 +45,7 @@ class HeadTable:
         for index, (start, stop, b, panels) in enumerate(members):
             rank, matrices = b.shape[1], panels.addresses if panels is not None and self.is_served else (0, 0)
             self.rows[index] = (b.data_ptr(), *matrices, rank, rank + rank % 2, start, stop - start)
-        self.width = max((_padded(b.shape[1]) for _, _, b, _ in members), default=0)
+        self.width = max((low_columns(b.shape[1]) for _, _, b, _ in members), default=0)
         """Columns of `low`, of which each row uses as many as its adapter has."""
 
     @property
@@ -116,7 +116,3 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     sizes = (*weights.shape, uniforms.shape[1])
     cpu.call("invert", weights.dtype, weights.contiguous(), uniforms.contiguous(), tokens, *sizes)
     return tokens
-
-
-def _padded(rank: int) -> int:
-    return rank + -rank % LOW_COLUMNS

@@ -186,13 +186,13 @@ class PanelSite:
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
         """Adds to out [T, sum(sizes)] the products of x [T, in]; returns what lies between A and B: [T, n * r]."""
-        low = x.new_empty(x.shape[0], _padded(self._columns))
+        low = x.new_empty(x.shape[0], low_columns(self._columns))
         _add(_whole(self._record, x), x, out, sizes, low)
         return low[:, : self._columns]
 
     def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradient between A and B: [T, n * r]."""
-        low = grad.new_empty(grad.shape[0], _padded(self._columns))
+        low = grad.new_empty(grad.shape[0], low_columns(self._columns))
         adapters = _whole(self._panels.turned[self._index : self._index + 1], grad)
         columns = np.array(sizes, np.int64)
         given = (grad.contiguous(), columns.ctypes.data, len(columns), low, grad_x, grad_x.shape[1])
@@ -252,5 +252,6 @@ def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:
     return rows
 
 
-def _padded(columns: int) -> int:
-    return columns + -columns % _VECTOR
+def low_columns(columns: int) -> int:
+    """How many columns there are room for between the matrices of an adapter of `columns`: in whole vectors."""
+    return columns + -columns % LOW_COLUMNS
