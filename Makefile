@@ -9,6 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 # A wheel of exactly this torch is installed first, so that no other package draws in a larger one.
 TORCH := torch==2.13.0
 TESTS ?= tests
+# Their many processes compile our modules once.
 # Of one thread each: tiny models gain nothing from two. A file's tests stay in one, which makes its servers and models once.
 TEST_PROCESSES ?= 2
 
@@ -24,7 +25,7 @@ demo: $(VENV)/.model
 	$(BIN)/python -m planish.recipes.demo
 
 test: $(VENV)/.dev $(VENV)/.model
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TESTS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

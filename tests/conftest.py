@@ -14,6 +14,9 @@ from planish.native import cpu
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before their first import
+    import interpreted_faster
+
+    interpreted_faster.install()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has those that it puts in the background ignore Ctrl-C, of which tests send some.

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 import planish
 
 PACKAGE = Path(planish.__file__).parent
@@ -85,7 +87,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def arrows(source: str, node: ast.AST, in_function: bool = False, for_types: bool = False) -> Iterator[Arrow]:
+def arrows_of(source: str, node: ast.AST, in_function: bool = False, for_types: bool = False) -> Iterator[Arrow]:
     for child in ast.iter_child_nodes(node):
         inner = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         types_only = for_types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
@@ -99,12 +101,16 @@ def arrows(source: str, node: ast.AST, in_function: bool = False, for_types: boo
         yield from (
             Arrow(source, n, in_function, for_types) for n in dict.fromkeys(names) if n.split(".")[0] == "planish"
         )
-        yield from arrows(source, child, inner, types_only)
+        yield from arrows_of(source, child, inner, types_only)
 
 
-ARROWS = [
-    arrow for name, path in MODULES.items() for arrow in arrows(name, ast.parse(path.read_text(encoding="utf-8")))
-]
+@pytest.fixture(scope="module", name="arrows")
+def _arrows() -> list[Arrow]:
+    return [
+        arrow
+        for name, path in MODULES.items()
+        for arrow in arrows_of(name, ast.parse(path.read_text(encoding="utf-8")))
+    ]
 
 
 def part(module: str) -> str:
@@ -112,27 +118,27 @@ def part(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def test_every_module_has_a_layer():
+def test_every_module_has_a_layer(arrows):
     assert {part(name) for name in MODULES} <= set(LEVEL)
-    assert len(ARROWS) > 100
+    assert len(arrows) > 100
 
 
-def test_imports_point_down():
+def test_imports_point_down(arrows):
     up = [
         a
-        for a in ARROWS
+        for a in arrows
         if LEVEL[part(a.target)] > LEVEL[part(a.source)] or (part(a.source), part(a.target)) in FORBIDDEN
     ]
     assert up == []
 
 
-def test_no_import_hides_in_a_function():
-    hidden = [a for a in ARROWS if a.in_function]
+def test_no_import_hides_in_a_function(arrows):
+    hidden = [a for a in arrows if a.in_function]
     assert {(a.source, ".".join(a.target.split(".")[:2])) for a in hidden} == {THE_ONE_EXCEPTION}
 
 
-def test_there_is_no_cycle():
-    graph = {name: {a.target for a in ARROWS if a.source == name and not a.for_types} for name in MODULES}
+def test_there_is_no_cycle(arrows):
+    graph = {name: {a.target for a in arrows if a.source == name and not a.for_types} for name in MODULES}
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -146,6 +152,6 @@ def test_there_is_no_cycle():
         visit(name, ())
 
 
-def test_the_client_reaches_the_engine_in_one_place():
-    reaching = {a.source for a in ARROWS if part(a.source) == "client" and part(a.target) == "engine"}
+def test_the_client_reaches_the_engine_in_one_place(arrows):
+    reaching = {a.source for a in arrows if part(a.source) == "client" and part(a.target) == "engine"}
     assert reaching == {"planish.client.local"}
