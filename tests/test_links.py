@@ -1,0 +1,57 @@
+"""What the documents point to is there: files, headings, and modules that are named by their path; and each page can be reached from the README."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HISTORY = {"log.md"}
+"""Names files that were there at its time."""
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"\b(?:planish|tests|benchmarks|examples|deploy)/[\w/-]+\.\w+")
+
+
+def links_of(page: Path) -> list[tuple[Path, str]]:
+    """(file, anchor) of each link that stays here; the anchor is "" for a file as a whole."""
+    targets = [link for link in LINK.findall(FENCE.sub("", page.read_text())) if "://" not in link]
+    parts = [target.partition("#") for target in targets]
+    return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_the_page_points_to_is_there(page):
+    for target, anchor in links_of(page):
+        assert target.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors_of(target), (
+            f"{target} has no heading for #{anchor}, to which {page} links"
+        )
+    if page.name not in HISTORY:
+        missing = [name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()]
+        assert not missing, f"{page} names files that are not there"
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        if (page := left.pop()) not in reached:
+            reached.add(page)
+            left += [target for target, _ in links_of(page) if target.suffix == ".md"]
+    assert not set(PAGES) - reached
+
+
+def test_a_heading_is_found_as_it_is_linked_to(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Files and metrics\n```\n# no heading\n[x](nowhere.md)\n```\n## `min_p`, twice\n[a](#x) [b](https://c.d)\n"
+    )
+    assert anchors_of(page) == {"files-and-metrics", "min_p-twice"}
+    assert links_of(page) == [(page, "x")]
