@@ -97,9 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto")
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto")
-    parser.add_argument("--kv-cache-gib", type=float, help="most memory for keys and values of running samples")
-    parser.add_argument("--prefix-cache-gib", type=float, help="most memory for known prefixes")
-    parser.add_argument("--max-batch", type=int, help="most samples drawn at once")
+    parser.add_argument(
+        "--kv-cache-gib", type=float, help="most memory for keys and values of running samples (4; of a GPU a quarter)"
+    )
+    parser.add_argument(
+        "--prefix-cache-gib", type=float, help="most memory for known prefixes, 0 for none (1; of a GPU a sixteenth)"
+    )
+    parser.add_argument("--max-batch", type=int, help="most samples drawn at once (256; on a GPU 512)")
     parser.add_argument(
         "--deterministic",
         action="store_true",
@@ -120,7 +124,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
             device=arguments.device,
             dtype=arguments.dtype,
             kv_cache_bytes=_bytes("--kv-cache-gib", arguments.kv_cache_gib),
-            prefix_cache_bytes=_bytes("--prefix-cache-gib", arguments.prefix_cache_gib),
+            prefix_cache_bytes=_bytes("--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True),
             max_batch=arguments.max_batch,
             deterministic=arguments.deterministic,
         ),
@@ -162,7 +166,8 @@ def _number(name: str, text: str, whole: bool) -> float:
     return int(value) if whole else value
 
 
-def _bytes(option: str, gib: float | None) -> int | None:
-    if gib is not None and not 0 < gib < 1 << 20:
-        raise UserError(f"{option} {gib}: give a number above 0")
+def _bytes(option: str, gib: float | None, or_none: bool = False) -> int | None:
+    """`or_none`: 0 is a size too."""
+    if gib is not None and not (0 < gib < 1 << 20 or (or_none and gib == 0)):
+        raise UserError(f"{option} {gib}: give a number above 0{', or 0 for none' * or_none}")
     return None if gib is None else int(gib * _GIB)

@@ -106,6 +106,10 @@ def test_the_memory_plan_adds_up(model: Path):
     assert str(MemoryPlan("cuda", whole.models, 1 << 30, 0)).startswith("memory: up to 1.1 GiB of cuda, and 1.3 GiB of")
 
 
+def test_a_server_may_go_without_a_prefix_cache():
+    assert options_of(parsed("--prefix-cache-gib", "0")).engine.prefix_cache_bytes == 0
+
+
 def test_limits_are_given_by_name():
     settings = options_of(
         parsed("--set", "storage_bytes=1.5GiB", "--set", "idle_seconds=2.5", "--set", "training_slots=1_0")
