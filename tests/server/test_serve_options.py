@@ -1,6 +1,7 @@
 """What `planish serve` checks, and what it plans with, before it takes requests."""
 
 import argparse
+import re
 import socket
 from dataclasses import fields, replace
 from pathlib import Path
@@ -104,6 +105,19 @@ def test_the_memory_plan_adds_up(model: Path):
     assert text.startswith("memory: up to 10")
     assert "adapters up to 1024.0 GiB" in text
     assert str(MemoryPlan("cuda", whole.models, 1 << 30, 0)).startswith("memory: up to 1.1 GiB of cuda, and 1.3 GiB of")
+
+
+def test_the_page_tells_every_setting_with_its_default():
+    page = Path(__file__).parents[2] / "docs" / "server.md"
+    table = page.read_text().partition("| setting | default | |")[2].partition("\n\n")[0]
+    told = {}
+    for names, defaults in re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE):
+        told |= zip(re.findall(r"`(\w+)`", names), defaults.split(", "), strict=True)
+    assert told.keys() == {field.name for field in fields(ServerSettings)}
+    unlimited = {name for name, default in told.items() if default == "no limit"}
+    assert unlimited == {"tokens_per_minute", "storage_bytes"}
+    given = [f"--set={name}={default}" for name, default in told.items() if name not in unlimited]
+    assert options_of(parsed(*given)).settings == ServerSettings()
 
 
 def test_a_server_may_go_without_a_prefix_cache():
