@@ -5,6 +5,7 @@ followed at once by a block of `text`, it prints just that. A page in `NOT_RUN` 
 run, but each must be one that its recipe takes.
 """
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -19,12 +20,14 @@ from types import ModuleType
 import pytest
 
 from planish import model_renderer
+from planish.cli import COMMANDS
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import read_options
 from planish.testing import tiny_model
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+WITH_README = [DOCS.parent / "README.md", *(DOCS / page for page in PAGES)]
 NOT_RUN = {
     "renderers.md": "a fragment: the client and the sample come from elsewhere",
     "models.md": "a conversion of the reader's own model",
@@ -106,9 +109,9 @@ def test_every_block_of_the_page_runs(page, reader):
     run_page((DOCS / page).read_text(), DOCS / page, "page_" + re.sub(r"\W", "_", page))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands_of((DOCS / page).read_text())])
-def test_every_command_of_the_page_is_one_that_its_recipe_takes(page):
-    for name, arguments in commands_of((DOCS / page).read_text()):
+@pytest.mark.parametrize("page", WITH_README, ids=lambda page: page.stem)
+def test_every_command_of_a_recipe_is_one_that_it_takes(page):
+    for name, arguments in commands_of(page.read_text()):
         recipe = importlib.import_module(name)
         config_type = getattr(recipe, "Options", None) or recipe.Config
         presets = getattr(recipe, "PRESETS", {})
@@ -121,6 +124,22 @@ def test_pages_that_are_not_run_exist_and_have_blocks():
     for page in NOT_RUN:
         assert blocks_of((DOCS / page).read_text()), f"{page} has nothing that could be run: take it off the list"
     assert set(PAGES) >= SLOW
+
+
+def planish_commands_of(text: str) -> list[list[str]]:
+    """The words behind `planish` of each line of a fence that begins so, without what a shell or a reader is told besides."""
+    lines = [line for fence in FENCE.finditer(text) for line in fence["body"].replace("\\\n", " ").splitlines()]
+    said = [re.split(r"\s[#<>&]|\s{2,}(?=[a-z])", line)[0] for line in lines if line.startswith("planish ")]
+    return [shlex.split(words)[1:] for words in said]
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=lambda page: page.stem)
+def test_every_command_of_planish_is_one_that_it_takes(page):
+    for name, *arguments in planish_commands_of(page.read_text()):
+        [module] = [command.module for command in COMMANDS if command.name == name]
+        parser = argparse.ArgumentParser(prog=f"planish {name}")
+        importlib.import_module(module).add_arguments(parser)
+        parser.parse_args(arguments)
 
 
 PAGE = """
@@ -147,6 +166,8 @@ python -m planish.recipes.demo steps=3 \\
 def test_blocks_and_commands_are_found(tmp_path):
     assert [(block.line, block.output) for block in blocks_of(PAGE)] == [(2, "1\n"), (10, None)]
     assert commands_of(PAGE) == [("planish.recipes.demo", ["steps=3", "largest=5"])]
+    listed = "```\nplanish runs RUN  of this one\nplanish eval gsm8k --k 1,2 \\\n    --limit 3 < q.jsonl  # all\n```\nplanish chat"
+    assert planish_commands_of(listed) == [["runs", "RUN"], ["eval", "gsm8k", "--k", "1,2", "--limit", "3"]]
     run_page(PAGE, tmp_path, "page_of_a_test")
     with pytest.raises(AssertionError, match="line 2, prints something else"):
         run_page(PAGE.replace("x = 1", "x = 2"), tmp_path, "page_of_a_test")
