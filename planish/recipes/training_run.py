@@ -99,7 +99,8 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
         return blueprint.make_from_argv(rest)
     except EntrypointHelpException as shown:
         print(shown)
-        print(f"preset=NAME gives other defaults: {', '.join(sorted(presets))}")
+        if left := sorted(presets.keys() - names):  # those that are named are in what was shown
+            print(f"preset=NAME gives other defaults: {', '.join(left)}")
         sys.exit(0)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
         raise UserError(str(error)) from error

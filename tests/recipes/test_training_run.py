@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from planish.recipes.training_run import finished
+from planish.recipes import math_rl, rl_basic, shorter
+from planish.recipes.training_run import Presets, finished, read_options
 
 
 async def work(ends: list[str]) -> str:
@@ -40,6 +41,25 @@ def test_an_interrupt_in_a_notebook_ends_the_run_in_order():
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell(ends))
     assert ends == ["begun", "cleaned up"]
+
+
+@pytest.mark.parametrize(
+    ("options", "presets", "arguments", "told"),
+    [
+        (rl_basic.Options, rl_basic.PRESETS, [], "preset=NAME gives other defaults: seed"),
+        (rl_basic.Options, rl_basic.PRESETS, ["preset=seed"], None),
+        (shorter.Options, {}, [], None),
+        (math_rl.Options, *math_rl.with_sizes([]), None),
+    ],
+    ids=["one", "the one that is shown", "none", "the sizes of an env"],
+)
+def test_help_tells_the_presets_that_are_left(
+    options: type, presets: Presets, arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        read_options(options, presets, [*arguments, "--help"])
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert last == told or (told is None and "preset=NAME" not in last)
 
 
 def test_errors_come_out_of_a_notebooks_thread():
