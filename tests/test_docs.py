@@ -27,6 +27,8 @@ from planish.testing import tiny_model
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+RECIPES = sorted((DOCS.parent / "planish" / "recipes").glob("[!_]*.py"))
+"""Their docstrings have commands too."""
 WITH_README = [DOCS.parent / "README.md", *(DOCS / page for page in PAGES)]
 NOT_RUN = {
     "renderers.md": "a fragment: the client and the sample come from elsewhere",
@@ -60,10 +62,10 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def commands_of(text: str) -> list[tuple[str, list[str]]]:
-    """(recipe, options) of each command; what a shell would not give to the recipe is left out."""
+    """(recipe, options) of each command; what a shell would not give to the recipe is left out, and what follows behind two spaces."""
     found = []
     for module, rest in COMMAND.findall(text):
-        words = shlex.split(rest.replace("\\\n", " "), comments=True)
+        words = shlex.split(re.split(r"\s{2,}", re.sub(r"\s*\\\n\s*", " ", rest))[0], comments=True)
         options = [word for word in words if re.match(r"[a-z_.]+=", word)]
         found.append((module, [option for option in options if not re.search(r"=\.\.\.|=[A-Z]+$", option)]))
     return found
@@ -109,7 +111,7 @@ def test_every_block_of_the_page_runs(page, reader):
     run_page((DOCS / page).read_text(), DOCS / page, "page_" + re.sub(r"\W", "_", page))
 
 
-@pytest.mark.parametrize("page", WITH_README, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*WITH_README, *RECIPES], ids=lambda page: page.name)
 def test_every_command_of_a_recipe_is_one_that_it_takes(page):
     for name, arguments in commands_of(page.read_text()):
         recipe = importlib.import_module(name)
