@@ -10,7 +10,7 @@ from pathlib import Path
 from planish.commands.records import Records, Row, as_json, downloaded, records_of
 from planish.commands.runs import add_source_arguments, limit_of
 from planish.commands.tables import print_fields, print_table, size, time, time_left
-from planish.errors import CheckpointError, UserError
+from planish.errors import UserError
 
 _SHOWN = 20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -94,18 +94,8 @@ def _list(records: Records, arguments: argparse.Namespace) -> None:
 
 
 def _show(records: Records, arguments: argparse.Namespace) -> None:
-    path: str = arguments.path
-    row = {"tinker_path": path, **_listed(records, path), **records.shape(path)}
+    row = records.checkpoint(arguments.path)
     print(as_json(row)) if arguments.json else print_fields(row)
-
-
-def _listed(records: Records, path: str) -> Row:
-    """What the list of its run says; of a checkpoint that another key published, there is no list to be seen."""
-    try:
-        rows = records.checkpoints(path.removeprefix("tinker://").partition("/")[0], None)
-    except CheckpointError:
-        return {}
-    return next((row for row in rows if row["tinker_path"] == path), {})
 
 
 def _delete(records: Records, arguments: argparse.Namespace) -> None:

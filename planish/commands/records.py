@@ -23,10 +23,11 @@ import orjson
 from planish.client.remote_errors import ServerUnreachableError, body_of, refusal
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_link import API, checked_url
-from planish.engine.checkpoints import CheckpointStore, data_directory
+from planish.engine.checkpoints import CheckpointStore, data_directory, record_of
 from planish.errors import CheckpointError, StorageError, UnsupportedError, UserError, as_user_errors
+from planish.service import CheckpointInfo
 from planish.types import Checkpoint, CheckpointPath
-from planish.wire.records import checkpoint_to_json
+from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 Row = Mapping[str, Any]
 R = TypeVar("R")
@@ -42,8 +43,8 @@ class Records(Protocol):
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]: ...
 
-    def shape(self, path: str) -> Row:
-        """Base model and adapter of a checkpoint."""
+    def checkpoint(self, path: str) -> Row:
+        """What the list says of it, with its base model and adapter."""
         ...
 
     def delete(self, path: str) -> None: ...
@@ -77,8 +78,8 @@ class ServerRecords:
         found = self._ask("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")["checkpoints"]
         return found[:limit]
 
-    def shape(self, path: str) -> Row:
-        return self._ask("POST", "/weights_info", json={"tinker_path": path})
+    def checkpoint(self, path: str) -> Row:
+        return _as_one(self._ask("POST", "/weights_info", json={"tinker_path": path}))
 
     def delete(self, path: str) -> None:
         self._ask("DELETE", _endpoint(path))
@@ -165,9 +166,11 @@ class LocalRecords:
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
         return [checkpoint_to_json(checkpoint) for checkpoint in self._store.records(run_id)[:limit]]
 
-    def shape(self, path: str) -> Row:
-        manifest = self._store.manifest(_parsed(path))
-        return {"base_model": manifest.base_model, "lora_rank": manifest.lora.rank}
+    def checkpoint(self, path: str) -> Row:
+        parsed = _parsed(path)
+        manifest = self._store.manifest(parsed)
+        info = CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
+        return _as_one(weights_info_to_json(info))
 
     def delete(self, path: str) -> None:
         self._store.delete(_parsed(path))
@@ -188,9 +191,11 @@ class LocalRecords:
     def _run(self, run_id: str, checkpoints: Sequence[Checkpoint]) -> Row:
         newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
         last = {kind: next((c for c in newest if c.checkpoint_type == kind), None) for kind in ("training", "sampler")}
+        manifest = self._store.manifest(_parsed(newest[0].tinker_path))
         return {
             "training_run_id": run_id,
-            **self.shape(newest[0].tinker_path),
+            "base_model": manifest.base_model,
+            "lora_rank": manifest.lora.rank,
             "last_request_time": newest[0].time.isoformat(),
             "last_checkpoint": last["training"] and checkpoint_to_json(last["training"]),
             "last_sampler_checkpoint": last["sampler"] and checkpoint_to_json(last["sampler"]),
@@ -246,6 +251,10 @@ def _parsed(path: str) -> CheckpointPath:
         return CheckpointPath.parse(path)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+
+
+def _as_one(info: Mapping[str, Any]) -> Row:
+    return {**info["checkpoint"], **{key: value for key, value in info.items() if key != "checkpoint"}}
 
 
 def _run_of(checkpoint: Checkpoint) -> str:

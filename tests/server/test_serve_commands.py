@@ -88,6 +88,7 @@ def test_one_run_and_one_checkpoint_are_told_of(place: Place, capsys):
     assert run["base_model"] == shown["base_model"] == BASE_MODEL
     assert run["lora_rank"] == shown["lora_rank"] == 4
     assert shown["size_bytes"] > 0
+    assert not [key for key, value in shown.items() if isinstance(value, dict) and key != "optimizer_config"]
     assert BASE_MODEL in said(capsys, "checkpoints", "show", path, *place.options)
 
 
