@@ -12,7 +12,7 @@ Shapes: T rows, D hidden, H heads, E head_dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,13 +71,12 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
-        # Weights that are in the right dtype and place already stay memory-mapped: `to` returns them as they are.
-        moved = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items()}
-        self._embedding = moved["model.embed_tokens.weight"]
+        taken = _Taken(weights, dtype, device)
+        self._embedding = taken.one("model.embed_tokens.weight")
         room = WeightRoom()
-        self.head = FrozenLinear([self._embedding if config.tied_head else moved["lm_head.weight"]], room=room)
-        self._final_norm = moved["model.norm.weight"].float()
-        self._layers = [_layer(config, moved, f"model.layers.{i}.", room) for i in range(config.num_layers)]
+        self.head = FrozenLinear([self._embedding if config.tied_head else taken.one("lm_head.weight")], room=room)
+        self._final_norm = taken.one("model.norm.weight").float()
+        self._layers = [_layer(config, taken, f"model.layers.{i}.", room) for i in range(config.num_layers)]
         self._rope = RotaryEmbedding(config.rope, config.head_dim, config.max_context, device)
 
     @classmethod
@@ -357,14 +356,39 @@ class _SwiGLU(torch.autograd.Function):
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
 
 
-def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, room: WeightRoom) -> Layer:
+@dataclass(frozen=True)
+class _Taken:
+    """Weights of files, brought into a dtype and to a device when they are asked for."""
+
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+    device: torch.device
+
+    def one(self, name: str) -> Tensor:
+        # One that is in the right dtype and place already stays memory-mapped: `to` returns it as it is.
+        return self.weights[name].to(device=self.device, dtype=self.dtype)
+
+    def several(self, names: Sequence[str]) -> Sequence[Tensor]:
+        """Those that one product reads; on a GPU side by side."""
+        if self.device.type == "cpu":
+            return [self.one(name) for name in names]
+        given = [self.weights[name] for name in names]
+        # Where they stay. Joined there, as much again would have been freed in the end, in pieces that torch keeps and nothing fits into.
+        whole = torch.empty(sum(map(len, given)), *given[0].shape[1:], dtype=self.dtype, device=self.device)
+        parts = whole.split([len(weight) for weight in given])
+        for part, weight in zip(parts, given, strict=True):
+            part.copy_(weight)
+        return parts
+
+
+def _layer(config: ModelConfig, taken: _Taken, prefix: str, room: WeightRoom) -> Layer:
     def linear(*names: str) -> FrozenLinear:
-        biases = [weights.get(f"{prefix}{name}.bias") for name in names]
-        # Taken out, so that on a GPU nothing but what lies side by side is left of them.
-        return FrozenLinear([weights.pop(f"{prefix}{name}.weight") for name in names], biases, room, keeps=False)
+        biased = f"{prefix}{names[0]}.bias" in taken.weights
+        biases = [taken.one(f"{prefix}{name}.bias") if biased else None for name in names]
+        return FrozenLinear(taken.several([f"{prefix}{name}.weight" for name in names]), biases, room, keeps=False)
 
     def norm(name: str) -> Tensor:
-        return weights[f"{prefix}{name}.weight"].float()
+        return taken.one(f"{prefix}{name}.weight").float()
 
     return Layer(
         input_norm=norm("input_layernorm"),

@@ -29,7 +29,7 @@ class FrozenLinear:
         *,
         keeps: bool = True,
     ) -> None:
-        """`weights` [out_i, in] each; all of them have a bias, or none. `room`: where their blocks may lie beside those of others.
+        """`weights` [out_i, in] each, on a GPU side by side in one tensor; all of them have a bias, or none. `room`: where their blocks may lie beside those of others.
 
         `keeps`: whether `weight` will be asked for.
         """
@@ -40,9 +40,6 @@ class FrozenLinear:
         self._room = room or WeightRoom()
         self._packed = _packed(weights, self._room)
         self._packed_back: _Packed | None = None
-        if weights[0].device.type != "cpu" and len(weights) > 1:
-            # What is not mapped from a file can as well lie side by side.
-            weights = torch.cat(tuple(weights)).split(self.sizes)
         self._weights: tuple[Tensor, ...] = tuple(weights) if keeps or self._float_panels is None else ()
 
     @property

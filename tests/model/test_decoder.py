@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from planish.model.config import ModelConfig
@@ -193,6 +194,27 @@ def test_the_gradient_is_with_respect_to_the_master(tmp_path):
     step = 1e-3 * direction
     plus, minus = (loss(LoraWeights(layout, master + s * step, torch.float32, CPU)).item() for s in (1, -1))
     assert (plus - minus) / 2 == pytest.approx(float(gradient @ step), rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_on_a_device_loading_takes_no_more_than_the_weights(tmp_path, family):
+    """Torch keeps what is freed on a GPU: joined there, parts of products would leave as much again that nothing fits into."""
+    tiny_model(tmp_path, family=family)
+    config = ModelConfig.from_directory(tmp_path)
+    weights = load_weights(tmp_path, config)
+    made: dict[int, torch.UntypedStorage] = {}
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.device.type == "meta":
+                storage = out.untyped_storage()
+                made[storage._cdata] = storage
+            return out
+
+    with Noted():
+        Decoder(config, weights, torch.bfloat16, torch.device("meta"))
+    assert sum(storage.nbytes() for storage in made.values()) == sum(2 * weight.numel() for weight in weights.values())
 
 
 def test_weights_already_in_dtype_are_not_copied(tmp_path):
