@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from typing import Protocol
 
 import torch
@@ -51,6 +52,17 @@ class KVShape:
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
 
+def held_bytes(reserved: int) -> int:
+    """Most memory of pools whose owners have reserved so much: a slot that is left may wait for the next who has its capacity, and giving all of it back
+    each time would copy what is in use as often."""
+    return reserved + reserved // 8
+
+
+def fitting_bytes(held: float) -> float:
+    """What may be reserved so that pools take no more than `held`."""
+    return held * 8 / 9
+
+
 class KVPool:
     """Slots of `capacity` positions. `keys[layer]`, `values[layer]`: [slots, heads, capacity, head_dim]."""
 
@@ -78,10 +90,16 @@ class KVPool:
         owner.slot = len(self.owners)
         self.owners.append(owner)
 
-    def remove(self, owner: SlotOwner) -> None:
-        """Free `owner`'s slot; the last slot moves into it. A pool of which little is in use gives memory back."""
-        self._free([owner.slot])
-        owner.slot = -1
+    def remove(self, *owners: SlotOwner) -> None:
+        """Free their slots; the last slots move into them. A pool of which little is in use gives memory back."""
+        self._free([owner.slot for owner in owners])
+        for owner in owners:
+            owner.slot = -1
+
+    def trim(self) -> None:
+        """Give back what nobody owns."""
+        if self.slots > len(self.owners):
+            self._resize(len(self.owners))
 
     @property
     def slots(self) -> int:
@@ -188,6 +206,10 @@ class GappedKVPool(KVPool):
         if not kept or self._has_many_too_many(len(kept)):
             self._close_gaps()
 
+    def trim(self) -> None:
+        if self.slots > len(self.owners):
+            self._close_gaps()
+
     def _close_gaps(self) -> None:
         count = len(self.owners)
         taken = on_device(self._taken, torch.int64, self.shape.device)
@@ -200,23 +222,52 @@ class GappedKVPool(KVPool):
         self.replaced += 1
 
 
+class KVRoom:
+    """What pools take together. What owners have left stays in its pool for others, until all would take more than `most` positions."""
+
+    def __init__(self, most: float = inf) -> None:
+        self.most = most
+        self.pools: list[KVPool] = []
+
+    @property
+    def taken(self) -> int:
+        """Positions that there is memory for."""
+        return sum(pool.slots * pool.capacity for pool in self.pools)
+
+    def has(self, positions: int) -> bool:
+        return self.taken + positions <= self.most
+
+    def make(self, positions: int) -> None:
+        """Before so many more are taken: give back what nobody owns, if there is no room otherwise."""
+        if not self.has(positions):
+            for pool in self.pools:
+                pool.trim()
+
+
 class KVPools:
     """The pools of one kind, by capacity."""
 
-    def __init__(self, shape: KVShape, make: Callable[[KVShape, int], KVPool] = KVPool) -> None:
+    def __init__(
+        self, shape: KVShape, make: Callable[[KVShape, int], KVPool] = KVPool, room: KVRoom | None = None
+    ) -> None:
+        """`room`: that of pools of other kinds too."""
         self.shape = shape
         self._make = make
+        self._room = room or KVRoom()
         self._pools: dict[int, KVPool] = {}
 
     def of(self, capacity: int) -> KVPool:
         if capacity not in self._pools:
             self._pools[capacity] = self._make(self.shape, capacity)
+            self._room.pools.append(self._pools[capacity])
         return self._pools[capacity]
 
     def reserve(self, capacities: Iterable[int]) -> None:
         """Make room for one owner of each of these capacities."""
-        for capacity, count in Counter(capacities).items():
-            self.of(capacity).reserve(count)
+        wanted = [(self.of(capacity), count) for capacity, count in Counter(capacities).items()]
+        self._room.make(sum(pool.capacity * max(0, len(pool) + count - pool.slots) for pool, count in wanted))
+        for pool, count in wanted:
+            pool.reserve(count)
 
     def in_use(self) -> list[KVPool]:
         return [self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])]

@@ -28,7 +28,7 @@ from planish.engine.adapter_stacks import shape_of
 from planish.engine.drawing import draw, top_logprobs
 from planish.engine.graph_passes import GraphPasses
 from planish.engine.heap import let_go
-from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
+from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape, held_bytes
 from planish.engine.passes import Passes, PlainPasses, Rows
 from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.engine.prefix_cache import PrefixCache
@@ -50,7 +50,7 @@ from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 @dataclass(frozen=True)
 class SamplerSettings:
     kv_cache_bytes: int = 4 << 30
-    """Most memory that keys and values of running requests may reserve."""
+    """Most memory that keys and values of running requests may reserve; `held_bytes` of it is what they may take."""
     prefix_cache_bytes: int = 1 << 30
     """Most memory that known prefixes may take beside that."""
     max_batch: int = 256
@@ -182,7 +182,8 @@ class Sampler:
 
     def _make_pools(self) -> None:
         kind = GappedKVPool if isinstance(self._passes, GraphPasses) else KVPool
-        self._prompts, self._samples = KVPools(self._shape, kind), KVPools(self._shape, kind)
+        self._room = KVRoom(held_bytes(self.settings.kv_cache_bytes) // self._shape.bytes_per_position)
+        self._prompts, self._samples = (KVPools(self._shape, kind, self._room) for _ in range(2))
 
     # Prompts
 
@@ -236,7 +237,7 @@ class Sampler:
         if request is not None and not request.num_samples:
             prompt.waiting -= 1
             self._deliver(request)
-            self._release_if_unused(prompt)
+            self._release_unused([prompt])
 
     def _score(self, request: Request, start: int, hidden: Tensor) -> None:
         """Answer what the request asks of its prompt's positions start, start + 1, ..., whose hidden states [R, D] these are."""
@@ -254,10 +255,12 @@ class Sampler:
             let_go(error)
             request.fail(error)
 
-    def _release_if_unused(self, prompt: Prompt) -> None:
-        if prompt.waiting == 0 and prompt in self._scheduler.prompts:
+    def _release_unused(self, prompts: Sequence[Prompt]) -> None:
+        """Those of these that nobody waits for."""
+        unused = [p for p in dict.fromkeys(prompts) if p.waiting == 0 and p in self._scheduler.prompts]
+        _remove(self._prompts, unused)
+        for prompt in unused:
             self._scheduler.release(prompt)
-            self._prompts.of(prompt.capacity).remove(prompt)
             self._last_hidden.pop(id(prompt), None)
             self._hidden.pop(id(prompt), None)
 
@@ -302,6 +305,17 @@ class Sampler:
         """Room for the keys of each sample's last token; at first, also a copy of its prompt's last, unfinished span."""
         needs = [(sample, self._room_for(sample)) for sample in samples]
         needs = [(sample, need) for sample, need in needs if need > sample.capacity]
+        if self._room.has(sum(need for _, need in needs)):
+            self._give_room(needs)
+            return
+        # Who moves has two slots while it does: where memory is short, an eighth of them at a time.
+        self._give_room([(sample, need) for sample, need in needs if not sample.capacity])
+        moving = [(sample, need) for sample, need in needs if sample.capacity]
+        for first in range(0, len(moving), size := max(1, len(moving) // 8)):
+            self._give_room(moving[first : first + size])
+
+    def _give_room(self, needs: list[tuple[RunningSample, int]]) -> None:
+        """Slots of these capacities."""
         self._samples.reserve(need for _, need in needs)
         fresh: dict[tuple[int, int], list[RunningSample]] = {}
         grown: dict[tuple[int, int], list[RunningSample]] = {}
@@ -367,8 +381,7 @@ class Sampler:
                     done.append(sample)
             except Exception as error:  # of the tokenizer: the text of these tokens is this request's alone
                 sample.request.fail(error)
-        for sample in reversed(done):  # the last slot first: then none has to move into the place of another
-            self._take_out(sample)
+        self._take_out(done)
         for sample in done:
             self._finish(sample)
 
@@ -392,11 +405,11 @@ class Sampler:
         if len(request.sequences) == request.num_samples:
             self._deliver(request)
 
-    def _take_out(self, sample: RunningSample) -> None:
-        self._scheduler.finish(sample)
-        if sample.capacity:
-            self._samples.of(sample.capacity).remove(sample)
-        self._release_if_unused(sample.prompt)
+    def _take_out(self, samples: Sequence[RunningSample]) -> None:
+        _remove(self._samples, [sample for sample in samples if sample.capacity])
+        for sample in samples:
+            self._scheduler.finish(sample)
+        self._release_unused([sample.prompt for sample in samples])
 
     def _deliver(self, request: Request) -> None:
         scores = request.scores
@@ -418,10 +431,18 @@ class Sampler:
         for request in [request for request in self._requests if request.future.done()]:
             request.claim()  # tells those who wait for several futures that this one was cancelled
             self._requests.remove(request)
-            for sample in self._scheduler.withdraw(request):
-                self._take_out(sample)
+            self._take_out(self._scheduler.withdraw(request))
             if request.prompt is not None:
-                self._release_if_unused(request.prompt)
+                self._release_unused([request.prompt])
+
+
+def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) -> None:
+    """At once: one by one, each would close a gap or copy its pool."""
+    by_capacity: dict[int, list[Prompt | RunningSample]] = {}
+    for owner in owners:
+        by_capacity.setdefault(owner.capacity, []).append(owner)
+    for capacity, some in by_capacity.items():
+        pools.of(capacity).remove(*some)
 
 
 def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
+from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape
 from planish.engine.positions import capacity_for
 
 SHAPE = KVShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -82,6 +82,43 @@ def test_what_is_reserved_is_all_that_is_allocated():
         pools.of(64).add(Owner())
     assert pools.of(64).slots == 3
     assert pools.in_use() == [pools.of(64)]
+
+
+@pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
+def test_what_nobody_owns_makes_room_for_others(kind):
+    """Long ones leave, and short ones come, to which their slots are of no use."""
+    room = KVRoom(most=9 * 256)
+    prompts, samples = KVPools(SHAPE, kind, room), KVPools(SHAPE, kind, room)
+    long = [Owner() for _ in range(8)]
+    prompts.reserve([256] * 8)
+    for number, owner in enumerate(long):
+        prompts.of(256).add(owner)
+        fill(prompts.of(256), owner, number)
+    prompts.of(256).remove(*long[1:4])
+    assert (room.taken, prompts.of(256).slots) == (8 * 256, 8)
+    samples.reserve([128, 128, 64, 64])
+    for capacity in (128, 128, 64, 64):
+        samples.of(capacity).add(Owner())
+    assert (room.taken, prompts.of(256).slots) == (5 * 256 + 384, 5)
+    kept = [(float(number), owner) for number, owner in enumerate(long) if owner.slot >= 0]
+    assert len(kept) == 5
+    assert all(held(prompts.of(256), owner) == {number} for number, owner in kept)
+
+
+@pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
+def test_owners_leave_together(kind):
+    pool, owners, stay = kind(SHAPE, 64), [Owner() for _ in range(40)], (3, 4, 8, 30, 31)
+    for number, owner in enumerate(owners):
+        pool.add(owner)
+        fill(pool, owner, number)
+    before = pool.replaced
+    gone = [owner for number, owner in enumerate(owners) if number not in stay]
+    pool.remove(*gone)
+    assert all(owner.slot == -1 for owner in gone)
+    assert pool.replaced == before + 1
+    assert all(held(pool, owners[number]) == {float(number)} for number in stay)
+    pool.remove(*(owners[number] for number in stay))
+    assert pool.slots == 0
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])

@@ -1,6 +1,7 @@
 # pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalMemberAccess=false, reportArgumentType=false
 """The sampler against transformers, and every fast path against its slow twin: shared prompts, cache, batch, tenants."""
 
+import random
 from asyncio import CancelledError  # no Exception
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from planish.engine import scheduler
+from planish.engine.kv_cache import KVPool
 from planish.engine.prompt_scores import PromptScores
 from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.engine.sampler import Sampler, SamplerSettings
@@ -409,6 +411,55 @@ def test_more_work_than_memory_waits_and_is_done(decoder, tiling):
     )
     assert drawn(run(tight, *mixed_requests())) == unlimited
     assert len(tight._cache) <= 2
+
+
+def of_all_lengths() -> list[Sample]:
+    """What one leaves is seldom what the next one needs."""
+    chosen = random.Random(0)
+    return [
+        request(
+            tokens(chosen.choice((3, 70, 140, 300)), seed=number),
+            n=chosen.choice((1, 3)),
+            max_tokens=chosen.choice((2, 70, 150)),
+            seed=number,
+        )
+        for number in range(40)
+    ]
+
+
+def in_step() -> list[Sample]:
+    """All grow at once."""
+    return [request(tokens(3), n=16, max_tokens=140, seed=0)]
+
+
+@pytest.mark.parametrize(("asked", "most"), [(of_all_lengths, 3000), (in_step, 64 + 16 * 256)])
+def test_pools_take_no_more_than_an_eighth_above_what_may_be_reserved(decoder, monkeypatch, asked, most):
+    per_position = sampler_of(decoder)._shape.bytes_per_position
+    sampler = sampler_of(decoder, max_batch=24, kv_cache_bytes=most * per_position, prefix_cache_bytes=0)
+    taken, resize = [], KVPool._resize
+
+    def noted(pool: KVPool, slots: int) -> None:
+        resize(pool, slots)
+        taken.append(sampler._room.taken)
+
+    monkeypatch.setattr(KVPool, "_resize", noted)
+    run(sampler, *asked())
+    assert 0.8 * most < max(taken) <= most * 9 // 8
+    assert sampler._room.taken == 0
+
+
+def test_what_ends_together_leaves_at_once(decoder, monkeypatch):
+    """A slot at a time, each would be a copy or a clearing of its pool, layer by layer."""
+    freed = []
+    free = KVPool._free
+
+    def noted(pool: KVPool, slots: list[int]) -> None:
+        freed.append(len(slots))
+        free(pool, slots)
+
+    monkeypatch.setattr(KVPool, "_free", noted)
+    run(sampler_of(decoder), request(tokens(9), n=8, max_tokens=5, stop=[], seed=0))
+    assert freed == [8, 1]
 
 
 def test_cancelling_frees_memory_at_any_time(decoder):
