@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from planish.engine.adapters import Adapter
 from planish.engine.base_models import BaseModel
+from planish.engine.memory import DeviceMemory
 from planish.engine.settings import EngineSettings
 from planish.model.lora import LoraLayout
 from planish.service import Sample
@@ -57,14 +58,14 @@ class Profile:
 
 def profiles(directory: Path, settings: EngineSettings, work: Mapping[str, Any]) -> list[Profile]:
     """Of one decode step of all samples of the round at once, and of one micro-batch of training."""
-    base = BaseModel(directory, settings)
-    return [decode_profile(base, settings, work), training_profile(base, work)]
+    base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+    return [decode_profile(base, work), training_profile(base, work)]
 
 
-def decode_profile(base: BaseModel, settings: EngineSettings, work: Mapping[str, Any]) -> Profile:
+def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
     sampler = base.sampler
     # Prompts that share a beginning are computed in two waves.
-    prompt_steps = 2 * math.ceil(sum(map(len, work["prompts"])) / settings.sampler.prefill_tokens)
+    prompt_steps = 2 * math.ceil(sum(map(len, work["prompts"])) / sampler.settings.prefill_tokens)
     params = SamplingParams(max_tokens=prompt_steps + SETTLING_STEPS + 4 * STEPS, stop=[], seed=0)
     futures: list[Future[SampleResponse]] = []
     for prompt in work["prompts"]:

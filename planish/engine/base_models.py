@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from planish.engine.memory import DeviceMemory, ModelMemory
 from planish.engine.sampler import Sampler
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype, choose_tiling
 from planish.engine.trainer import Trainer
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class BaseModel:
     """One set of base weights on the device, with what trains and what samples on them."""
 
-    def __init__(self, directory: Path, settings: EngineSettings) -> None:
+    def __init__(self, directory: Path, settings: EngineSettings, memory: ModelMemory) -> None:
         device = choose_device(settings.device)
         _make_current(device)  # what is pinned for it would else take memory of the first GPU too
         config = ModelConfig.from_directory(directory)
@@ -42,8 +43,8 @@ class BaseModel:
         """Of the weights; `config.fingerprint()` is that of the architecture."""
         self.decoder = Decoder.load(directory, dtype, device)
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
-        self.trainer = Trainer(self.decoder, settings.trainer(config), tiling)
-        self.sampler = Sampler(self.decoder, settings.sampler, self.decode, tiling)
+        self.trainer = Trainer(self.decoder, memory.trainer, tiling)
+        self.sampler = Sampler(self.decoder, memory.sampler, self.decode, tiling)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,9 +82,10 @@ def _make_current(device: torch.device) -> None:
 class BaseModels:
     """Base models by name. Thread-safe."""
 
-    def __init__(self, models: Mapping[str, str] | None, settings: EngineSettings) -> None:
+    def __init__(self, models: Mapping[str, str] | None, settings: EngineSettings, memory: DeviceMemory) -> None:
         self._mapping = checked_mapping(models)
         self._settings = settings
+        self._memory = memory
         self._lock = threading.Lock()
         self._loading: dict[Path, threading.Lock] = {}
         """Held while the base model of a directory is loaded: those of others need not wait for it."""
@@ -100,8 +102,16 @@ class BaseModels:
                 # In a thread that ends: OpenMP keeps workers for every thread that ever computed, and where they are more than
                 # the cores, all of them sleep between products, which takes half of the sampler's speed.
                 with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as thread:
-                    self._loaded[directory] = thread.submit(BaseModel, directory, self._settings).result()
+                    self._loaded[directory] = thread.submit(self._load, directory).result()
             return self._loaded[directory]
+
+    def _load(self, directory: Path) -> BaseModel:
+        memory = self._memory.claim(directory)
+        try:
+            return BaseModel(directory, self._settings, memory)
+        except BaseException:
+            self._memory.release(directory)
+            raise
 
     def directory(self, name: str) -> Path:
         """Where the files of this base model are."""
@@ -127,3 +137,4 @@ class BaseModels:
         for directory, lock in loading:
             with lock:
                 self._loaded.pop(directory, None)
+                self._memory.release(directory)

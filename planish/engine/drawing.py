@@ -21,8 +21,10 @@ from planish.types import SamplingParams
 _CHUNK = 128
 _ENTRIES = 1 << 22
 """Of runs that are looked at together."""
-_SORTED_ROWS = 64
-"""Sorted at a time on a GPU: some hundreds of megabytes with a large vocabulary."""
+_SORTED_ENTRIES = 1 << 21
+"""Sorted at a time on a GPU."""
+SORTING_BYTES = 64 * _SORTED_ENTRIES
+"""What that takes: values and places before and after, sums in float64, and what is made on the way."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,9 @@ def _filter(weights: Tensor, params: list[SamplingParams]) -> None:
         _filter_each(weights, params)
         return
     filtered = [row for row, p in enumerate(params) if _is_filtered(p)]
-    for start in range(0, len(filtered), _SORTED_ROWS):
-        some = filtered[start : start + _SORTED_ROWS]
+    size = max(1, _SORTED_ENTRIES // weights.shape[1])
+    for start in range(0, len(filtered), size):
+        some = filtered[start : start + size]
         rows = on_device(some, torch.int64, weights.device)
         weights[rows] = _filtered(weights[rows], [params[row] for row in some])
 

@@ -21,6 +21,7 @@ from planish.engine.base_models import BaseModel, BaseModels
 from planish.engine.checkpoint_files import Manifest
 from planish.engine.checkpoint_labels import Label, check_label, check_metadata, check_name
 from planish.engine.checkpoints import CheckpointStore, data_directory, name_taken, record_of
+from planish.engine.memory import DeviceMemory, adapter_bytes
 from planish.engine.owner import DeviceOwner
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.tenants import Job, LoadedAdapter, SamplerHandle, Tenant
@@ -61,9 +62,6 @@ from planish.types import (
 
 R = TypeVar("R")
 
-# Master weights, two moments, gradient; and twice the first three while a step is made.
-_FLOAT_VECTORS = 7
-
 
 class Engine:
     def __init__(
@@ -71,10 +69,12 @@ class Engine:
         models: Mapping[str, str] | None = None,
         data_dir: str | Path | None = None,
         settings: EngineSettings | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        """`models` maps names of base models to directories or .gguf files; `data_dir` is where checkpoints are kept."""
+        """`models` maps names of base models to directories or .gguf files; `data_dir` is where checkpoints are kept. `memory` says which
+        part of the device's memory each base model has; by default they come one after another, and others may follow."""
         self._settings = settings or EngineSettings()
-        self._models = BaseModels(models, self._settings)
+        self._models = BaseModels(models, self._settings, memory or DeviceMemory(self._settings))
         self._store = CheckpointStore(data_directory(data_dir))
         self._tenants: dict[str, Tenant] = {}
         self._handles: dict[str, SamplerHandle] = {}
@@ -128,10 +128,8 @@ class Engine:
         self._check_request(self._models.get(base_model), operation)
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
-        settings = self._settings
-        size = LoraLayout(ModelConfig.from_directory(self._models.directory(base_model)), lora).size
-        compute = choose_dtype(settings.dtype, choose_device(settings.device)).itemsize
-        return AdapterBytes(training=size * (4 * _FLOAT_VECTORS + compute), sampling=size * compute)
+        config = ModelConfig.from_directory(self._models.directory(base_model))
+        return adapter_bytes(config, lora, choose_dtype(self._settings.dtype, choose_device(self._settings.device)))
 
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False

@@ -19,7 +19,8 @@ from planish.model.head import log_normalizer
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
 
-_BLOCK = 128
+SCORED_ROWS = 128
+"""Positions whose logits are in memory at a time."""
 _ALT_STREAM = 1
 """Purpose number of the draws at prompt positions: apart from those of the samples, which is 0."""
 
@@ -70,8 +71,8 @@ class PromptScores:
     def add(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact) -> None:
         """Hidden states [R, D] of prompt positions start .. start + R - 1; position i speaks of token i + 1."""
         stop = min(start + hidden.shape[0], len(self.tokens) - 1)
-        for first in range(max(start, self.begins), stop, _BLOCK):
-            last = min(first + _BLOCK, stop)
+        for first in range(max(start, self.begins), stop, SCORED_ROWS):
+            last = min(first + SCORED_ROWS, stop)
             block = hidden[first - start : last - start]
             self._add_block(first + 1, block, logits(block), exact)
 

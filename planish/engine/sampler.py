@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from planish.engine.adapter_stacks import shape_of
-from planish.engine.drawing import draw, top_logprobs
+from planish.engine.drawing import SORTING_BYTES, draw, top_logprobs
 from planish.engine.graph_passes import GraphPasses
 from planish.engine.heap import let_go
 from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape, held_bytes
 from planish.engine.passes import Passes, PlainPasses, Rows
 from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.engine.prefix_cache import PrefixCache
-from planish.engine.prompt_scores import PromptScores, asked
+from planish.engine.prompt_scores import SCORED_ROWS, PromptScores, asked
 from planish.engine.row_tiling import RowTiling
 from planish.engine.sample_checks import check_sample, max_tokens_of
 from planish.engine.sampling_attention import PrefillSpan
@@ -41,6 +41,7 @@ from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.sending import on_device
 from planish.engine.stopping import StopCondition
 from planish.errors import NonFiniteError
+from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.lora import AdapterRows, LoraWeights
 from planish.service import DrawnToken, Sample
@@ -49,6 +50,8 @@ from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
 @dataclass(frozen=True)
 class SamplerSettings:
+    """With the defaults of a CPU; memory.py has those of a GPU, and those where memory is short."""
+
     kv_cache_bytes: int = 4 << 30
     """Most memory that keys and values of running requests may reserve; `held_bytes` of it is what they may take."""
     prefix_cache_bytes: int = 1 << 30
@@ -58,13 +61,15 @@ class SamplerSettings:
     prefill_tokens: int = 2048
     """Most prompt tokens computed in one step."""
 
-    @classmethod
-    def on(cls, device: torch.device) -> SamplerSettings:
-        """The defaults: above on a CPU; on a GPU a share of its memory, and as many rows as it takes to fill it."""
-        if device.type == "cpu":
-            return cls()
-        total = torch.cuda.get_device_properties(device).total_memory
-        return cls(kv_cache_bytes=total // 4, prefix_cache_bytes=total // 16, max_batch=512, prefill_tokens=8192)
+    def step_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+        """Estimate of what a step takes besides: activations of prompts, and what tokens are drawn from."""
+        # Float32 logits of the step, those that are drawn from, and those of the prompts' ends.
+        drawing = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
+        if device.type != "cpu":  # a CPU filters row by row
+            drawing += SORTING_BYTES
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
+        return drawing + self.prefill_tokens * (8 * config.hidden_size + dtype.itemsize * narrow)
 
 
 class Sampler:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from planish.engine.row_tiling import FIXED, RowTiling, probe
-from planish.engine.sampler import SamplerSettings
-from planish.engine.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.native import cpu_products
@@ -29,30 +27,24 @@ class EngineSettings:
     kv_cache_bytes: int | None = None
     prefix_cache_bytes: int | None = None
     max_batch: int | None = None
-    """None: the trainer's and the sampler's own defaults on the device, see `TrainerSettings` and `SamplerSettings`."""
+    """None: what the memory of the device is enough for, see memory.py."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
             raise UserError(f"dtype={self.dtype!r}: give 'auto', {', '.join(map(repr, DTYPES))}")
         if self.deterministic not in (None, True, False):
             raise UserError(f"deterministic={self.deterministic!r}: give True, False or None")
-        for name in ("micro_batch_tokens", "kv_cache_bytes", "prefix_cache_bytes", "max_batch"):
-            value = getattr(self, name)
+        for name, value in self.bounds.items():
             least = 0 if name == "prefix_cache_bytes" else 1
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise UserError(f"{name}={value!r}: give a whole number of at least {least}, or None for the default")
         choose_device(self.device)
 
-    def trainer(self, config: ModelConfig) -> TrainerSettings:
-        if self.micro_batch_tokens is not None:
-            return TrainerSettings(self.micro_batch_tokens)
-        return TrainerSettings.on(choose_device(self.device), config)
-
     @property
-    def sampler(self) -> SamplerSettings:
-        names = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(SamplerSettings.on(choose_device(self.device)), **given)
+    def bounds(self) -> dict[str, int | None]:
+        """What bounds memory, by name."""
+        names = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch", "micro_batch_tokens")
+        return {name: getattr(self, name) for name in names}
 
 
 def choose_device(name: str) -> torch.device:

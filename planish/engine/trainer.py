@@ -32,50 +32,41 @@ from planish.errors import NonFiniteError
 from planish.loss_options import complete_config
 from planish.model.config import ModelConfig
 from planish.model.decoder import Attend, Decoder
-from planish.model.head import scored_logprobs
+from planish.model.head import logits_dtype, rows_at_once, scored_logprobs
 from planish.model.lora import LAYER_SITES, AdapterRows, LoraWeights
 from planish.native import cpu, kernels
 from planish.native.cpu_products import low_columns
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"
-_GPU_MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
-"""Tokens; with fewer than the last, a GPU's time would go into launches."""
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
     micro_batch_tokens: int = 4096
     """Most rows of one forest. A single longer sequence runs alone, keeping each layer's input only."""
+    recompute: bool = False
+    """Whether all keep each layer's input only, and compute the rest again for their backward pass."""
 
     def __post_init__(self) -> None:
         value = self.micro_batch_tokens
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
 
-    @classmethod
-    def on(cls, device: torch.device, config: ModelConfig) -> TrainerSettings:
-        """The defaults: above on a CPU; on a GPU the largest micro-batch whose activations are a third of its memory."""
-        if device.type == "cpu":
-            return cls()
-        total = torch.cuda.get_device_properties(device).total_memory
-        sizes = [cls(tokens) for tokens in _GPU_MICRO_BATCHES]
-        fitting = (size for size in sizes if size.activation_bytes(config, logit_itemsize=4) <= total // 3)
-        return next(fitting, sizes[-1])
+    def recomputes(self, rows: int) -> bool:
+        return self.recompute or rows > self.micro_batch_tokens
 
     def activation_bytes(
         self,
         config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
         tokens: int | None = None,
         rank: int = 32,
-        itemsize: int = 2,
-        logit_itemsize: int | None = None,
     ) -> int:
-        """Estimate of the memory that a micro-batch of `tokens` rows (default: a full one) keeps for its backward pass.
-
-        `itemsize`: bytes of the dtype that products run in, `logit_itemsize` of that of logits (default: the same), which is float32 on a GPU.
-        """
+        """Estimate of the memory that a micro-batch of `tokens` rows (default: a full one) keeps for its backward pass, by the dtype of products."""
         tokens = self.micro_batch_tokens if tokens is None else tokens
+        itemsize, logit_itemsize = dtype.itemsize, logits_dtype(dtype, device).itemsize
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # Two residual states and the attention's log-sum-exp are float32; the rest is in the products' dtype: normed
         # inputs, rotated q and k, v, attention output, gate, up, their product, and the LoRA's low-rank states.
@@ -85,13 +76,15 @@ class TrainerSettings:
         if config.qk_norm:
             narrow += queries + keys
         layer = wide + itemsize * narrow
-        if tokens > self.micro_batch_tokens:
-            return tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
-        return tokens * (config.num_layers * layer + (logit_itemsize or itemsize) * config.vocab_size)
+        if self.recomputes(tokens):
+            # Two layers are there at a time, and the logits of some rows with their gradient.
+            logits = min(tokens, rows_at_once(device)) * config.vocab_size * (logit_itemsize + itemsize)
+            return tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer) + logits
+        return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
 
-    def held_bytes(self, config: ModelConfig, itemsize: int = 2, logit_itemsize: int | None = None) -> int:
+    def held_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
         """Estimate of the memory that passes hold, freed for the next one or in use: gaps between blocks, and what is alive for a moment, come on top."""
-        return self.activation_bytes(config, itemsize=itemsize, logit_itemsize=logit_itemsize) * 3 // 2
+        return self.activation_bytes(config, dtype, device) * 3 // 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +118,7 @@ class Trainer:
         self._tiling = tiling or RowTiling()
         self._is_deterministic = tiling is not None
         self.settings = settings
-        self._kept_bytes = settings.held_bytes(decoder.config)
+        self._kept_bytes = settings.held_bytes(decoder.config, decoder.dtype, decoder.device)
 
     def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:
         """ValueError, or a subclass of it, if `forward_backward` would refuse this input."""
@@ -204,7 +197,7 @@ class Trainer:
     def _score(self, job: _Job, packed: Packed, pairs: _Pairs) -> Tensor:
         """Logprobs [P] of the distinct pairs."""
         device = self._decoder.device
-        recompute = len(packed) > self.settings.micro_batch_tokens
+        recompute = self.settings.recomputes(len(packed))
         packed = packed.padded(self._tiling.padded(len(packed), job.weights))
         hidden = self._decoder.hidden(
             torch.from_numpy(packed.tokens).to(device),

@@ -250,10 +250,21 @@ def _is_rounded(hidden: Tensor) -> bool:
     return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type == "cpu"
 
 
+def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which logits of hidden states in `dtype` are made and kept for the backward pass: on a GPU what products add up in, although their factors are narrower."""
+    return dtype if device.type == "cpu" else torch.promote_types(dtype, torch.float32)
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Rows whose logits are there at a time where they are made again for the backward pass."""
+    return _CHUNK if device.type == "cpu" else _LARGE_CHUNK
+
+
 def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
-    """Logits of the base model [R, V], with which those of every adapter begin: in hidden's dtype on a CPU; on other devices in float32, which their products add up in."""
-    if _adds_in_float32(hidden):
-        return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+    """Logits of the base model [R, V], with which those of every adapter begin, in their `logits_dtype`."""
+    dtype = logits_dtype(hidden.dtype, hidden.device)
+    if dtype != hidden.dtype:
+        return torch.mm(hidden, head.weight.t(), out_dtype=dtype)
     return head.product(hidden)
 
 
@@ -263,11 +274,6 @@ def _logits(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> Tensor
     if lora is not None:
         lora.add_(logits)
     return logits
-
-
-def _adds_in_float32(x: Tensor) -> bool:
-    """Whether products can be had in float32 although their factors are not."""
-    return x.device.type != "cpu" and x.dtype not in (torch.float32, torch.float64)
 
 
 def _likeliest(
@@ -324,7 +330,7 @@ def _dots(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, rows: Tenso
 
 
 def _chunks(hidden: Tensor) -> list[slice]:
-    total, size = hidden.shape[0], _CHUNK if hidden.device.type == "cpu" else _LARGE_CHUNK
+    total, size = hidden.shape[0], rows_at_once(hidden.device)
     starts = [0, *range(size, total - _FEW + 1, size)]
     return [slice(start, stop) for start, stop in pairwise([*starts, total])]
 

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from planish.engine.engine import Engine
+from planish.engine.memory import DeviceMemory
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.listing import list_models
@@ -37,7 +38,7 @@ from planish.server.core import ServerCore
 from planish.server.exchange import HttpSettings
 from planish.server.hub_tokenizers import asked_names, keep_tokenizer
 from planish.server.logs import set_up
-from planish.server.memory_plan import MemoryPlan, memory_plan
+from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.metrics_page import metrics_route
 from planish.server.serve_options import ServeOptions, add_arguments, options_of
 from planish.server.tenancy import read_keys
@@ -65,7 +66,8 @@ class _Prepared:
     models: Mapping[str, Path]
     data_dir: Path
     keys: Mapping[str, str] | None
-    memory: MemoryPlan
+    memory: DeviceMemory
+    plan: MemoryPlan
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,7 +86,8 @@ def serve(options: ServeOptions) -> int:
             for name, path in prepared.models.items():
                 for asked in asked_names(name):
                     keep_tokenizer(asked, path)
-        engine = Engine({name: str(path) for name, path in prepared.models.items()}, prepared.data_dir, options.engine)
+        directories = {name: str(path) for name, path in prepared.models.items()}
+        engine = Engine(directories, prepared.data_dir, options.engine, prepared.memory)
         server = _Server(_application(engine, prepared), engine, prepared)
         server.run([listener])
     return 0 if server.was_ready else 1
@@ -98,8 +101,9 @@ def _prepared(options: ServeOptions) -> _Prepared:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--data-dir {directory}: it cannot be made ({error}); give another") from error
-    memory = memory_plan(list(models.items()), options.engine, options.settings)
-    return _Prepared(options, models, directory, keys, memory)
+    memory = device_memory(models, options.engine, options.settings)
+    plan = memory_plan(models, memory, options.settings)
+    return _Prepared(options, models, directory, keys, memory, plan)
 
 
 def _application(engine: Engine, prepared: _Prepared) -> Starlette:
@@ -198,7 +202,7 @@ def _url(listener: socket.socket) -> str:
 def _tell_plan(prepared: _Prepared) -> None:
     for name, path in prepared.models.items():
         _log.info("base model %s from %s", name, path)
-    _log.info("%s", prepared.memory)
+    _log.info("%s", prepared.plan)
     _log.info("data in %s", prepared.data_dir)
 
 

@@ -98,12 +98,15 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto")
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto")
     parser.add_argument(
-        "--kv-cache-gib", type=float, help="most memory for keys and values of running samples (4; of a GPU a quarter)"
+        "--kv-cache-gib", type=float, help="most memory for keys and values of running samples (4; of a GPU what is left)"
     )
     parser.add_argument(
-        "--prefix-cache-gib", type=float, help="most memory for known prefixes, 0 for none (1; of a GPU a sixteenth)"
+        "--prefix-cache-gib", type=float, help="most memory for known prefixes, 0 for none (1; of a GPU an eighth)"
     )
-    parser.add_argument("--max-batch", type=int, help="most samples drawn at once (256; on a GPU 512)")
+    parser.add_argument("--max-batch", type=int, help="most samples drawn at once (256; on a GPU up to 512)")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, help="most tokens that are trained on at once (4096; on a GPU up to 16384)"
+    )
     parser.add_argument(
         "--deterministic",
         action="store_true",
@@ -126,6 +129,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
             kv_cache_bytes=_bytes("--kv-cache-gib", arguments.kv_cache_gib),
             prefix_cache_bytes=_bytes("--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True),
             max_batch=arguments.max_batch,
+            micro_batch_tokens=arguments.micro_batch_tokens,
             deterministic=arguments.deterministic,
         ),
         settings=_settings(_pairs("--set", "NAME=VALUE", arguments.settings)),

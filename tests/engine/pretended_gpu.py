@@ -193,11 +193,12 @@ def recorded(marks: Marks, step: Step) -> Step:
 
 def patch_cuda(patch: pytest.MonkeyPatch) -> None:
     idle = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-    facts = SimpleNamespace(total_memory=1 << 30, multi_processor_count=1)
+    facts = SimpleNamespace(multi_processor_count=1)
     found: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_properties": lambda _: facts,
+        "mem_get_info": lambda _: (1 << 30, 1 << 30),
         "get_device_capability": lambda _: (9, 0),
         "set_device": lambda _: None,
         "current_stream": lambda _: idle,

@@ -228,10 +228,10 @@ def test_a_base_model_that_is_being_loaded_does_not_hold_up_another(engine, monk
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     began, go_on, load = threading.Event(), threading.Event(), BaseModel.__init__
 
-    def slow(self, directory, settings):
+    def slow(self, directory, settings, memory):
         began.set()
         assert go_on.wait(WAIT)
-        load(self, directory, settings)
+        load(self, directory, settings, memory)
 
     monkeypatch.setattr(BaseModel, "__init__", slow)
     with ThreadPoolExecutor() as callers:

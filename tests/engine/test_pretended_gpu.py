@@ -18,6 +18,7 @@ from test_sampler import request, tokens
 from planish.engine.adapters import Adapter
 from planish.engine.base_models import BaseModel
 from planish.engine.graph_passes import GraphPasses
+from planish.engine.memory import DeviceMemory
 from planish.engine.passes import PlainPasses
 from planish.engine.settings import EngineSettings
 from planish.model.lora import LoraLayout
@@ -37,7 +38,7 @@ def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic
     settings = EngineSettings(
         max_batch=3, kv_cache_bytes=1 << 24, prefix_cache_bytes=1 << 20, deterministic=deterministic
     )
-    base = BaseModel(directory, settings)
+    base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
     assert (base.device, base.dtype) == (GPU, torch.bfloat16)
     assert isinstance(base.sampler._passes, PlainPasses if deterministic else GraphPasses)
     adapters = [

@@ -371,8 +371,18 @@ def test_a_long_sequence_runs_alone_and_keeps_little(decoder):
     assert output.metrics["micro_batches:sum"] == 2
     assert relative(split, whole) < 1e-5
     config = dataclasses.replace(decoder.config, num_layers=30)
-    plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(config)
-    assert TrainerSettings(micro_batch_tokens=256).activation_bytes(config, tokens=2048) < plain / 4
+    plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(config, torch.bfloat16, CPU)
+    less = TrainerSettings(micro_batch_tokens=256).activation_bytes(config, torch.bfloat16, CPU, tokens=2048)
+    assert less < plain / 4
+    assert less == TrainerSettings(2048, recompute=True).activation_bytes(config, torch.bfloat16, CPU)
+
+
+def test_recomputed_activations_give_the_same_gradient(decoder):
+    adapter, data = new_adapter(decoder), as_cross_entropy(group_datums(2), weights=False)
+    _, kept = gradient(new_trainer(decoder), adapter, data)
+    output, again = gradient(Trainer(decoder, TrainerSettings(4096, recompute=True)), adapter, data)
+    assert output.metrics["micro_batches:sum"] == 1
+    assert relative(again, kept) < 1e-6
 
 
 def test_activation_bytes_bound_what_autograd_keeps(model_path):
@@ -393,7 +403,7 @@ def test_activation_bytes_bound_what_autograd_keeps(model_path):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run(new_trainer(decoder), adapter, data)
     measured = sum(size for pointer, size in kept.items() if pointer not in frozen)
-    estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(decoder.config, rank=4)
+    estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(decoder.config, torch.bfloat16, CPU, rank=4)
     assert 0.6 * estimate < measured < 1.15 * estimate
 
 

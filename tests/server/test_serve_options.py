@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from planish.engine.settings import EngineSettings
-from planish.errors import UserError
+from planish.errors import UnknownModelError, UserError
 from planish.server import serve
 from planish.server.exchange import is_loopback
 from planish.server.hub_tokenizers import keep_tokenizer
-from planish.server.memory_plan import MemoryPlan, memory_plan, model_memory
+from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.serve_options import ServeOptions, options_of
 from planish.server.settings import ServerSettings
 from planish.testing import tiny_model
@@ -46,6 +46,7 @@ def parsed(*options: str) -> argparse.Namespace:
         (["--dtype", "int4"], "int4"),
         (["--device", "tpu"], "tpu"),
         (["--max-batch", "0"], "max_batch"),
+        (["--micro-batch-tokens", "0"], "micro_batch_tokens"),
         (["--poll-seconds", "60"], "--poll-seconds"),
         (["--set", "tokens_per_minute"], "NAME=VALUE"),
         (["--set", "no_such_limit=1"], "no_such_limit"),
@@ -89,22 +90,36 @@ def test_a_data_directory_that_cannot_be_made_is_named(model: Path, tmp_path: Pa
         serve.serve(options)
 
 
+def plan_of(models: dict[str, Path], engine: EngineSettings, settings: ServerSettings) -> MemoryPlan:
+    return memory_plan(models, device_memory(models, engine, settings), settings)
+
+
 def test_the_memory_plan_adds_up(model: Path):
-    settings = EngineSettings(dtype="float32", kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 21)
-    plan = model_memory("a/b", model, settings)
-    assert plan.weights == (model / "model.safetensors").stat().st_size
-    assert plan.keys_values == 3 << 20
+    engine = EngineSettings(device="cpu", dtype="float32", kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 21)
+    settings = ServerSettings(adapter_memory_bytes=1 << 40)
+    whole = plan_of({"a/b": model, "twin": model}, engine, settings)
+    plan = whole.models["a/b"]
+    assert abs(plan.weights - (model / "model.safetensors").stat().st_size) < 1 << 14  # but for the file's header
+    assert plan.keys_values == (9 << 17) + (1 << 21)
     assert plan.training > 0
-    narrow = model_memory("a/b", model, replace(settings, dtype="bfloat16"))
-    assert narrow.weights == 3 * plan.weights  # packed twice, beside the file
+    narrow = plan_of({"a/b": model}, replace(engine, dtype="bfloat16"), settings).models["a/b"]
+    assert narrow.weights == 1.5 * plan.weights  # packed twice, beside the file
     assert narrow.training < plan.training
-    whole = memory_plan([("a/b", model)], settings, ServerSettings(adapter_memory_bytes=1 << 40))
+    assert whole.models["twin"] is plan
     assert whole.computing == plan.total + (1 << 40)
     text = str(whole)
     assert "a/b: weights" in text
     assert text.startswith("memory: up to 10")
     assert "adapters up to 1024.0 GiB" in text
-    assert str(MemoryPlan("cuda", whole.models, 1 << 30, 0)).startswith("memory: up to 1.1 GiB of cuda, and 1.3 GiB of")
+    assert str(MemoryPlan("cuda:0", whole.models, 1 << 30, 0)).startswith(
+        "memory: up to 1.0 GiB of cuda:0, and 1.3 GiB of"
+    )
+
+
+def test_a_model_without_weights_is_refused_at_the_start(model: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    with pytest.raises(UnknownModelError, match=r"model\.safetensors"):
+        plan_of({"a/b": tmp_path}, EngineSettings(), ServerSettings())
 
 
 def test_the_page_tells_every_setting_with_its_default():

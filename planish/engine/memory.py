@@ -1,0 +1,292 @@
+"""How the memory of a device is divided among base models: every default that bounds memory comes from here.
+
+What the weights leave is for keys and values, known prefixes, what a step of the sampler computes, and a micro-batch of training. A GPU's memory is
+divided: no two parts overlap, and too little is refused before weights are loaded. Main memory is touched only when it is used and shared with all
+else that runs, so on a CPU the defaults are fixed sizes, and less where a machine has less. What `EngineSettings` names is taken as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf, prod
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from planish.engine.kv_cache import KVShape, fitting_bytes, held_bytes
+from planish.engine.sampler import SamplerSettings
+from planish.engine.settings import EngineSettings, choose_device, choose_dtype
+from planish.engine.trainer import TrainerSettings
+from planish.errors import UserError
+from planish.model.config import ModelConfig
+from planish.model.lora import LoraLayout
+from planish.model.weights import expected_shapes
+from planish.service import AdapterBytes
+from planish.types import LoraConfig
+
+RUNTIME_BYTES = 1300 << 20
+"""Of main memory: the interpreter with torch and transformers, and the kernels that oneDNN makes and keeps."""
+
+_LEAST_POSITIONS = 4096
+"""Of keys and values; a default is not below it."""
+_GPU_STEPS = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
+"""Most samples of a step and most prompt tokens; the first that takes at most a quarter of what there is."""
+_KEPT = (16384, 8192, 4096, 2048, 1024)
+"""Tokens of a micro-batch that keeps its activations; the first that takes at most half of what there is."""
+_RECOMPUTED = (4096, 2048, 1024, 512, 256, 128)
+"""Where none of these does: with fewer, a GPU's time would go into launches, so activations are rather computed again."""
+_FLOAT_VECTORS = 7
+"""Of an adapter in training: master weights, two moments, gradient; and twice the first three while a step is made."""
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """What one base model may come to take, in bytes, and the settings that see to it."""
+
+    weights: int
+    adapters: int
+    """Left for them; nothing bounds them."""
+    sampler: SamplerSettings
+    keys_values: int
+    """Of running samples and known prefixes."""
+    sampling: int
+    """What a step of the sampler takes besides, for a moment."""
+    trainer: TrainerSettings
+    training: int
+    """Of one micro-batch."""
+
+    @property
+    def shared_out(self) -> int:
+        return self.keys_values + self.sampling + self.training
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapters + self.shared_out
+
+
+class DeviceMemory:
+    """Which base model of an engine has which part of its device's memory. Thread-safe."""
+
+    def __init__(
+        self, settings: EngineSettings, expected: Sequence[Path] = (), adapter_bytes: int | None = None
+    ) -> None:
+        """`expected`: directories of all base models that will be loaded, if that is known. `adapter_bytes`: most that all adapters take together; None:
+        each base model has room for one of rank 32 in training and its sampler."""
+        self._settings = settings
+        self.device = choose_device(settings.device)
+        self._expected = {directory.resolve() for directory in expected}
+        self._adapter_bytes = adapter_bytes
+        self._claims: dict[Path, ModelMemory] = {}
+        self._lock = Lock()
+
+    def claim(self, directory: Path) -> ModelMemory:
+        """The part of this base model, which it has until it is released. UserError if too little is left for it.
+
+        DamagedFileError and its kin if the directory is no model.
+        """
+        directory = directory.resolve()
+        with self._lock:
+            if directory not in self._claims:
+                self._claims[directory] = self._divided(directory)
+            return self._claims[directory]
+
+    def release(self, directory: Path) -> None:
+        with self._lock:
+            self._claims.pop(directory.resolve(), None)
+
+    @cached_property
+    def _usable(self) -> int | None:
+        """Found out once: what the first base model takes would be missing from it later."""
+        return usable_bytes(self.device)
+
+    def _divided(self, directory: Path) -> ModelMemory:
+        model = self._model(directory)
+        if self._usable is None:
+            return model.within(inf)
+        others = [self._model(path) for path in self._expected.difference(self._claims, [directory])]
+        left = self._usable - model.fixed - sum(other.fixed for other in others) - (self._adapter_bytes or 0)
+        if self.device.type == "cpu":
+            self._check_once(directory, model, self._usable)
+            return model.within(left - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values()))
+        left -= sum(claim.total for claim in self._claims.values())
+        if others:  # to each what it cannot do without, and as many times of it
+            left = left * model.least // (model.least + sum(other.least for other in others))
+        elif not self._expected:
+            another = max(left // 3, model.fixed + 2 * model.least)
+            left -= another if 2 * another <= left else 0
+        self._check_least(directory, model, left, self._usable)
+        return model.within(left)
+
+    def _model(self, directory: Path) -> _Model:
+        return _Model.of(directory, self._settings, self.device, leaves_adapters=self._adapter_bytes is None)
+
+    def _check_once(self, directory: Path, model: _Model, usable: int) -> None:
+        if model.weights > usable:
+            raise UserError(
+                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} as {model.dtype}, and {gib(usable)} can be used; "
+                "use a smaller base model"
+            )
+
+    def _check_least(self, directory: Path, model: _Model, left: int, usable: int) -> None:
+        bounds = self._settings.bounds
+        if left >= model.least or None not in bounds.values():
+            return
+        given = [f"{name}={value:,}" for name, value in bounds.items() if value is not None]
+        adapters = (
+            f", adapters of all base models {gib(self._adapter_bytes)} (adapter_memory_bytes)"
+            if self._adapter_bytes
+            else ""
+        )
+        raise UserError(
+            f"{directory} does not fit on {self.device}: of {gib(usable)} that can be used there, its weights{'' if adapters else ' and adapters'} take "
+            f"{gib(model.fixed)}{adapters}, with other base models {gib(max(0, left))} are left for it, and sampling and training need {gib(model.least)} at least"
+            f"{' with ' + ', '.join(given) if given else ''}. Use a smaller base model or fewer of them, lower {', '.join(bounds)} for all, or end other programs "
+            "on that device; where all four are named, they are taken as they are"
+        )
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A base model on a device, before anything is divided."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    settings: EngineSettings
+    weights: int
+    """Once."""
+    adapters: int
+
+    @classmethod
+    def of(cls, directory: Path, settings: EngineSettings, device: torch.device, leaves_adapters: bool) -> _Model:
+        config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
+        room = adapter_bytes(config, LoraConfig(rank=32), dtype)
+        adapters = room.training + room.sampling if leaves_adapters else 0
+        weights = dtype.itemsize * sum(prod(shape) for shape in expected_shapes(config).values())
+        return cls(config, dtype, device, settings, weights, adapters)
+
+    @property
+    def fixed(self) -> int:
+        return self.copies * self.weights + self.adapters
+
+    @property
+    def copies(self) -> int:
+        """Of the weights: beside the file, which stays mapped, a CPU has narrow ones packed for its products, and packed once more for gradients (model/linear.py)."""
+        return 3 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 1
+
+    @property
+    def least(self) -> int:
+        return self._shared_out(0, 0).shared_out
+
+    def within(self, left: float) -> ModelMemory:
+        """Defaults for so much memory; the least there are where it is less."""
+        found = self._shared_out(left, ample=left)
+        return found if found.shared_out <= left else self._shared_out(left, ample=0)
+
+    def _shared_out(self, left: float, ample: float) -> ModelMemory:
+        """Sizes as they fit into `ample`; keys and values take what is left of `left` then."""
+        given = {name: value for name, value in self.settings.bounds.items() if value is not None}
+        sampler = self._sampler(ample, given.get("max_batch"))
+        sampling = sampler.step_bytes(self.config, self.dtype, self.device)
+        prefixes = given.get("prefix_cache_bytes", self._at_most(sampler.prefix_cache_bytes, ample / 8))
+        running = given.get("kv_cache_bytes")
+        kept = prefixes + (held_bytes(running) if running is not None else 0)
+        if "micro_batch_tokens" in given:
+            trainer = TrainerSettings(given["micro_batch_tokens"])
+        else:
+            trainer = self._trainer((ample - sampling) / 2 if running is None else ample - sampling - kept)
+        training = self._training(trainer)
+        if running is None:
+            wanted = self._at_most(sampler.kv_cache_bytes, fitting_bytes(left - sampling - kept - training))
+            running = max(wanted, _LEAST_POSITIONS * self._per_position)
+        return ModelMemory(
+            weights=self.copies * self.weights,
+            adapters=self.adapters,
+            sampler=replace(sampler, kv_cache_bytes=running, prefix_cache_bytes=prefixes),
+            keys_values=held_bytes(running) + prefixes,
+            sampling=sampling,
+            trainer=trainer,
+            training=training,
+        )
+
+    def _sampler(self, ample: float, max_batch: int | None) -> SamplerSettings:
+        """With as many rows as it takes to fill a GPU, or as a quarter of `ample` holds."""
+        default = SamplerSettings()
+        steps = ((default.max_batch, default.prefill_tokens),) if self.device.type == "cpu" else _GPU_STEPS
+        sizes = [replace(default, max_batch=max_batch or rows, prefill_tokens=tokens) for rows, tokens in steps]
+        fitting = (size for size in sizes if size.step_bytes(self.config, self.dtype, self.device) <= ample / 4)
+        return next(fitting, sizes[-1])
+
+    def _trainer(self, room: float) -> TrainerSettings:
+        most = inf if self.device.type != "cpu" else TrainerSettings().micro_batch_tokens
+        sizes = [TrainerSettings(tokens) for tokens in _KEPT if tokens <= most]
+        sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED]
+        return next((size for size in sizes if self._training(size) <= room), sizes[-1])
+
+    def _training(self, trainer: TrainerSettings) -> int:
+        return trainer.held_bytes(self.config, self.dtype, self.device)
+
+    def _at_most(self, default: int, room: float) -> int:
+        """On a CPU no more than the default."""
+        return int(max(0, min(room, default) if self.device.type == "cpu" else room))
+
+    @property
+    def _per_position(self) -> int:
+        return KVShape.of(self.config, self.dtype, self.device).bytes_per_position
+
+
+def usable_bytes(device: torch.device) -> int | None:
+    """Of the device's memory, for base models and all that is computed with them; None if it is not known.
+
+    Of a GPU 95%, the rest being for the driver and for gaps, and no more than is free now; of main memory four fifths.
+    """
+    if device.type == "cpu":
+        whole = main_memory_bytes()
+        return None if whole is None else whole * 4 // 5
+    free, whole = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+        device
+    )  # kept by torch, for the next who asks
+    return min(whole * 19 // 20, free - whole // 40)
+
+
+def main_memory_bytes() -> int | None:
+    """Of this machine, or of this process's control group, if that has less. None where the system does not say."""
+    found = []
+    with suppress(ValueError, OSError, AttributeError):  # not on every system
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError):
+        found += _control_group_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())
+    return min(found, default=None)
+
+
+def _control_group_limits(root: Path, membership: str) -> list[int]:
+    """Of the groups that /proc/self/cgroup names and of those around them; "max" is no limit."""
+    limits = []
+    for line in membership.splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        own = top / group.lstrip("/")
+        for directory in (own, *own.parents):
+            with suppress(OSError, ValueError):
+                limits.append(int((directory / name).read_text()))
+            if directory == top:
+                break
+    return limits
+
+
+def adapter_bytes(config: ModelConfig, lora: LoraConfig, dtype: torch.dtype) -> AdapterBytes:
+    size = LoraLayout(config, lora).size
+    return AdapterBytes(training=size * (4 * _FLOAT_VECTORS + dtype.itemsize), sampling=size * dtype.itemsize)
+
+
+def gib(size: float) -> str:
+    """For people: "1.5 GiB"."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"

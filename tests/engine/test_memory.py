@@ -1,0 +1,249 @@
+"""How a device's memory is divided, on machines that are only numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from planish.engine import memory
+from planish.engine.engine import Engine
+from planish.engine.kv_cache import held_bytes
+from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory
+from planish.engine.sampler import SamplerSettings
+from planish.engine.settings import EngineSettings
+from planish.engine.trainer import TrainerSettings
+from planish.errors import UserError
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.service import CreateSampler
+from planish.testing import tiny_model
+
+GB = 10**9
+GIB = 1 << 30
+SHAPES = {
+    "Qwen3-8B": (151_936, 4096, 12288, 36, 32, 8, False),
+    "Qwen3-0.6B": (151_936, 1024, 3072, 28, 16, 8, True),
+    "SmolLM2-135M": (49_152, 576, 1536, 30, 9, 3, True),
+}
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+BOUNDS = "kv_cache_bytes, prefix_cache_bytes, max_batch, micro_batch_tokens"
+
+
+@pytest.fixture
+def shaped(tmp_path: Path):
+    """A directory with the config.json of a model of this name, and no weights; its weights take 16.4 GB in the first case."""
+    tiny_model(tmp_path / "tiny", family="qwen3")
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+
+    def make(name: str, number: int = 0) -> Path:
+        directory = tmp_path / f"{name}-{number}"
+        directory.mkdir(exist_ok=True)
+        names = (*NAMES, "num_key_value_heads", "tie_word_embeddings")
+        head_dim = {"head_dim": 64 if name.startswith("SmolLM2") else 128}
+        known = config | dict(zip(names, SHAPES[name], strict=True)) | head_dim
+        (directory / "config.json").write_text(json.dumps(known))
+        return directory
+
+    return make
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets how much memory a GPU has, and how much of it is free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+    def set_memory(total: float, free: float | None = None) -> int:
+        found = int(total if free is None else free), int(total)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: found)
+        return memory.usable_bytes(torch.device("cuda:0")) or 0
+
+    return set_memory
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets how much main memory there is."""
+
+    def set_memory(total: float) -> int:
+        monkeypatch.setattr(memory, "main_memory_bytes", lambda: int(total))
+        return memory.usable_bytes(torch.device("cpu")) or 0
+
+    return set_memory
+
+
+def claims(directories: list[Path], **settings) -> list[ModelMemory]:
+    divided = DeviceMemory(EngineSettings(dtype="bfloat16", **settings))
+    return [divided.claim(directory) for directory in directories]
+
+
+@pytest.mark.parametrize("total", [22.0 * GIB, 23.6 * GIB, 47.4 * GIB, 79.2 * GIB, 139.8 * GIB])
+def test_8b_fits_a_gpu_with_24_gb_and_more(shaped, gpu, total):
+    usable = gpu(total)
+    (found,) = claims([shaped("Qwen3-8B")])
+    assert found.weights == pytest.approx(16.4 * GB, rel=0.01)
+    assert found.adapters > 2.9 * GB  # one of rank 32 in training
+    assert found.total <= usable
+    assert found.keys_values == held_bytes(found.sampler.kv_cache_bytes) + found.sampler.prefix_cache_bytes
+    positions = found.sampler.kv_cache_bytes // (2 * 36 * 8 * 128 * 2)
+    assert positions > (7000 if total < 30 * GIB else 70_000)
+    assert found.sampler.max_batch == (512 if total > 30 * GIB else found.sampler.max_batch)
+    assert found.trainer.recompute == (total < 30 * GIB)
+    assert found.trainer.micro_batch_tokens >= (256 if total < 30 * GIB else 1024)
+
+
+def test_a_small_model_fits_any_gpu(shaped, gpu):
+    small = shaped("Qwen3-0.6B")
+    for gib in range(4, 100):
+        usable = gpu(gib * GIB)
+        (found,) = claims([small])
+        assert found.total <= usable
+        assert found.sampler.max_batch >= (32 if gib < 12 else 256)
+        assert found.trainer.micro_batch_tokens >= (128 if gib < 8 else 1024)
+        assert gib < 16 or not found.trainer.recompute
+
+
+def test_what_others_use_of_a_gpu_is_not_divided(shaped, gpu):
+    usable = gpu(80 * GB, free=40 * GB)
+    assert usable == 38 * GB
+    (found,) = claims([shaped("Qwen3-8B")])
+    assert found.total <= usable
+
+
+def test_what_torch_keeps_is_free(gpu, monkeypatch):
+    """Of an engine that was closed, for instance."""
+    gpu(80 * GB, free=10 * GB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60 * GB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5 * GB)
+    assert memory.usable_bytes(torch.device("cuda:0")) == 63 * GB
+
+
+def test_base_models_follow_one_another(shaped, gpu):
+    """On 80 GB there is room for two of 8B, whichever was first, and the third is refused."""
+    usable = gpu(79.2 * GIB)
+    models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
+    first, second = claims(models)
+    assert first.total + second.total <= usable
+    assert first.sampler.kv_cache_bytes > second.sampler.kv_cache_bytes > GB
+    small, large = claims([shaped("Qwen3-0.6B"), models[0]])
+    assert small.total + large.total <= usable
+    with pytest.raises(UserError, match=f"does not fit on cuda:0.*lower {BOUNDS} for all"):
+        claims([*models, shaped("Qwen3-8B", 2)])
+
+
+def test_a_part_is_kept_until_it_is_released(shaped, gpu):
+    gpu(23.6 * GIB)
+    divided, large = DeviceMemory(EngineSettings(dtype="bfloat16")), shaped("Qwen3-8B")
+    found = divided.claim(large)
+    assert divided.claim(large) is found
+    with pytest.raises(UserError, match="does not fit"):
+        divided.claim(shaped("Qwen3-0.6B"))
+    divided.release(large)
+    assert divided.claim(shaped("Qwen3-0.6B")).trainer.recompute is False
+
+
+def test_base_models_that_are_all_known_share_what_there_is(shaped, gpu):
+    usable = gpu(79.2 * GIB)
+    directories = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1), shaped("Qwen3-0.6B")]
+    divided = DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB)
+    found = [divided.claim(directory) for directory in directories]
+    assert [model.adapters for model in found] == [0, 0, 0]
+    assert 0.9 * usable < sum(model.total for model in found) + 4 * GIB <= usable
+    assert found[1].shared_out == pytest.approx(found[0].shared_out, rel=0.1)
+    assert found[2].shared_out < found[0].shared_out
+    gpu(23.6 * GIB)
+    directories = [shaped("Qwen3-8B"), shaped("SmolLM2-135M")]
+    divided = DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB)
+    assert [divided.claim(directory).trainer.recompute for directory in directories] == [True, True]
+    gpu(22 * GIB)
+    with pytest.raises(UserError, match=r"adapters of all base models 4\.0 GiB \(adapter_memory_bytes\)"):
+        DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB).claim(directories[0])
+
+
+def test_too_little_is_refused_before_weights_are_loaded(shaped, gpu, tmp_path, monkeypatch):
+    gpu(16 * GIB)
+    monkeypatch.setattr(Decoder, "load", lambda *_: pytest.fail("weights are loaded"))
+    engine = Engine({"large": str(shaped("Qwen3-8B"))}, tmp_path / "data", EngineSettings(kv_cache_bytes=5 * GIB))
+    with pytest.raises(UserError, match=r"its weights and adapters take 18\.0 GiB.*with kv_cache_bytes=5,368,709,120"):
+        engine.submit(CreateSampler("s", "large"))
+    engine.close()
+
+
+def test_what_is_named_is_taken_as_it_is(shaped, gpu):
+    usable = gpu(23.6 * GIB)
+    large = shaped("Qwen3-8B")
+    for name, value in {
+        "kv_cache_bytes": GIB,
+        "prefix_cache_bytes": 0,
+        "max_batch": 100,
+        "micro_batch_tokens": 64,
+    }.items():
+        (found,) = claims([large], **{name: value})
+        sizes = vars(found.sampler) | vars(found.trainer)
+        assert sizes[name] == value
+        assert found.total <= usable
+    every = {
+        "kv_cache_bytes": 40 * GIB,
+        "prefix_cache_bytes": GIB,
+        "max_batch": 1000,
+        "micro_batch_tokens": 5000,
+    }
+    (found,) = claims([large], **every)
+    assert every.items() <= (vars(found.sampler) | vars(found.trainer)).items()
+    (given,) = claims([large], device="cpu", max_batch=3, micro_batch_tokens=100)
+    assert (given.sampler.max_batch, given.trainer) == (3, TrainerSettings(100))
+
+
+@pytest.mark.parametrize("total", [15.5 * GIB, 23 * GIB, 64 * GIB, None])
+def test_the_embedded_model_has_its_fixed_sizes_on_a_cpu(shaped, machine, monkeypatch, total):
+    if total is None:
+        monkeypatch.setattr(memory, "main_memory_bytes", lambda: None)
+    else:
+        machine(total)
+    (found,) = claims([shaped("SmolLM2-135M")], device="cpu")
+    assert (found.sampler, found.trainer) == (SamplerSettings(), TrainerSettings())
+
+
+@pytest.mark.parametrize("total", [11.5 * GIB, 15.5 * GIB, 31 * GIB])
+def test_a_small_model_fits_a_laptop(shaped, machine, total):
+    usable = machine(total)
+    (found,) = claims([shaped("Qwen3-0.6B")], device="cpu")
+    assert found.total + RUNTIME_BYTES <= usable
+    assert found.sampler.kv_cache_bytes >= GIB // 2
+    assert found.trainer.micro_batch_tokens >= 1024
+
+
+def test_a_cpu_refuses_only_weights_that_are_more_than_its_memory(shaped, machine):
+    machine(15.5 * GIB)
+    large = shaped("Qwen3-8B")
+    with pytest.raises(UserError, match=r"main memory: its weights take 15\.3 GiB.*12\.4 GiB can be used"):
+        claims([large], device="cpu")
+    machine(23 * GIB)
+    (found,) = claims([large], device="cpu")  # as far as sampling goes
+    assert found.trainer == TrainerSettings(128, recompute=True)
+    assert found.sampler.kv_cache_bytes == 4096 * 2 * 36 * 8 * 128 * 2
+
+
+def test_control_groups_limit_main_memory(tmp_path):
+    """Of version 2, that of the process and those around it; of version 1, that of memory."""
+    group = tmp_path / "a" / "b"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (tmp_path / "a" / "memory.max").write_text("1000\n")
+    assert memory._control_group_limits(tmp_path, "0::/a/b\n") == [1000]
+    old = tmp_path / "memory" / "c"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("500\n")
+    assert memory._control_group_limits(tmp_path, "7:cpu,cpuacct:/c\n3:memory:/c\n0::/\n") == [500]
+    assert (memory.main_memory_bytes() or 0) > 1 << 28
+
+
+def test_float32_logits_count_where_a_gpu_s_micro_batch_is_chosen(shaped, gpu):
+    """Of Qwen3-0.6B they are a third of what is kept."""
+    config = ModelConfig.from_directory(shaped("Qwen3-0.6B"))
+    kept = [
+        TrainerSettings(16384).activation_bytes(config, torch.bfloat16, torch.device(kind)) for kind in ("cpu", "cuda")
+    ]
+    assert kept[1] - kept[0] == 2 * 16384 * 151_936
