@@ -35,6 +35,8 @@ class BaseModel:
     def __init__(self, directory: Path, settings: EngineSettings, memory: ModelMemory) -> None:
         device = choose_device(settings.device)
         _make_current(device)  # what is pinned for it would else take memory of the first GPU too
+        if device.type == "cuda":
+            _multiply_exactly()
         config = ModelConfig.from_directory(directory)
         dtype = choose_dtype(settings.dtype, device)
         self.directory = directory
@@ -72,6 +74,16 @@ class BaseModel:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def _multiply_exactly() -> None:
+    """Sums of bf16 products stay in float32 to their end, and float32 products are of float32: in the whole process, as torch has no other switch.
+
+    By default parts of a long sum are added up in bf16, in as many parts as suits the shape, so that sampler and trainer would differ by more than their
+    rounding; and containers for GPUs may come with TF32 as what float32 means.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def _make_current(device: torch.device) -> None:

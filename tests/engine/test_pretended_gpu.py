@@ -28,8 +28,12 @@ from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleRespo
 
 @pytest.fixture
 def gpu() -> Iterator[Marks]:
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction, torch.get_float32_matmul_precision()
     with pytest.MonkeyPatch.context() as patch, pretended_gpu(patch) as marks:
         yield marks
+    products.allow_bf16_reduced_precision_reduction = before[0]
+    torch.set_float32_matmul_precision(before[1])
 
 
 @pytest.mark.parametrize("deterministic", [None, True])
@@ -56,6 +60,16 @@ def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic
         assert adapter.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).metrics["grad_norm"] > 0
         adapter.load_state({name: tensor.cpu() for name, tensor in adapter.state().items()})
         assert adapter.master.device == adapter.exp_avg.device == GPU
+
+
+def test_products_on_a_gpu_are_added_up_in_float32(tmp_path: Path, gpu: Marks):
+    """Torch's default adds parts of long sums in bf16, and a process may have TF32 for float32."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.set_float32_matmul_precision("high")
+    directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
+    BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:
