@@ -117,8 +117,8 @@ class DeviceMemory:
         if others:  # to each what it cannot do without, and as many times of it
             left = left * model.least // (model.least + sum(other.least for other in others))
         elif not self._expected:
-            another = max(left // 3, model.fixed + 2 * model.least)
-            left -= another if 2 * another <= left else 0
+            another = model.fixed + 2 * model.least
+            left -= left // 3 if another <= left // 3 else 0
         self._check_least(directory, model, left, self._usable)
         return model.within(left)
 

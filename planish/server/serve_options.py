@@ -98,7 +98,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto")
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto")
     parser.add_argument(
-        "--kv-cache-gib", type=float, help="most memory for keys and values of running samples (4; of a GPU what is left)"
+        "--kv-cache-gib",
+        type=float,
+        help="most memory for keys and values of running samples (4; of a GPU what is left)",
     )
     parser.add_argument(
         "--prefix-cache-gib", type=float, help="most memory for known prefixes, 0 for none (1; of a GPU an eighth)"
