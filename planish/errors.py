@@ -53,6 +53,13 @@ class StorageError(PlanishError, OSError):
     """The disk refused a write. Nothing that was whole before is damaged."""
 
 
+def refused_step(error: BaseException) -> UserError:
+    """The error of an optimizer step behind a forward_backward that ended with `error`: NonFiniteError if that was one."""
+    kind = NonFiniteError if isinstance(error, NonFiniteError) else UserError
+    reason = str(error) or type(error).__name__
+    return kind(f"optim_step refused, nothing was applied: the forward_backward before it failed ({reason})")
+
+
 @contextmanager
 def as_user_errors(option: str) -> Iterator[None]:
     """A plain ValueError of the block is a UserError that names `option`: for commands, which read what a user typed."""

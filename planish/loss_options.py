@@ -1,7 +1,8 @@
 """The options of the losses, for those who give them and for the engine. The formulas: planish/engine/losses.py."""
 
-import math
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 from planish.errors import UserError
 
@@ -22,9 +23,7 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
     for key, value in (given or {}).items():
         if key not in config:
             raise UserError(f"loss_fn_config[{key!r}] is unknown for {name!r}; it takes {', '.join(config)}")
-        if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise UserError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
-        config[key] = float(value)
+        config[key] = option_value(key, value)
     if config["temperature"] <= 0:
         raise UserError(f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0")
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
@@ -36,3 +35,11 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
     if config.get("beta", 0.0) < 0:
         raise UserError(f"loss_fn_config['beta']={config['beta']:g}: give 0 or more")
     return config
+
+
+def option_value(key: str, value: Any) -> float:
+    """`value` as a float; UserError unless it is a finite number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max:
+        raise UserError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
+    return float(value)

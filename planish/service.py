@@ -6,7 +6,8 @@ one; a test can run against any.
 Operations of one model run in the order in which they were submitted. `submit` raises at once on input that cannot be
 right, before anything is queued; what only shows while the work is done comes through the future. A future can be cancelled until
 its operation has begun, that of `Sample` until it is answered. If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of
-that model fails too, so a pipelined pair is applied as a whole or not at all.
+that model fails too, so a pipelined pair is applied as a whole or not at all. One that `submit` refuses was never there: who goes on
+behind it puts a `ForwardBackwardLater` whose data are that error in its place, as TrainingClient does.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
+from planish.errors import UserError
 from planish.types import (
     AdamParams,
     Checkpoint,
@@ -102,6 +106,11 @@ class SaveWeights(Operation[SaveWeightsResponse]):
     overwrite: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.ttl_seconds is not None:
+            _keep_whole(self, "ttl_seconds")
+        _keep_flag(self, "overwrite")
+
 
 @dataclass(frozen=True)
 class LoadWeights(Operation[LoadWeightsResponse]):
@@ -121,6 +130,11 @@ class SaveWeightsForSampler(Operation[SaveWeightsForSamplerResponse]):
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ttl_seconds is not None:
+            _keep_whole(self, "ttl_seconds")
+        _keep_flag(self, "overwrite")
 
 
 @dataclass(frozen=True)
@@ -181,13 +195,32 @@ class Sample(Operation[SampleResponse]):
     """
 
     def __post_init__(self) -> None:
-        counts = ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
-        for name in (*counts, *(("prompt_logprobs_last_n",) if self.prompt_logprobs_last_n is not None else ())):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), "a whole number"))
+        _keep_whole(self, "num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+        if self.prompt_logprobs_last_n is not None:
+            _keep_whole(self, "prompt_logprobs_last_n")
+        _keep_flag(self, "prompt_logprobs")
         targets = self.target_prompt_logprobs
         if targets is not None and not isinstance(targets, TensorData):
             kind = type(targets).__name__
-            raise ValueError(f"target_prompt_logprobs is a {kind}; give TensorData.from_numpy(...) of int64")
+            raise UserError(f"target_prompt_logprobs is a {kind}; give TensorData.from_numpy(...) of int64")
+
+
+def _keep_whole(operation: Any, *names: str) -> None:
+    """The fields as ints of Python's, also where they are numpy's. UserError for what is no whole number."""
+    for name in names:
+        try:
+            value = whole_number(name, getattr(operation, name), "a whole number")
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        object.__setattr__(operation, name, value)
+
+
+def _keep_flag(operation: Any, name: str) -> None:
+    """The field as a bool of Python's. UserError for what only counts as true or false."""
+    value = getattr(operation, name)
+    if not isinstance(value, (bool, np.bool_)):
+        raise UserError(f"{name}={value!r}: give True or False")
+    object.__setattr__(operation, name, bool(value))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planish.errors import NonFiniteError
+from planish.errors import NonFiniteError, UserError
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
@@ -32,19 +32,19 @@ class CustomGradient:
 def first_pass_data(data: Sequence[Datum]) -> list[Datum]:
     """The datums with their targets alone."""
     if isinstance(data, Datum) or not isinstance(data, Sequence):
-        raise ValueError(f"data is a {type(data).__name__}; give a list of Datum")
+        raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
-            raise ValueError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
+            raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
         if "target_tokens" not in datum.loss_fn_inputs:
-            raise ValueError(
+            raise UserError(
                 f"data[{index}].loss_fn_inputs has no 'target_tokens', which forward_backward_custom needs; add it"
             )
     return [Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in data]
 
 
 def custom_gradient(data: Sequence[Datum], forward: ForwardBackwardOutput, loss_fn: CustomLoss) -> CustomGradient:
-    """Call `loss_fn(data, logprobs)` and differentiate. ValueError for what is no loss, NonFiniteError for one that is not finite."""
+    """Call `loss_fn(data, logprobs)` and differentiate. UserError for what is no loss, NonFiniteError for one that is not finite."""
     # Loaded here: planish can be imported without torch.
     import torch
 
@@ -52,13 +52,13 @@ def custom_gradient(data: Sequence[Datum], forward: ForwardBackwardOutput, loss_
     with torch.enable_grad():
         outcome = loss_fn(data, leaves)
     if not isinstance(outcome, tuple) or len(outcome) != 2 or not isinstance(outcome[0], torch.Tensor):
-        raise ValueError("the custom loss must return (loss, metrics): a scalar tensor and a dictionary of numbers")
+        raise UserError("the custom loss must return (loss, metrics): a scalar tensor and a dictionary of numbers")
     loss, metrics = outcome
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"the custom loss's metrics are a {type(metrics).__name__}; give a dictionary of numbers")
+        raise UserError(f"the custom loss's metrics are a {type(metrics).__name__}; give a dictionary of numbers")
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     if loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
+        raise UserError(
             "the custom loss must be one number computed from the logprobs by torch functions, so that it has a gradient"
         )
     value = float(loss.detach())
@@ -77,7 +77,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"the custom loss's metric {name!r} is {value!r}; give a number") from None
+        raise UserError(f"the custom loss's metric {name!r} is {value!r}; give a number") from None
 
 
 def merged(output: ForwardBackwardOutput, metrics: Mapping[str, float]) -> ForwardBackwardOutput:

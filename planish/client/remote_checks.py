@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planish.errors import UnsupportedError, UserError
+from planish.loss_options import option_value
 from planish.service import (
     CreateModel,
     CreateSampler,
@@ -89,8 +90,9 @@ def _check_loss(loss_fn: Any, config: Any) -> None:
     if not isinstance(config, Mapping):
         raise UserError(f"loss_fn_config is a {type(config).__name__}; give a dictionary of numbers, or None")
     for key, value in config.items():
-        if not isinstance(value, (int, float, str)):
-            raise UserError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
+        if not isinstance(key, str):
+            raise UserError(f"loss_fn_config[{key!r}]={value!r}: the names of options are strings")
+        option_value(key, value)
 
 
 def _check_metadata(user_metadata: Any) -> None:

@@ -3,7 +3,7 @@
 Results are waited for side by side. What the server refuses has used up its number, and so the next operation has the next one.
 
 A step is applied as a whole or not at all. The server refuses an optim_step behind a forward_backward that it refused. In the place of one
-that cannot be sent, because it was cancelled or its data could not be made, it gets an empty one to refuse.
+that cannot be sent, because it was cancelled, refused on this side, or its data could not be made, it gets an empty one to refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from planish.client.remote_errors import refusal
 from planish.client.remote_link import Link
 from planish.client.remote_thread import LoopThread, in_pool
-from planish.errors import EngineClosedError, NonFiniteError, PlanishError, UserError
+from planish.errors import EngineClosedError, PlanishError, UserError, refused_step
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -63,7 +63,7 @@ class Lane:
     _next_seq: int = 1
     _failure: PlanishError | None = None
     """Why nothing can be done any more."""
-    _torn: str | None = None
+    _torn: BaseException | None = None
     """Why the server is going to refuse the next step, if it was an operation of this side that failed."""
 
     def put(self, entry: Entry) -> None:
@@ -112,14 +112,14 @@ class Lane:
 
     async def _add_gradient(self, operation: ForwardBackward, entry: Entry) -> None:
         if not entry.answer.set_running_or_notify_cancel():
-            await self._leave_out("it was cancelled")
+            await self._leave_out(UserError("it was cancelled"))
             return
         number = self._next_seq
         try:
             await self._post(operation, entry)
         except Exception as error:
             if number == self._next_seq:
-                await self._leave_out(str(error))
+                await self._leave_out(error)
             raise
 
     async def _add_gradient_later(self, operation: ForwardBackwardLater, entry: Entry) -> None:
@@ -133,20 +133,20 @@ class Lane:
             await self._add_gradient(now, entry)
         else:
             entry.fail(error)
-            await self._leave_out(f"its data could not be made: {error}")
+            await self._leave_out(error)
 
-    async def _leave_out(self, reason: str) -> None:
+    async def _leave_out(self, error: BaseException) -> None:
         """A part of the gradient is not coming."""
-        self._torn = self._torn or reason
+        self._torn = self._torn or error
         if self._failure is None:
             await self._accepted(ForwardBackward(self.model_id, [], "cross_entropy"))
 
     async def _post(self, operation: Operation[Any], entry: Entry) -> None:
         """Post it, and wait for its result beside what comes next."""
-        request_id, reason = await self._accepted(operation), None
+        request_id, torn = await self._accepted(operation), None
         if isinstance(operation, OptimStep):
-            reason, self._torn = self._torn, None
-        self.thread.spawn(self._await_result, operation, request_id, entry, reason)
+            torn, self._torn = self._torn, None
+        self.thread.spawn(self._await_result, operation, request_id, entry, torn)
 
     async def _accepted(self, operation: Operation[Any]) -> str:
         """Post an operation under the next number; answers the id of the request."""
@@ -167,19 +167,17 @@ class Lane:
             raise refusal(response)
         return _request_id(response)
 
-    async def _await_result(self, operation: Operation[Any], request_id: str, entry: Entry, torn: str | None) -> None:
+    async def _await_result(
+        self, operation: Operation[Any], request_id: str, entry: Entry, torn: BaseException | None
+    ) -> None:
         takes_protobuf = isinstance(operation, ForwardBackward)
         try:
             content = await self.link.result(request_id, takes_protobuf=takes_protobuf)
             result = training_result(operation, content)
         except Exception as error:
-            entry.fail(_torn_step(torn) if torn is not None and isinstance(error, UserError) else error)
+            entry.fail(refused_step(torn) if torn is not None and isinstance(error, UserError) else error)
         else:
             entry.answer.set_result(result)
-
-
-def _torn_step(reason: str) -> NonFiniteError:
-    return NonFiniteError(f"optim_step refused, nothing was applied: the forward_backward before it failed ({reason})")
 
 
 def _request_id(accepted: Response) -> str:

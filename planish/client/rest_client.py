@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planish.client.futures import Pending, completed, reading
+from planish.errors import UserError
 from planish.service import Service
 from planish.types import (
     CheckpointPath,
@@ -25,6 +26,8 @@ class RestClient:
 
     def list_checkpoints(self, training_run_id: str) -> Pending[CheckpointsListResponse]:
         """The checkpoints of one model, newest first."""
+        if not isinstance(training_run_id, str) or not training_run_id or "/" in training_run_id:
+            raise UserError(f"training_run_id={training_run_id!r}: give the id of a model, such as client.model_id")
         return completed(CheckpointsListResponse(self._service.checkpoints(training_run_id)))
 
     list_checkpoints_async = reading(list_checkpoints)
@@ -32,7 +35,7 @@ class RestClient:
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Pending[CheckpointsListResponse]:
         """All checkpoints, newest first."""
         if limit < 1 or offset < 0:
-            raise ValueError(f"limit={limit}, offset={offset}: give a limit of at least 1 and an offset of at least 0")
+            raise UserError(f"limit={limit}, offset={offset}: give a limit of at least 1 and an offset of at least 0")
         return completed(CheckpointsListResponse(self._service.checkpoints()[offset : offset + limit]))
 
     list_user_checkpoints_async = reading(list_user_checkpoints)

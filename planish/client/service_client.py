@@ -15,7 +15,7 @@ from planish.client.session import Session, discard, refuse_to_pickle
 from planish.client.training_client import TrainingClient
 from planish.errors import UnsupportedError, UserError
 from planish.service import CreateModel, Service, UnloadModel
-from planish.types import GetServerCapabilitiesResponse, LoraConfig
+from planish.types import CheckpointPath, GetServerCapabilitiesResponse, LoraConfig
 
 
 class ServiceClient:
@@ -62,11 +62,9 @@ class ServiceClient:
             "prefix_cache_bytes": prefix_cache_bytes,
             "max_batch": max_batch,
         }
-        if user_metadata is not None and not isinstance(user_metadata, Mapping):
-            raise UserError(
-                f"user_metadata={user_metadata!r}: give a dictionary of strings to strings (the URL of a server is base_url=...)"
-            )
-        metadata = user_metadata or {}
+        if isinstance(user_metadata, str):
+            raise UserError(f"user_metadata={user_metadata!r}: the URL of a server is base_url=...")
+        metadata = _checked(user_metadata)
         if service is not None:
             if base_url is not None or api_key is not None:
                 raise UserError(
@@ -164,6 +162,7 @@ class ServiceClient:
     def _create_from_state(
         self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
     ) -> TrainingClient:
+        CheckpointPath.parse(path)  # None would ask for an adapter that is not from a checkpoint
         operation = CreateModel(
             self._session.new_model_id(),
             base_model,
@@ -184,4 +183,10 @@ class ServiceClient:
             raise
 
     def _metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
-        return {**self._session.user_metadata, **(user_metadata or {})}
+        return {**self._session.user_metadata, **_checked(user_metadata)}
+
+
+def _checked(user_metadata: Mapping[str, str] | None) -> Mapping[str, str]:
+    if user_metadata is not None and not isinstance(user_metadata, Mapping):
+        raise UserError(f"user_metadata={user_metadata!r}: give a dictionary of strings to strings")
+    return user_metadata or {}

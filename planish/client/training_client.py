@@ -75,10 +75,10 @@ class TrainingClient:
     ) -> Pending[ForwardBackwardOutput]:
         """Add the gradient of the loss, summed over all tokens and datums, to what the next `optim_step` applies.
 
-        If it fails or is cancelled, that step fails too. Losses: planish/engine/losses.py; their config: planish/loss_options.py.
+        If it is refused, fails or is cancelled, that step fails too; so what is wrong with the data is told by the result, not here.
+        Losses: planish/engine/losses.py; their config: planish/loss_options.py.
         """
-        operation = ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
-        return Pending(self._submit(operation))
+        return Pending(self._submit_part(ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})))
 
     forward_backward_async = submitting(forward_backward)
 
@@ -86,11 +86,15 @@ class TrainingClient:
         """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable function.
 
         `logprobs` holds a leaf tensor a datum, of the shape of its target_tokens. `loss_fn` runs in a thread of its own; calls that
-        follow wait for it, and so does `ServiceClient.close`, so calls of this client within it are refused. If it raises,
-        the next `optim_step` fails.
+        follow wait for it, and so does `ServiceClient.close`, so calls of this client within it are refused. If it raises, or the
+        data are refused, the next `optim_step` fails.
         """
         data = list(data) if isinstance(data, Sequence) else data
-        first = self._submit(ForwardBackward(self.model_id, first_pass_data(data), "cross_entropy", forward_only=True))
+        try:
+            first_pass = ForwardBackward(self.model_id, first_pass_data(data), "cross_entropy", forward_only=True)
+            first = self._submit(first_pass)
+        except UserError as error:
+            return Pending(self._submit_failed_part(error))
         weighted: Future[Sequence[Datum]] = Future()
         weighted.set_running_or_notify_cancel()  # so that `close` waits for it
         metrics: dict[str, float] = {}
@@ -194,6 +198,19 @@ class TrainingClient:
         return self._session.tokenizer(self._info.model_data.model_name)
 
     get_tokenizer_async = in_thread(get_tokenizer)
+
+    def _submit_part(self, operation: ForwardBackward) -> Future[ForwardBackwardOutput]:
+        """Whoever submits a step behind it, before looking at its outcome, asks for both or none: so a refusal is an outcome."""
+        try:
+            return self._submit(operation)
+        except UserError as error:
+            return self._submit_failed_part(error)
+
+    def _submit_failed_part(self, error: UserError) -> Future[ForwardBackwardOutput]:
+        """A part of the gradient that fails with `error`, in its place among the operations."""
+        data: Future[Sequence[Datum]] = Future()
+        data.set_exception(error)
+        return self._submit(ForwardBackwardLater(self.model_id, data, "cross_entropy"))
 
     def _submit(self, operation: Operation[T]) -> Future[T]:
         if threading.get_ident() in self._losses:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from planish.errors import CheckpointError, NonFiniteError
+from planish.errors import CheckpointError, NonFiniteError, UserError, refused_step
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.types import AdamParams, OptimStepResponse
 
@@ -39,7 +39,7 @@ class Adapter:
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.version = 0
         self.weights = self._compute_copy()
-        self._refused: str | None = None
+        self._refused: UserError | None = None
 
     def _compute_copy(self) -> LoraWeights:
         return LoraWeights(self.layout, self.master, self._dtype, self.master.device, requires_grad=True)
@@ -52,24 +52,22 @@ class Adapter:
         """Add a gradient with respect to the master vector, float32 [size], to what the next step applies."""
         self.grad = grad if self.grad is None else self.grad + grad
 
-    def refuse_step(self, reason: str) -> None:
-        """The next optimizer step raises NonFiniteError with `reason` and drops the gradient, instead of applying a part."""
-        self._refused = self._refused or reason
+    def refuse_step(self, error: BaseException) -> None:
+        """A part of the gradient failed with `error`: the next optimizer step raises `refused_step` of it and drops the rest."""
+        self._refused = self._refused or refused_step(error)
 
     def optim_step(self, params: AdamParams) -> OptimStepResponse:
         """One step of torch.optim.AdamW on the accumulated gradient, clipped to a global norm if asked, which is then dropped.
 
-        NonFiniteError: the gradient or the outcome is not finite, or the forward_backward before was refused; ValueError: there
-        is no gradient. In both cases weights and optimizer state are as they were, and the gradient is dropped.
+        NonFiniteError: the gradient or the outcome is not finite; UserError: there is no gradient, or the forward_backward
+        before was refused. In each case weights and optimizer state are as they were, and the gradient is dropped.
         """
         grad, refused = self.grad, self._refused
         self.grad, self._refused = None, None
         if refused is not None:
-            raise NonFiniteError(
-                f"optim_step refused, nothing was applied: the forward_backward before it failed ({refused})"
-            )
+            raise refused
         if grad is None:
-            raise ValueError(
+            raise UserError(
                 "optim_step has nothing to apply: call forward_backward first; each step uses up the gradient"
             )
         norm = _norm(grad)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.engine.losses import Loss
-from planish.errors import NonFiniteError, UnsupportedError
+from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.types import Datum, TensorData
 
 # Inputs that clients of the public API carry along; looked at only to see that they say nothing else than the rest.
@@ -34,23 +34,23 @@ class Example:
 def read_examples(
     data: Sequence[Datum], loss: Loss, loss_name: str, vocab_size: int, max_context: int
 ) -> list[Example]:
-    """ValueError or NonFiniteError names the first datum at fault."""
+    """UserError or NonFiniteError names the first datum at fault."""
     if isinstance(data, Datum) or not isinstance(data, Sequence):
-        raise ValueError(f"data is a {type(data).__name__}; give a list of Datum")
+        raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
     if not data:
-        raise ValueError("data is empty; give at least one Datum")
+        raise UserError("data is empty; give at least one Datum")
     return [_read(index, datum, loss, loss_name, vocab_size, max_context) for index, datum in enumerate(data)]
 
 
 def _read(index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int, max_context: int) -> Example:
     where = f"data[{index}]"
     if not isinstance(datum, Datum):
-        raise ValueError(f"{where} is a {type(datum).__name__}; give a Datum")
+        raise UserError(f"{where} is a {type(datum).__name__}; give a Datum")
     tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
     if tokens.size == 0:
-        raise ValueError(f"{where}.model_input is empty; give at least one token")
+        raise UserError(f"{where}.model_input is empty; give at least one token")
     if tokens.size > max_context:
-        raise ValueError(
+        raise UserError(
             f"{where}.model_input has {tokens.size} tokens, and the model's context is {max_context}; shorten the sequence"
         )
     _check_tokens(f"{where}.model_input", tokens, vocab_size)
@@ -65,7 +65,7 @@ def _read(index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int,
         mask = _floats(f"{where}.loss_fn_inputs['mask']", datum.loss_fn_inputs["mask"], targets.shape)
         factor = "weights" if "weights" in loss.optional else "advantages"
         if np.any((mask == 0) & (inputs.get(factor, np.float32(1)) != 0)):
-            raise ValueError(
+            raise UserError(
                 f"{where}.loss_fn_inputs['mask'] is 0 where {factor} is not, and loss_fn={loss_name!r} takes no mask; "
                 f"give a 0 in {factor} there"
             )
@@ -75,18 +75,18 @@ def _read(index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int,
 def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
     missing = [name for name in ("target_tokens", *loss.required) if name not in given]
     if missing:
-        raise ValueError(f"{where}.loss_fn_inputs has no {missing[0]!r}, which loss_fn={loss_name!r} needs; add it")
+        raise UserError(f"{where}.loss_fn_inputs has no {missing[0]!r}, which loss_fn={loss_name!r} needs; add it")
     known = ("target_tokens", *loss.required, *loss.optional, *_CARRIED)
     for name, value in given.items():
         if not isinstance(value, TensorData):  # put there after the datum was made
-            raise ValueError(f"{where}.loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData")
+            raise UserError(f"{where}.loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData")
         if name in known:
             continue
         if name in _PER_TOKEN_CLIPPING:
             raise UnsupportedError(
                 f"{where}.loss_fn_inputs[{name!r}]: clipping by token is not supported; give one number in loss_fn_config[{name!r}]"
             )
-        raise ValueError(
+        raise UserError(
             f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_CARRIED)])}; remove it"
         )
 
@@ -94,17 +94,17 @@ def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_n
 def _targets(where: str, data: TensorData, length: int, loss: Loss, loss_name: str, vocab_size: int) -> np.ndarray:
     name = f"{where}.loss_fn_inputs['target_tokens']"
     if data.dtype != "int64":
-        raise ValueError(f"{name} has dtype {data.dtype}; token ids are int64")
+        raise UserError(f"{name} has dtype {data.dtype}; token ids are int64")
     shape = data.shape or []  # looked at first: what is only claimed could fill the memory
     if len(shape) == 2 and not loss.many_targets:
-        raise ValueError(f"{name} has shape {shape}; loss_fn={loss_name!r} takes one target a position")
+        raise UserError(f"{name} has shape {shape}; loss_fn={loss_name!r} takes one target a position")
     if len(shape) not in (1, 2) or shape[0] != length or 0 in shape:
-        raise ValueError(
+        raise UserError(
             f"{name} has shape {shape}, but model_input has {length} tokens; give one target a token "
             "(the input shifted by one), or K of them"
         )
     if len(shape) == 2 and shape[1] > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{name} has shape {shape}: {shape[1]} targets a token, and the vocabulary has {vocab_size}; give fewer"
         )
     return data.to_numpy()
@@ -116,12 +116,12 @@ def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
         remedy = "use the model's own tokenizer"
         if bad < 0 and name.endswith("['target_tokens']"):
             remedy = "what is not to be learned has a weight or an advantage of 0, and any token"
-        raise ValueError(f"{name} holds token {bad}, but the vocabulary has {vocab_size}; {remedy}")
+        raise UserError(f"{name} holds token {bad}, but the vocabulary has {vocab_size}; {remedy}")
 
 
 def _floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:
     if data.shape != list(shape):
-        raise ValueError(f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value a target")
+        raise UserError(f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value a target")
     values = data.to_numpy().astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         position = np.argwhere(~np.isfinite(values))[0].tolist()

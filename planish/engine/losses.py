@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planish.errors import UnsupportedError
+from planish.errors import UnsupportedError, UserError
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -120,11 +120,13 @@ _REFUSED = {
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of this name; UnsupportedError for one that exists elsewhere, ValueError for an unknown one."""
+    """The loss of this name; UnsupportedError for one that exists elsewhere, UserError for an unknown one."""
+    if not isinstance(name, str):
+        raise UserError(f"loss_fn is a {type(name).__name__}; give str")
     if name in LOSSES:
         return LOSSES[name]
     if name in _REFUSED:
         raise UnsupportedError(f"loss_fn={name!r} is not supported: {_REFUSED[name]}")
-    raise ValueError(
+    raise UserError(
         f"loss_fn={name!r} is unknown; planish has {', '.join(LOSSES)}, and forward_backward_custom for any other"
     )

@@ -294,7 +294,7 @@ class DeviceOwner:
             tenant.failure = _CANCELLED
         is_part = isinstance(job.operation, ForwardBackward) and not job.operation.forward_only
         if tenant.adapter is not None and (is_part or isinstance(job.operation, ForwardBackwardLater)):
-            tenant.adapter.refuse_step("it was cancelled")
+            tenant.adapter.refuse_step(UserError("it was cancelled"))
 
     def _sample(self, base: BaseModel) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planish.engine.prompt_scores import asked
+from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
 
@@ -18,24 +19,22 @@ def max_tokens_of(op: Sample, config: ModelConfig) -> int:
 
 
 def check_sample(op: Sample, config: ModelConfig) -> None:
-    """ValueError, naming the argument and the remedy, if the model cannot serve the request."""
+    """UserError, naming the argument and the remedy, if the model cannot serve the request."""
     tokens = op.prompt.to_ints()
     if not tokens:
-        raise ValueError("prompt is empty; give at least one token (the model's BOS token, for instance)")
+        raise UserError("prompt is empty; give at least one token (the model's BOS token, for instance)")
     _check_vocabulary("prompt", tokens, config.vocab_size)
     if op.num_samples < 1:
-        raise ValueError(f"num_samples={op.num_samples}: give at least 1")
+        raise UserError(f"num_samples={op.num_samples}: give at least 1")
     if len(tokens) > config.max_context:
-        raise ValueError(
+        raise UserError(
             f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
         )
     max_tokens = max_tokens_of(op, config)
     if not op.prompt_only and len(tokens) == config.max_context:
-        raise ValueError(
-            f"the prompt's {len(tokens)} tokens are all that the model's context holds; shorten the prompt"
-        )
+        raise UserError(f"the prompt's {len(tokens)} tokens are all that the model's context holds; shorten the prompt")
     if not op.prompt_only and len(tokens) + max_tokens > config.max_context:
-        raise ValueError(
+        raise UserError(
             f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
             f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
         )
@@ -46,7 +45,7 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
 def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         bad = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise ValueError(f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}")
+        raise UserError(f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}")
 
 
 def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size: int) -> None:
@@ -57,16 +56,16 @@ def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size
 def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(op, name) <= vocab_size:
-            raise ValueError(f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}")
+            raise UserError(f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}")
     if op.prompt_logprobs_last_n is not None:
         if op.prompt_logprobs_last_n < 1:
-            raise ValueError(f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all")
+            raise UserError(f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all")
         if not (op.prompt_logprobs or op.topk_prompt_logprobs):
-            raise ValueError(
+            raise UserError(
                 "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
             )
     if op.prompt_only and not asked(op):
-        raise ValueError("prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs")
+        raise UserError("prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs")
     if op.target_prompt_logprobs is not None:
         targets = op.target_prompt_logprobs
         if (
@@ -76,10 +75,10 @@ def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
             or targets.shape[0] != prompt_tokens - 1
             or targets.shape[1] > vocab_size
         ):
-            raise ValueError(
+            raise UserError(
                 f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give int64 "
                 f"[prompt length - 1, K] = [{prompt_tokens - 1}, K] with K at most {vocab_size}, and -1 where nothing is asked"
             )
         wanted = targets.to_numpy()
         if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
-            raise ValueError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")
+            raise UserError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")

@@ -40,7 +40,7 @@ from planish.engine.sampling_head import RowLayout, SamplingHead
 from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.sending import on_device
 from planish.engine.stopping import StopCondition
-from planish.errors import NonFiniteError
+from planish.errors import NonFiniteError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.lora import AdapterRows, LoraWeights
@@ -116,12 +116,12 @@ class Sampler:
         return self._scheduler.busy
 
     def validate(self, op: Sample) -> None:
-        """Raise ValueError if the request cannot be served. May be called from any thread."""
+        """UserError if the request cannot be served. May be called from any thread."""
         check_sample(op, self._decoder.config)
         tokens, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
         needed = self._scheduler.positions_needed(tokens, max_tokens)
         if needed > self._scheduler.max_positions:
-            raise ValueError(
+            raise UserError(
                 f"a prompt of {tokens} tokens with max_tokens={max_tokens} needs "
                 f"{needed * self._shape.bytes_per_position:,} bytes of keys and values, and kv_cache_bytes="
                 f"{self.settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"

@@ -121,7 +121,7 @@ class Trainer:
         self._kept_bytes = settings.held_bytes(decoder.config, decoder.dtype, decoder.device)
 
     def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:
-        """ValueError, or a subclass of it, if `forward_backward` would refuse this input."""
+        """UserError, or a subclass of it, if `forward_backward` would refuse this input."""
         self._read(data, loss_fn, loss_fn_config)
 
     def forward_backward(
@@ -156,7 +156,7 @@ class Trainer:
                 )
         except BaseException as error:
             if not forward_only:
-                adapter.refuse_step(str(error) or type(error).__name__)
+                adapter.refuse_step(error)
             raise
         finally:
             if self._decoder.device.type == "cpu":

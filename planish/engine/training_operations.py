@@ -83,7 +83,7 @@ class TrainingOperations:
         try:
             data = op.data.result(timeout=0)
         except BaseException as error:
-            adapter.refuse_step(f"its data could not be made: {error}")
+            adapter.refuse_step(error)
             raise
         work = tenant.base.trainer.forward_backward(adapter, data, op.loss_fn, op.loss_fn_config)
         job.future.set_result((yield from work))

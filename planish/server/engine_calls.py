@@ -129,7 +129,7 @@ class EngineCalls:
             raise
 
 
-def failed_future(message: str) -> Future[Any]:
+def failed_future(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
-    future.set_exception(ValueError(message))
+    future.set_exception(error)
     return future

@@ -3,7 +3,7 @@
     ServerError          status, message, and after how many seconds a repetition may work
     |- BadRequest 400    the request is wrong, and will be
     |- Unauthorized 401  no key, or none that is known here
-    |- NotFound 404      there is no such thing, or it is another tenant's; nobody can tell which; NoSuchCheckpoint is one
+    |- NotFound 404      there is no such thing, or it is another tenant's; nobody can tell which; NoSuchCheckpoint and NoSuchBaseModel are
     |- Conflict 409      it is so already (publishing twice). The SDK repeats a 409, so it is for nothing else
     |- Gone 410          it was here: a session that ended, a result that has aged
     |- TooManyRequests 429   a limit of the key; the SDK sends the same request again later
@@ -14,7 +14,7 @@ UserError and its kin (planish.errors) are 400 too; `status_of` knows every erro
 
 from __future__ import annotations
 
-from planish.errors import CheckpointError, EngineClosedError, PlanishError, StorageError, UserError
+from planish.errors import CheckpointError, EngineClosedError, PlanishError, StorageError, UnknownModelError, UserError
 
 
 class ServerError(PlanishError):
@@ -41,6 +41,10 @@ class NotFound(ServerError):
 
 
 class NoSuchCheckpoint(NotFound, CheckpointError):
+    pass
+
+
+class NoSuchBaseModel(NotFound, UnknownModelError):
     pass
 
 

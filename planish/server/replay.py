@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from planish.errors import EngineClosedError, UserError
 from planish.server import journal
+from planish.server.answers import Failed
 from planish.server.crash_points import crash_point
 from planish.server.engine_calls import EngineCalls, failed_future
 from planish.server.journal import Row
@@ -34,6 +35,7 @@ from planish.service import (
     UnloadModel,
 )
 from planish.types import AdamParams, OptimStepResponse
+from planish.wire.client_errors import named_error
 
 _log = logging.getLogger(__name__)
 
@@ -82,15 +84,15 @@ class Replay:
         if row.is_replayed:
             await self._do_again(model, row)
         elif row.state != "done":
-            await self.refuse(model, row.kind)
+            await self.refuse(model, row.kind, Failed(row.message or "", row.category or "user", row.error_class))
 
-    async def refuse(self, model: Model, kind: str) -> None:
+    async def refuse(self, model: Model, kind: str, why: Failed) -> None:
         """Have the effect of a request that could not be done."""
         if kind not in ("forward_backward", "optim_step"):
             return
         model.is_dirty = kind == "forward_backward"
-        reason = "it was refused, or never came"
-        missing = ForwardBackwardLater(model.id, failed_future(reason), "cross_entropy")
+        error = named_error(why.message, why.error_class)
+        missing = ForwardBackwardLater(model.id, failed_future(error), "cross_entropy")
         with suppress(ValueError):
             await self._engine.perform(missing)
         if kind == "optim_step":

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from planish.errors import PlanishError
 from planish.server.age_files import CheckpointFiles
-from planish.server.errors import NotFound
+from planish.server.errors import NoSuchBaseModel, NotFound
 from planish.server.exchange import API, Exchange, answered, endpoint, refused
 from planish.server.routes_checkpoints import checkpoint_path
 
@@ -123,7 +123,7 @@ async def tokenizer(exchange: Exchange) -> Response:
     name = exchange.request.query_params.get("base_model", "")
     directory = exchange.state.settings.tokenizer_directories.get(name)
     if directory is None:
-        raise NotFound(
+        raise NoSuchBaseModel(
             f"base_model={name[:100]!r}: give one of {', '.join(exchange.state.settings.tokenizer_directories)}"
         )
     return answered({"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)})

@@ -58,7 +58,7 @@ def _requests(fields: Fields, context: int) -> list[SampleRequest | PlanishError
         asked = 0
         for one in fields.objects("requests"):
             try:
-                request = sample_request_from_json(one)
+                request = sample_request_from_json(one.alone())
                 check_answer(request.operation, context)
                 asked += targets_of(request.operation)
                 check_filled("requests", asked)

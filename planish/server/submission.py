@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from planish.engine.checkpoint_labels import check_name, check_ttl
 from planish.errors import StorageError, UnknownModelError
 from planish.server.answers import Accepted, Failed, Tenant
 from planish.server.checkpoint_catalog import CheckpointCatalog, check_source
@@ -202,6 +203,8 @@ class Submission:
                     f"{self._settings.journal_bytes:,}; the next optim_step is refused, take steps with less data"
                 )
             case SaveWeights(name=name) | SaveWeightsForSampler(name=name):
+                check_name("name", name)
+                check_ttl(operation.ttl_seconds)
                 check_name_is_free(name)
             case LoadWeights(path=path):
                 check_source(path)

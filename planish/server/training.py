@@ -222,11 +222,12 @@ class Training:
         except EngineClosedError:
             raise
         except Exception as error:
-            await self._replay.refuse(model, request.row.kind)
+            why = failure(error)
+            await self._replay.refuse(model, request.row.kind, why)
             model.applied = request.seq
             if request.seq == 0:
                 await self.close(model, f"it could not be created ({error})")
-            self._steps.settle(model, request, failure(error))
+            self._steps.settle(model, request, why)
 
     async def _pass_over(self, model: Model) -> None:
         missing, model.blocked = model.lane.next_seq, None

@@ -121,6 +121,10 @@ class Fields:
             raise self._wrong(name, "true or false")
         return value
 
+    def alone(self) -> Fields:
+        """The object as a body of its own: errors do not tell where it stood."""
+        return Fields(self._values)
+
     def array(self, name: str) -> list[Any]:
         value = self._get(name)
         if not isinstance(value, list):

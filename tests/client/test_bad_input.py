@@ -1,4 +1,4 @@
-"""Every kind of bad input: refused at once, with the argument and the remedy, and nothing has changed."""
+"""Every kind of bad input: refused with the argument and the remedy, by the same errors near and far, and nothing has changed."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,14 @@ from planish import (
     CheckpointError,
     Datum,
     ModelInput,
+    NonFiniteError,
     SamplingClient,
     SamplingParams,
     ServiceClient,
     TensorData,
     TrainingClient,
     UnknownModelError,
+    UserError,
 )
 from planish.client.futures import Pending
 from planish.testing import VOCAB_SIZE, tiny_model
@@ -58,7 +60,7 @@ def backward(client: TrainingClient, *data: Datum, loss_fn: str = "cross_entropy
     return client.forward_backward(list(data), loss_fn, **more)
 
 
-BAD_TRAINING: list[tuple[str, Any, str]] = [
+BAD_GRADIENTS: list[tuple[str, Any, str]] = [
     ("empty data", lambda c: backward(c), "data is empty"),
     ("one datum for a list", lambda c: c.forward_backward(datum(), "cross_entropy"), "list of Datum"),
     ("no datum", lambda c: c.forward_backward([1], "cross_entropy"), r"data\[0\]"),
@@ -90,17 +92,54 @@ BAD_TRAINING: list[tuple[str, Any, str]] = [
         lambda c: backward(c, datum(logprobs=[0.0] * 6, advantages=[math.inf] * 6), loss_fn="ppo"),
         "advantages.*not finite",
     ),
+    ("no list", lambda c: c.forward_backward(None, "cross_entropy"), "data is a NoneType; give a list"),
+    ("no name of a loss", lambda c: c.forward_backward([datum()], ["ppo"]), "loss_fn is a list"),
+    ("option of no name", lambda c: backward(c, datum(), loss_fn_config={1: 2.0}), r"loss_fn_config\[1\]"),
+    ("option yes", lambda c: backward(c, datum(), loss_fn_config={"temperature": True}), "temperature'\\]=True"),
+    ("option of any size", lambda c: backward(c, datum(), loss_fn_config={"temperature": 10**400}), "finite number"),
     ("too long", lambda c: backward(c, datum(2049)), "2049 tokens.*2048"),
+    ("custom without targets", lambda c: c.forward_backward_custom([Datum(PROMPT, {})], len), "target_tokens"),
+    ("custom with other data", lambda c: c.forward_backward_custom([1], len), r"data\[0\]"),
+    ("custom of too much", lambda c: c.forward_backward_custom([datum(2049)], len), "2049 tokens.*2048"),
+    ("custom of nothing", lambda c: c.forward_backward_custom([], len), "data is empty"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_GRADIENTS])
+@pytest.mark.parametrize("client", ["training_client", "remote_training_client"])
+def test_a_step_behind_a_part_that_is_refused_is_refused_too(request, client, call, message):
+    """Submitted together, near and far: the rest of a gradient would be a step that nobody asked for."""
+    client = request.getfixturevalue(client)
+    before = logprobs(client)
+    client.forward_backward([datum()], "cross_entropy")
+    part, update = call(client), client.optim_step(STEP)
+    with pytest.raises(UserError, match=message) as refused:
+        part.result(WAIT)
+    with pytest.raises(
+        UserError, match=f"(?s)nothing was applied: the forward_backward before it failed.*{message}"
+    ) as torn:
+        update.result(WAIT)
+    assert isinstance(torn.value, NonFiniteError) == isinstance(refused.value, NonFiniteError)
+    assert logprobs(client) == before
+    client.forward_backward([datum()], "cross_entropy")
+    assert client.optim_step(AdamParams(learning_rate=0)).result(WAIT).metrics["adam_step"] >= 1
+
+
+BAD_TRAINING: list[tuple[str, Any, str]] = [
     ("adam", lambda c: c.optim_step({"learning_rate": 1}), "adam_params.*AdamParams"),
-    ("slash", lambda c: c.save_state("a/b"), "a/b'"),
-    ("sampler slash", lambda c: c.save_weights_for_sampler("a/b"), "a/b'"),
+    ("slash", lambda c: c.save_state("a/b"), "^name='a/b'"),
+    ("sampler slash", lambda c: c.save_weights_for_sampler("a/b"), "^name='a/b'"),
+    ("no name", lambda c: c.save_state(""), "name=''"),
     ("ttl", lambda c: c.save_state("a", ttl_seconds=-1), "ttl_seconds=-1"),
+    ("half a second", lambda c: c.save_state("a", ttl_seconds=1.5), "ttl_seconds=1.5: give a whole number"),
+    ("a ttl that is whole and no int", lambda c: c.save_weights_for_sampler("a", ttl_seconds=3.0), "ttl_seconds=3.0"),
+    ("overwrite", lambda c: c.save_state("a", overwrite="no"), "overwrite='no': give True or False"),
     ("metadata", lambda c: c.save_state("a", user_metadata={"a": 1}), "user_metadata"),
     ("no path", lambda c: c.load_state("model.pt"), "tinker://"),
     ("missing checkpoint", lambda c: c.load_state("tinker://x/weights/y"), "there is no checkpoint"),
     ("missing sampler", lambda c: c.create_sampling_client("tinker://x/sampler_weights/y"), "there is no checkpoint"),
-    ("custom without targets", lambda c: c.forward_backward_custom([Datum(PROMPT, {})], len), "target_tokens"),
-    ("custom with other data", lambda c: c.forward_backward_custom([1], len), r"data\[0\]"),
+    ("forward of nothing", lambda c: c.forward([], "cross_entropy"), "data is empty"),
+    ("forward of too much", lambda c: c.forward([datum(2049)], "cross_entropy"), "2049 tokens.*2048"),
 ]
 
 
@@ -118,7 +157,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("empty prompt", lambda c: sample(c, ModelInput.empty()), "prompt is empty"),
     ("prompt of another kind", lambda c: sample(c, [1, 2]), "prompt is a list.*ModelInput"),
     ("vocabulary", lambda c: sample(c, ModelInput.from_ints([5, VOCAB_SIZE])), f"{VOCAB_SIZE}.*vocabulary"),
-    ("no samples", lambda c: sample(c, n=0), "num_samples=0"),
+    ("no samples", lambda c: sample(c, n=0), "^num_samples=0"),
     ("half a sample", lambda c: sample(c, n=0.5), "num_samples"),
     ("params of another kind", lambda c: sample(c, params={"max_tokens": 3}), "sampling_params"),
     ("no room", lambda c: sample(c, params=SamplingParams(max_tokens=2047)), "3 tokens.*2047"),
@@ -130,7 +169,12 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
         "2048 tokens are all",
     ),
     ("stop token", lambda c: sample(c, params=SamplingParams(max_tokens=2, stop=[VOCAB_SIZE])), "stop.*vocabulary"),
-    ("top-k", lambda c: sample(c, topk_prompt_logprobs=-1), "topk_prompt_logprobs=-1"),
+    ("top-k", lambda c: sample(c, topk_prompt_logprobs=-1), "^topk_prompt_logprobs=-1"),
+    (
+        "a word for a flag",
+        lambda c: sample(c, include_prompt_logprobs="no"),
+        "prompt_logprobs='no': give True or False",
+    ),
     ("top-k beyond", lambda c: sample(c, topk_sample_logprobs=VOCAB_SIZE + 1), "topk_sample_logprobs"),
     ("last n", lambda c: sample(c, prompt_logprobs_last_n=0), "prompt_logprobs_last_n=0"),
     (
@@ -151,7 +195,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING])
 def test_bad_sampling_input_is_refused_at_once(embedded_client, call, message):
     client = embedded_client.create_sampling_client(base_model="tiny")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         call(client)
     assert len(sample(client).result(WAIT).sequences) == 1
 
@@ -172,7 +216,21 @@ BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
     ("neither", lambda c: c.create_sampling_client(), ValueError, "model_path.*base_model"),
     ("a name for a path", lambda c: c.create_sampling_client("tiny"), ValueError, "base_model='tiny'"),
     ("a name of another kind", lambda c: c.create_lora_training_client(object()), ValueError, "is a object; give"),
+    (
+        "metadata of a list",
+        lambda c: c.create_lora_training_client("tiny", user_metadata=["a"]),
+        UserError,
+        "user_metadata",
+    ),
     ("path", lambda c: c.create_training_client_from_state("runs/x"), ValueError, "tinker://"),
+    ("no path", lambda c: c.create_training_client_from_state(None), ValueError, "checkpoint path None"),
+    ("tokenizer", lambda c: c._session.tokenizer("nothing"), UnknownModelError, "nothing"),
+    (
+        "a run that can be none",
+        lambda c: c.create_rest_client().list_checkpoints("a/b"),
+        UserError,
+        "training_run_id='a/b'",
+    ),
     (
         "missing",
         lambda c: c.create_training_client_from_state("tinker://x/weights/y"),
@@ -201,14 +259,15 @@ def test_bad_names_are_refused_at_once(embedded_client, monkeypatch, call, kind,
 
 
 @pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING])
-def test_a_server_refuses_bad_training_input(remote_training_client, call, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_server_refuses_bad_training_input(training_client, remote_training_client, call, message):
+    with pytest.raises(ValueError, match=message) as far:
         outcome(call(remote_training_client))
+    assert type(far.value) is refusal(call, training_client)
 
 
 @pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING])
 def test_a_server_refuses_bad_sampling_input(remote_sampling_client, call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         outcome(call(remote_sampling_client))
 
 
@@ -218,17 +277,10 @@ def test_a_server_refuses_bad_names(shared_remote_client, call, kind, message):
         call(shared_remote_client)
 
 
-def test_what_a_server_refused_has_changed_nothing(remote_training_client, remote_sampling_client):
-    before = logprobs(remote_training_client)
-    with pytest.raises(ValueError, match="empty"):
-        remote_training_client.forward_backward([], "cross_entropy").result(WAIT)
-    assert logprobs(remote_training_client) == before
-    with pytest.raises(ValueError, match="forward_backward before it failed"):
-        remote_training_client.optim_step(STEP).result(WAIT)
-    assert logprobs(remote_training_client) == before
-    remote_training_client.forward_backward([datum()], "cross_entropy")
-    assert remote_training_client.optim_step(STEP).result(WAIT).metrics["adam_step"] == 1
-    assert len(sample(remote_sampling_client).result(WAIT).sequences) == 1
+def refusal(call: Any, client: Any) -> type[Exception]:
+    with pytest.raises(ValueError) as error:
+        outcome(call(client))
+    return type(error.value)
 
 
 def outcome(given: Any) -> Any:

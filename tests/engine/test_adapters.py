@@ -97,7 +97,7 @@ def test_an_overflowing_step_changes_nothing():
 def test_a_refused_forward_backward_refuses_one_step():
     adapter = new_adapter()
     adapter.add_grad(gradient(adapter, 1))
-    adapter.refuse_step("the loss of data[3] is not finite")
+    adapter.refuse_step(NonFiniteError("the loss of data[3] is not finite"))
     with pytest.raises(NonFiniteError, match=r"nothing was applied.*data\[3\]"):
         adapter.optim_step(AdamParams())
     assert adapter.step == 0

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from planish.engine.adapters import Adapter
 from planish.engine.row_tiling import RowTiling
 from planish.engine.trainer import Trainer, TrainerSettings
-from planish.errors import NonFiniteError, UnsupportedError
+from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.model.decoder import Decoder
 from planish.model.lora import LoraLayout
 from planish.testing import tiny_model
@@ -475,7 +475,7 @@ def test_an_abandoned_call_leaves_no_trace(decoder):
     steps.close()
     assert adapter.grad is None
     assert all(leaf.grad is None for leaf in adapter.weights.leaves)
-    with pytest.raises(NonFiniteError, match="nothing was applied"):
+    with pytest.raises(UserError, match="nothing was applied"):
         adapter.optim_step(AdamParams())
 
 
