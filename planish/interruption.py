@@ -4,11 +4,15 @@ end a task from outside: cancellation, and the first error of several tasks."""
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], object]
 
 
 class Interrupted(Exception):
@@ -50,28 +54,107 @@ class Interruption:
     def on_control_c(self, say: Callable[[str], None]) -> Iterator[None]:
         """Within the block the first Ctrl-C asks, and is answered by `say`; the next one is an ordinary KeyboardInterrupt.
 
-        Not where signals do not arrive, which is in other threads, nor where Ctrl-C is not for this process, as behind nohup.
+        Not where signals do not arrive, which is in threads other than those of `run_in_thread`, nor where Ctrl-C is not for this
+        process, as behind nohup.
         """
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
-            yield
-            return
         loop = asyncio.get_running_loop()
 
         def answer() -> None:
             self.ask()
             say("Ctrl-C: stopping where the run can go on from; once more, and it stops at once")
 
-        def first(*_: object) -> None:
-            # Not `before`: asyncio's cancels the run, which then waits until all that it plays has cleaned up.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        def ask() -> None:
             loop.call_soon_threadsafe(answer)
 
-        signal.signal(signal.SIGINT, first)
+        if (waiting := _main_thread.get()) is not None:
+            with waiting.asking(ask):
+                yield
+        elif threading.current_thread() is threading.main_thread():
+            with _ControlC(_further_one(signal.getsignal(signal.SIGINT))) as control_c, control_c.asking(ask):
+                yield
+        else:
+            yield
+
+
+def _further_one(before: Any) -> Handler:
+    """What a Ctrl-C does that nobody is asked by, where `before` is what the first one would have done.
+
+    asyncio's would cancel the run, which then waits until all that it plays has cleaned up. That of others is theirs: a KeyboardInterrupt in the
+    loop of a notebook ends the notebook.
+    """
+    is_asyncios = isinstance(getattr(getattr(before, "func", None), "__self__", None), asyncio.Runner)
+    return before if callable(before) and not is_asyncios else signal.default_int_handler
+
+
+class _ControlC:
+    """What Ctrl-C does, in the main thread, within the block: it asks, or `further` where there is nobody to ask."""
+
+    def __init__(self, further: Handler = signal.default_int_handler) -> None:
+        self._further = further
+        self._ask: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._pressed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def asking(self, ask: Callable[[], None]) -> Iterator[None]:
+        """Within the block, in whichever thread it is, the first one calls `ask`."""
+        self._ask = ask
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            self._ask = None
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        ask, self._ask = self._ask, None
+        if ask is None:
+            self._further(number, frame)
+        else:
+            with suppress(RuntimeError):  # the loop that is to hear of it has just ended
+                ask()
+
+
+_main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=None)
+"""That which waits for the loop of this context, if it is not the loop's own thread."""
+
+
+def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work` from an event loop in a thread of its own, while this one waits: for a notebook, whose loop runs already.
+
+    Ctrl-C does what it does to a run in this thread: the first one within `on_control_c` asks. Any other cancels `work`, and is raised when that
+    has cleaned up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return _run_in_thread(work, None)
+    with _ControlC() as control_c:
+        return _run_in_thread(work, control_c)
+
+
+def _run_in_thread(work: Coroutine[Any, Any, T], control_c: _ControlC | None) -> T:
+    begun: Future[Callable[[], object]] = Future()
+
+    async def cancellable() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        _main_thread.set(control_c)
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
+
+    with ThreadPoolExecutor(1, "planish-notebook") as pool:
+        done = pool.submit(asyncio.run, cancellable())
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            with suppress(RuntimeError):  # it has just ended
+                begun.result()()
+            raise
 
 
 @contextmanager

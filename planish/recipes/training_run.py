@@ -3,8 +3,6 @@
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +17,7 @@ from chz.blueprint import (
 
 from planish import ServiceClient
 from planish.errors import PlanishError, UserError
+from planish.interruption import run_in_thread
 from planish.model_renderer import learn_renderer
 
 C = TypeVar("C")
@@ -60,27 +59,12 @@ def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, ser
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. In a notebook, whose event loop runs already, another one does it in a thread; an interrupt cancels it there."""
+    """What `work` returns. In a notebook, whose event loop runs already, another one does it in a thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    begun: Future[Callable[[], object]] = Future()
-
-    async def cancellable() -> T:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        return await work
-
-    with ThreadPoolExecutor(1, "planish-notebook") as pool:
-        done = pool.submit(asyncio.run, cancellable())
-        try:
-            return done.result()
-        except KeyboardInterrupt:
-            with suppress(RuntimeError):  # it has just ended
-                begun.result()()
-            raise
+    return run_in_thread(work)
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:

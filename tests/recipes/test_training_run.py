@@ -4,42 +4,49 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
+from planish.interruption import Interrupted, Interruption
 from planish.recipes import math_rl, rl_basic, shorter
 from planish.recipes.training_run import Presets, finished, read_options
+
+
+def interrupt_soon() -> None:
+    threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
 
 
 async def work(ends: list[str]) -> str:
     """Interrupted from outside in its middle, as by the button of a notebook."""
     try:
         if ends:
-            threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
+            interrupt_soon()
             await asyncio.sleep(30)
         return threading.current_thread().name
     finally:
         ends.append("cleaned up")
 
 
-async def cell(ends: list[str]) -> str:
+async def cell(work: Coroutine[Any, Any, str]) -> str:
     """A notebook's loop runs, and leaves Ctrl-C to Python."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return finished(work(ends))
+        return finished(work)
     finally:
-        signal.signal(signal.SIGINT, before)
+        assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_a_recipe_runs_in_a_script_and_in_a_notebook():
     assert finished(work([])) == threading.current_thread().name
-    assert asyncio.run(cell([])) != threading.current_thread().name
+    assert asyncio.run(cell(work([]))) != threading.current_thread().name
 
 
-def test_an_interrupt_in_a_notebook_ends_the_run_in_order():
+def test_an_interrupt_in_a_notebook_ends_what_cannot_be_asked():
     ends = ["begun"]
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(cell(ends))
+        asyncio.run(cell(work(ends)))
     assert ends == ["begun", "cleaned up"]
 
 
@@ -60,6 +67,50 @@ def test_help_tells_the_presets_that_are_left(
         read_options(options, presets, [*arguments, "--help"])
     last = capsys.readouterr().out.rstrip().splitlines()[-1]
     assert last == told or (told is None and "preset=NAME" not in last)
+
+
+async def run(said: list[str], heeds: bool) -> str:
+    """Interrupted in its middle; one that does not heed that is interrupted again."""
+    interruption = Interruption()
+    with interruption.on_control_c(said.append):
+        interrupt_soon()
+        try:
+            await interruption.guard(asyncio.sleep(30))
+        except Interrupted:
+            said.append("asked")
+        if not heeds:
+            interrupt_soon()
+            try:
+                await asyncio.sleep(30)
+            finally:
+                said.append("cleaned up")
+    return "saved"
+
+
+def test_the_first_interrupt_in_a_notebook_asks_and_the_second_ends():
+    said: list[str] = []
+    assert asyncio.run(cell(run(said, heeds=True))) == "saved"
+    assert [line[:6] for line in said] == ["Ctrl-C", "asked"]
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell(run(said, heeds=False)))
+    assert [line[:6] for line in said[2:]] == ["Ctrl-C", "asked", "cleane"]
+
+
+def test_a_second_interrupt_of_what_a_notebook_awaits_is_the_notebooks():
+    """A KeyboardInterrupt in its loop would end it; it cancels the cell."""
+    said: list[str] = []
+
+    async def awaited() -> None:
+        task, loop = asyncio.ensure_future(run(said, heeds=False)), asyncio.get_running_loop()
+        before = signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(task.cancel))
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    asyncio.run(awaited())
+    assert [line[:6] for line in said] == ["Ctrl-C", "asked", "cleane"]
 
 
 def test_errors_come_out_of_a_notebooks_thread():

@@ -18,6 +18,7 @@ from eventful_env import AtGroup, EventfulBuilder, nothing
 
 from planish.errors import CheckpointError, NonFiniteError, UserError
 from planish.evaluators import SamplingClientEvaluator
+from planish.interruption import run_in_thread
 from planish.rl import train as training
 from planish.rl.config import AsyncConfig, Config, StreamMinibatchConfig
 from planish.rl.rollout_strategy import MinViableGroup
@@ -366,6 +367,21 @@ def test_control_c_is_answered_and_a_second_one_ends_at_once(service, tmp_path, 
     assert "Ctrl-C" in capsys.readouterr().out
     assert steps_of(tmp_path) == [0]
     train(service, tmp_path, EventfulBuilder(happening=AtGroup(-1, interrupt)))
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+def test_control_c_in_a_notebook_saves_what_was_done(service, tmp_path):
+    async def press_and_wait():
+        interrupt()
+        await asyncio.sleep(60)
+
+    config = config_of(tmp_path, EventfulBuilder(happening=AtGroup(2, press_and_wait)), save_every=100)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_thread(training.main(config, service))
+    assert steps_of(tmp_path) == [0]
+    assert [batch for _, batch in saved(tmp_path)] == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train(service, tmp_path, EventfulBuilder(happening=AtGroup(-1, press_and_wait)), save_every=100)
     assert steps_of(tmp_path) == [0, 1, 2, 3]
 
 
