@@ -19,6 +19,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -55,13 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 on success, 1 with a message on stderr when it could not be done, 130 when Ctrl-C ended it."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        arguments = _parser(words[:1]).parse_args(words)
-        status = arguments.function(arguments) or 0
-        sys.stdout.flush()
-        return status
-    except PlanishError as error:
-        print(f"planish: {error}", file=sys.stderr)
-        return 1
+        return _run(words)
     except KeyboardInterrupt:
         print("\nplanish: stopped", file=sys.stderr)
         return 130
@@ -70,6 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
         return 141
+
+
+def _run(words: Sequence[str]) -> int:
+    parser = _parser(words[:1])
+    try:
+        arguments = parser.parse_args(words)
+        status = arguments.function(arguments) or 0
+        sys.stdout.flush()
+        return status
+    except PlanishError as error:
+        print(f"planish: {_as_typed(str(error), parser)}", file=sys.stderr)
+        return 1
 
 
 def _has_no_reader(pipe: int) -> bool:
@@ -98,6 +105,30 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
             module.add_arguments(subparser)
             subparser.set_defaults(function=module.run)
     return parser
+
+
+def _as_typed(message: str, parser: argparse.ArgumentParser) -> str:
+    """The sentence of an error with options in place of arguments: what is called says `max_tokens=0`, who typed it `--max-tokens 0`."""
+    options = _options(parser)
+    # A single word is a word of the sentence too, unless it has a value; and within a path or a quotation nothing is an argument.
+    names = "|".join(rf"{name}(?:=|\b)" if "_" in name else f"{name}=" for name in options)
+    return re.sub(
+        rf"(?<![\w./'\"-])({names})",
+        lambda found: options[found[1].rstrip("=")] + " " * found[1].endswith("="),
+        message,
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """By the names of their arguments."""
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                found |= _options(subparser)
+        elif action.option_strings:
+            found[action.dest] = action.option_strings[0]
+    return found
 
 
 if __name__ == "__main__":

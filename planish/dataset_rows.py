@@ -24,11 +24,11 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
     if files is not None:
         rows = [row for file in files for _, row in _located_in(file)]
     elif _is_path(dataset):
-        raise UserError(f"dataset={dataset}: no such file or directory; check the path")
+        raise UserError(f"the data set {dataset}: no such file or directory; check the path")
     else:
         rows = _open_on_hub(dataset, split)
     if not len(rows):
-        raise UserError(f"dataset={dataset} has no rows in its {split} split; give one that has")
+        raise UserError(f"the data set {dataset} has no rows in its {split} split; give one that has")
     return rows
 
 
@@ -37,7 +37,9 @@ def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
     files = _files(Path(dataset).expanduser(), split)
     if files is None:
         rows = open_rows(dataset, split)
-        return [(f"dataset={dataset}, {split} row {number}", dict(row)) for number, row in enumerate(rows, start=1)]
+        return [
+            (f"the data set {dataset}, {split} row {number}", dict(row)) for number, row in enumerate(rows, start=1)
+        ]
     return [located for file in files for located in _located_in(file)]
 
 
@@ -73,7 +75,7 @@ def _files(path: Path, split: str) -> Sequence[Path] | None:
         return _split_files(path, split)
     if path.is_file() and split != "train":
         raise UserError(
-            f"dataset={path} is one file and has no {split} split; give a directory with train.jsonl and "
+            f"the data set {path} is one file and has no {split} split; give a directory with train.jsonl and "
             f"{split}.jsonl, or turn evaluation off (eval_problems=0)"
         )
     return [path] if path.is_file() else None
@@ -82,7 +84,9 @@ def _files(path: Path, split: str) -> Sequence[Path] | None:
 def _split_files(directory: Path, split: str) -> Sequence[Path]:
     found = _found_files(directory, split)
     if not found:
-        raise UserError(f"dataset={directory}: there is no {split}.jsonl (or {split}*.parquet) in it; add that file")
+        raise UserError(
+            f"the data set {directory}: there is no {split}.jsonl (or {split}*.parquet) in it; add that file"
+        )
     return found
 
 
@@ -143,6 +147,6 @@ def _hub_name(dataset: str) -> tuple[str, str | None]:
 def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
-        f"dataset={dataset}: the hub did not give {asked} ({first_line}); check the name, or give a local "
+        f"the data set {dataset}: the hub did not give {asked} ({first_line}); check the name, or give a local "
         "directory with train.jsonl and test.jsonl"
     )

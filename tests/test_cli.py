@@ -64,8 +64,18 @@ def test_it_tells_its_version(capsys):
         (["chat", "--base-url", "http://[::1"], "--base-url: .*IPv6"),
         (["chat", "--model", "tinker://foo"], "--model: .*'tinker://foo'"),
         (["eval", "gsm8k", "--model", "tinker://foo"], "--model: .*'tinker://foo'"),
-        (["eval", "gsm8k", "--model", "mine", "--temperature", "nan"], "temperature=nan"),
-        (["eval", "gsm8k", "--model", "mine", "--temperature", "inf"], "temperature=inf"),
+        (["eval", "gsm8k", "--model", "mine", "--temperature", "nan"], "planish: --temperature nan: give"),
+        (["eval", "gsm8k", "--model", "mine", "--temperature", "inf"], "planish: --temperature inf: give"),
+        (["eval", "gsm8k", "--model", "mine", "--limit", "0"], "planish: --limit 0: give"),
+        (["eval", "gsm8k", "--model", "mine", "--max-tokens", "0"], "planish: --max-tokens 0: give"),
+        (["eval", "gsm8k", "--model", "mine", "--samples", "2"], "planish: --samples 2 at --temperature 0 would be"),
+        (["eval", "gsm8k", "--model", "mine", "--k", "1,4"], r"planish: --k \[1, 4\] with --samples 1: give"),
+        (["eval", "gsm8k", "--model", "mine", "--concurrency", "0"], "planish: --concurrency 0: give"),
+        (["eval", "gsm8k", "--model", "mine", "--base-url", "ftp://x"], "planish: --base-url 'ftp://x': give a URL"),
+        (["eval", "math500", "--model", "mine", "--limit", "1"], '"problem"'),
+        (["chat", "--model", "mine", "--max-tokens", "0"], "planish: --max-tokens 0: give"),
+        (["chat", "--model", "mine", "--temperature", "-1"], "planish: --temperature -1.0: give"),
+        (["plot", ".", "--smooth", "0"], "planish: --smooth 0: give"),
     ],
 )
 def test_what_was_typed_wrong_is_told_in_a_line(mapped, tmp_path, capsys, monkeypatch, words, message):
@@ -74,6 +84,15 @@ def test_what_was_typed_wrong_is_told_in_a_line(mapped, tmp_path, capsys, monkey
     more = ["--data", "test.jsonl"] if words[0] == "eval" else []
     assert main([*words, *more]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_data_that_are_not_there_are_named_as_they_were_typed(mapped, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for data in ("missing.jsonl", "./max_tokens=3", "."):
+        assert main(["eval", "gsm8k", "--model", "mine", "--data", data]) == 1
+        assert capsys.readouterr().err.startswith(f"planish: the data set {data}: ")
+    assert main(["eval", "multiple_choice", "--model", "mine"]) == 1
+    assert "its data have to be named (--data ...)" in capsys.readouterr().err
 
 
 def test_control_c_ends_a_command_without_a_traceback(capsys, monkeypatch):

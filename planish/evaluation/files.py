@@ -82,7 +82,7 @@ class EvaluationDirectory:
                 found = json.loads(path.read_bytes())
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"out={self.path} holds {SAMPLES}, and {CONFIG} cannot be read ({error}); give another out"
+                    f"out={self.path} holds {SAMPLES}, and {CONFIG} cannot be read ({error}); give another directory"
                 ) from error
             changed = [
                 f"{name} was {found.get(name)!r}, is {config.get(name)!r}"
@@ -91,7 +91,7 @@ class EvaluationDirectory:
             ]
             if changed:
                 raise UserError(
-                    f"out={self.path} holds another evaluation: {', '.join(changed)}; give the same to go on with it, or another out"
+                    f"out={self.path} holds another evaluation: {', '.join(changed)}; give the same to go on with it, or another directory"
                 )
         write_whole(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 

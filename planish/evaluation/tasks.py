@@ -46,7 +46,7 @@ def load_task(name: str, data: str | Path | None = None, *, limit: int | None = 
         raise UserError(f"task {name!r}: there is no such task; there are {', '.join(TASKS)}")
     place = str(data) if data is not None else kind.published
     if place is None:
-        raise UserError(f"task {name}: its data have to be named (--data FILE, data=...); rows have {kind.form}")
+        raise UserError(f"task {name}: its data have to be named (data=...); rows have {kind.form}")
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit}: give a whole number of at least 1, or leave it out for all questions")
     rows = located_rows(place, "train" if Path(place).expanduser().is_file() else "test")

@@ -42,7 +42,9 @@ class Problem:
 def load_problems(dataset: str, split: str) -> list[Problem]:
     """The problems of one split in the dataset's order; UserError when there are none or a row has another form."""
     rows = load_rows(dataset, split)
-    return [read_problem(row, f"dataset={dataset}, {split} row {number}") for number, row in enumerate(rows, start=1)]
+    return [
+        read_problem(row, f"the data set {dataset}, {split} row {number}") for number, row in enumerate(rows, start=1)
+    ]
 
 
 def problem_prompt(problem: Problem) -> Conversation:

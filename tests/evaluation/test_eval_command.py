@@ -149,7 +149,7 @@ def test_the_commands_of_the_page_are_ones_that_are_taken():
         (["--samples", "3", "--temperature", "0"], "the same answer"),
         (["--data", "missing.jsonl"], "no such file"),
         (["--k", "9"], "from 1 to the number of samples"),
-        (["--limit", "0"], "limit=0"),
+        (["--limit", "0"], "--limit 0:"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(sums, capsys, more, message):

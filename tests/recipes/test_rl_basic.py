@@ -104,7 +104,7 @@ def test_an_option_that_cannot_be_right_is_refused_by_name(model, sums_dataset, 
 
 
 def test_a_dataset_that_is_not_there_is_refused(model, tmp_path):
-    with pytest.raises(UserError, match="dataset=./nowhere: no such file"):
+    with pytest.raises(UserError, match="the data set ./nowhere: no such file"):
         rl_basic.main(options(model, Path("./nowhere"), tmp_path, dataset="./nowhere"))
 
 
