@@ -7,7 +7,7 @@ bradley_terry; the latter gives the same preference in both orders, so its pairs
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import chz
 
@@ -30,6 +30,8 @@ from planish.rl import config as rl
 from planish.schedules import SCHEDULES
 from planish.supervised import config as supervised
 from planish.supervised.types import SupervisedDatasetBuilder
+
+T = TypeVar("T")
 
 RECIPE = "rlhf"
 SFT, PREFERENCE_MODEL, RL, EVALUATION = "sft", "preference_model", "rl", "evaluation"
@@ -168,18 +170,18 @@ def check_rl(options: Options) -> None:
 
 def check_data(options: Options, renderer: Renderer) -> None:
     """UserError if the data of a stage cannot be used; all are read, so that a later stage does not fail by them."""
-    sft_config(options).dataset_builder()
-    preference_config(options).dataset_builder()
-    found = prompts(options)()
+    with_stage("sft", sft_config(options).dataset_builder)
+    with_stage("preference", preference_config(options).dataset_builder)
+    found = with_stage("rl", prompts(options))
     for split, given in (("train", found.train), ("test", found.test)):
         if not checked_prompts(given, renderer, split, options.rl.max_prompt_tokens):
             raise UserError(f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; give some")
 
 
-def with_stage(name: str, work: Callable[[], None]) -> None:
-    """Run a check; its error names the stage."""
+def with_stage(name: str, work: Callable[[], T]) -> T:
+    """What `work` returns; its error names the stage."""
     try:
-        work()
+        return work()
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
 

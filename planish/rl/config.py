@@ -178,12 +178,13 @@ def check_all_but_reference(config: Config) -> None:
         "rollout_processes": (config.rollout_processes >= 0, "a whole number, 0 for this process"),
         "kl_discount_factor": (0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
         "kl_penalty_coef": (0 <= config.kl_penalty_coef < math.inf, "0 or more"),
-        "lag": (config.lag >= 0, "max_steps_off_policy of at least 0"),
         "groups_per_batch": (config.groups_per_batch is None or config.groups_per_batch >= 1, "at least 1"),
     }
     for name, (holds, remedy) in rules.items():
         if not holds:
             raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
+    if config.lag < 0:
+        raise UserError(f"max_steps_off_policy={config.lag}: give a whole number, 0 for synchronous")
     complete_config(config.loss_fn, config.loss_fn_config)
     stream = config.stream_minibatch_config
     if stream is not None and stream.num_minibatches < 1:
@@ -219,6 +220,6 @@ def _check_reference(config: Config) -> None:
         )
     if config.stream_minibatch_config is not None:
         raise UnsupportedError(
-            "kl_penalty_coef with stream_minibatch_config: the penalty is centred over the whole batch, which streaming does "
+            "kl_penalty_coef with num_minibatches (stream_minibatch_config): the penalty is centred over the whole batch, which streaming does "
             "not wait for; leave one of them out"
         )

@@ -164,7 +164,7 @@ async def kl_penalty(config: Config, service_client: Any) -> KLPenalty | None:
     """The pull that the options ask for."""
     if config.kl_reference_config is None:
         return None
-    reference = await policy_client(config.kl_reference_config, service_client, "kl_reference_config")
+    reference = await policy_client(config.kl_reference_config, service_client, "kl_reference")
     return KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor)
 
 
@@ -179,8 +179,8 @@ async def policy_client(policy: KLReferenceConfig, service_client: Any, option: 
     client = await service_client.create_sampling_client_async(model_path=path)
     if client.get_base_model() != policy.base_model:
         raise UserError(
-            f"{option}: {policy.load_checkpoint_path} is of {client.get_base_model()}, and "
-            f"base_model={policy.base_model}; give the checkpoint's own"
+            f"{option}: {policy.load_checkpoint_path} is of the base model {client.get_base_model()}, and {policy.base_model} "
+            "was asked for; give the checkpoint's own"
         )
     return client
 

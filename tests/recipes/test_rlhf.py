@@ -228,7 +228,7 @@ def test_an_option_of_any_stage_is_refused_before_the_first_begins(small_model, 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "a", "chosen": "b"}], "train row 1"),
+        ([{"prompt": "a", "chosen": "b"}], "preference: .*train row 1"),
         ([{"prompt": f"Say {n}.", "chosen": "b", "rejected": "c"} for n in range(20)], "there are no test prompts"),
     ],
 )

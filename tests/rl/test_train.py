@@ -306,7 +306,7 @@ BAD = {
     "no reference": ({"kl_penalty_coef": 0.1}, "needs kl_reference_config"),
     "reference without coefficient": ({"kl_reference_config": KLReferenceConfig(base_model="x")}, "kl_penalty_coef"),
     "logger": ({"loggers": ["neptune"]}, "neptune"),
-    "lag": ({"async_config": AsyncConfig(max_steps_off_policy=-1)}, "max_steps_off_policy"),
+    "lag": ({"async_config": AsyncConfig(max_steps_off_policy=-1)}, "^max_steps_off_policy=-1"),
     "time to live": ({"ttl_seconds": 0}, "ttl_seconds=0"),
     "project without its logger": ({"wandb_project": "sums"}, "loggers=wandb"),
     "discount without penalty": ({"kl_discount_factor": 0.9}, "kl_penalty_coef is 0"),
