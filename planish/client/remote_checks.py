@@ -73,6 +73,8 @@ def _check_path(path: str | None) -> None:
 def _check_base_model(name: str | None) -> None:
     if name is not None:
         _check_kind("base_model", name, str)
+        if not name:
+            raise UserError("base_model is empty; name one of get_server_capabilities()")
 
 
 def _check_data(data: Any) -> None:

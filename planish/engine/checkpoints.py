@@ -34,7 +34,7 @@ from planish.engine.checkpoint_files import (
     write_tensors,
 )
 from planish.engine.checkpoint_labels import Label, check_label, check_name, check_ttl, is_name
-from planish.errors import CheckpointError, DamagedFileError, StorageError
+from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.lora import LoraLayout
 from planish.runs import write_whole
 from planish.types import Checkpoint, CheckpointPath, CheckpointType
@@ -185,8 +185,11 @@ class CheckpointStore:
                 _remove_if_empty(leftover.parent)
 
     def _place(self, path: CheckpointPath) -> Path:
-        check_name("the checkpoint path's run", path.run_id)
-        check_name("the checkpoint path's name", path.name)
+        try:
+            check_name("the checkpoint path's run", path.run_id)
+            check_name("the checkpoint path's name", path.name)
+        except UserError as error:
+            raise CheckpointError(str(error)) from None
         return self.directory / path.run_id / _SEGMENT[path.checkpoint_type] / path.name
 
     def _found(self, path: CheckpointPath) -> Manifest:

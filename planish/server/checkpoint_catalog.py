@@ -197,7 +197,9 @@ def _bytes(text: str) -> bytes:
 
 
 def _not_found(path: str) -> NoSuchCheckpoint:
-    return NoSuchCheckpoint(f"there is no checkpoint {path[:300]!r}; wait for the result of the save that makes it")
+    return NoSuchCheckpoint(
+        f"there is no checkpoint {path[:300]!r}; wait for the result of the save that makes it, or name another if it has expired"
+    )
 
 
 def check_source(path: str) -> None:

@@ -137,6 +137,7 @@ BAD_TRAINING: list[tuple[str, Any, str]] = [
     ("metadata", lambda c: c.save_state("a", user_metadata={"a": 1}), "user_metadata"),
     ("no path", lambda c: c.load_state("model.pt"), "tinker://"),
     ("missing checkpoint", lambda c: c.load_state("tinker://x/weights/y"), "there is no checkpoint"),
+    ("a path outside", lambda c: c.load_state("tinker://../weights/y"), r"slash|\.\./weights"),
     ("missing sampler", lambda c: c.create_sampling_client("tinker://x/sampler_weights/y"), "there is no checkpoint"),
     ("forward of nothing", lambda c: c.forward([], "cross_entropy"), "data is empty"),
     ("forward of too much", lambda c: c.forward([datum(2049)], "cross_entropy"), "2049 tokens.*2048"),
@@ -203,7 +204,7 @@ def test_bad_sampling_input_is_refused_at_once(embedded_client, call, message):
 BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
     ("unknown model", lambda c: c.create_lora_training_client("no/such-model"), UnknownModelError, "no/such-model"),
     ("unknown sampler", lambda c: c.create_sampling_client(base_model="nothing"), UnknownModelError, "nothing"),
-    ("no model", lambda c: c.create_lora_training_client(""), ValueError, "name|base_model=''"),
+    ("no model", lambda c: c.create_lora_training_client(""), ValueError, "name"),
     ("rank", lambda c: c.create_lora_training_client("tiny", rank=0), ValueError, "rank=0"),
     ("large rank", lambda c: c.create_lora_training_client("tiny", rank=257), ValueError, "rank=257"),
     (
@@ -243,7 +244,7 @@ BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
         CheckpointError,
         "no checkpoint",
     ),
-    ("outside", lambda c: c.create_sampling_client("tinker://../weights/y"), ValueError, r"slash|\.\./weights"),
+    ("outside", lambda c: c.create_sampling_client("tinker://../weights/y"), CheckpointError, r"slash|\.\./weights"),
 ]
 
 
@@ -272,9 +273,11 @@ def test_a_server_refuses_bad_sampling_input(remote_sampling_client, call, messa
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE])
-def test_a_server_refuses_bad_names(shared_remote_client, call, kind, message):
-    with pytest.raises(kind, match=message):
+def test_a_server_refuses_bad_names(shared_remote_client, embedded_client, monkeypatch, call, kind, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(kind, match=message) as far:
         call(shared_remote_client)
+    assert type(far.value) is refusal(call, embedded_client)
 
 
 def refusal(call: Any, client: Any) -> type[Exception]:
