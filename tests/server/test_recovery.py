@@ -76,6 +76,30 @@ def test_a_restart_goes_on_with_everything(model_dir, tmp_path):
     assert run(play("restarted", True)) == run(play("running", False))
 
 
+def test_a_step_behind_a_failed_part_has_the_same_reason_after_a_restart(model_dir, tmp_path):
+    tokens = ModelInput.from_ints([1, 2, 3])
+    inputs = {"target_tokens": [2, 3, 4], "logprobs": [-1e4] * 3, "advantages": [1.0] * 3}
+
+    async def play(name: str, restarts: bool) -> list[Failed]:
+        async with running(model_dir, tmp_path / name) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            infinite = ForwardBackward(model.model_id, [Datum(tokens, inputs)], "importance_sampling")
+            answers = [await client.answer(await model.submit(infinite))]
+            if not restarts:
+                answers.append(await client.answer(await model.submit(adam(model.model_id))))
+        if restarts:
+            async with running(model_dir, tmp_path / name) as core:
+                client.core = core
+                answers.append(await client.answer(await model.submit(adam(model.model_id))))
+        return [answer for answer in answers if isinstance(answer, Failed)]
+
+    part, step = run(play("running", False))
+    assert part.message in step.message
+    assert part.error_class == step.error_class == "NonFiniteError"
+    assert run(play("restarted", True))[1] == step
+
+
 def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as core:
