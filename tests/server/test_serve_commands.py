@@ -175,7 +175,7 @@ def test_nobody_can_be_published_to_here(local: Place, capsys):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["runs", "--base-url", "nothing"], "base_url"),
+        (["runs", "--base-url", "nothing"], "planish: --base-url 'nothing': give"),
         (["runs", "--base-url", "http://127.0.0.1:9"], "no server answers"),
         (["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"], "--data-dir"),
         (["checkpoints", "delete", "--yes", "weights/a", "--base-url", "http://127.0.0.1:9"], "tinker://"),
