@@ -3,6 +3,7 @@
     submission -> journal -> training (a lane and a worker for each model) -> engine
                           -> sampling (a task for each request)
     replay, snapshots, recovery     what makes a kill a pause
+    under_way                       which request killed, if it was one
     residency, fair_gate, limits    who may use the device and its memory
     retention                       what goes by itself
 
@@ -17,6 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import fields
 from pathlib import Path
@@ -35,7 +37,7 @@ from planish.server.answers import (
     TryAgain,
 )
 from planish.server.checkpoint_catalog import CheckpointCatalog
-from planish.server.engine_calls import EngineCalls
+from planish.server.engine_calls import NOBODYS_SAMPLE, EngineCalls
 from planish.server.errors import Gone, NotFound, Unavailable
 from planish.server.fair_gate import FairGate
 from planish.server.limits import Limits
@@ -59,6 +61,7 @@ from planish.server.tenancy import Keyring
 from planish.server.training import Training
 from planish.server.training_runs import TrainingRuns
 from planish.server.training_steps import TrainingSteps
+from planish.server.under_way import UnderWay
 from planish.service import CheckpointInfo, CreateModel, CreateSampler, HostedService, Operation, Sample, SamplerInfo
 from planish.types import Checkpoint, GetInfoResponse, GetServerCapabilitiesResponse, SampleResponse
 from planish.wire.models import SessionPlace
@@ -103,17 +106,22 @@ class ServerCore:
         self._store = store = Store(data_dir)
         self._counters = counters = Counters()
         self.limits = Limits(settings)
-        self.requests = requests = Requests(store, settings, self.limits, counters)
+        self._under_way = under_way = UnderWay(store, self._load_base_models)
+        self.requests = requests = Requests(store, settings, self.limits, counters, under_way)
         self.residency = Residency(settings.adapter_memory_bytes, counters)
         self._catalog = catalog = CheckpointCatalog(engine, store, settings)
-        self.samplers = samplers = Samplers(engine, store, self.residency)
+        self.samplers = samplers = Samplers(engine, store, self.residency, under_way)
         self.training_gate = FairGate(settings.training_slots, settings.training_share)
         self.sampling_gate = FairGate(settings.sampling_slots, settings.sampling_share)
         publishing, snapshots = Publishing(engine, samplers), Snapshots(engine, store, settings, counters)
-        steps = TrainingSteps(engine, requests, self.training_gate, catalog, samplers, publishing, snapshots, counters)
-        replay = Replay(engine, store, requests, publishing, counters)
+        steps = TrainingSteps(
+            engine, requests, under_way, self.training_gate, catalog, samplers, publishing, snapshots, counters
+        )
+        replay = Replay(engine, store, requests, under_way, publishing, counters)
         self.training = training = Training(store, self.residency, replay, snapshots, steps, settings)
-        self._sampling = sampling = Sampling(engine, requests, samplers, self.sampling_gate, self.limits, counters)
+        self._sampling = sampling = Sampling(
+            engine, requests, under_way, samplers, self.sampling_gate, self.limits, counters
+        )
         self._sessions = sessions = Sessions(store, training, samplers)
         self._submission = Submission(
             base_models, engine, store, sessions, requests, training, sampling, samplers, catalog, settings
@@ -130,6 +138,7 @@ class ServerCore:
     async def start(self) -> None:
         """Know again what an earlier process left, and go on with it in the background. Requests are taken when this returns."""
         begun = time.monotonic()
+        await self._under_way.begin()
         recovered = await self._recovery.recover()
         self._cleaning = asyncio.create_task(self.retention.run(), name="retention")
         self._is_open = True
@@ -152,8 +161,15 @@ class ServerCore:
         await asyncio.gather(self._sampling.stop(seconds), self.training.stop(seconds))
         await self._sessions.stop()
         await self._engine.close()
+        if self._engine.fault is None:
+            await self._under_way.end()
         _log.info("stopped, %.1f s before it had to", until - time.monotonic())
         await asyncio.to_thread(self._store.close)
+
+    async def _load_base_models(self) -> None:
+        for name in self._base_models:
+            with suppress(Exception):  # one that cannot be loaded refuses its own requests
+                await self._engine.check_sample(name, NOBODYS_SAMPLE)
 
     def healthy(self) -> bool:
         """Whether requests are accepted."""

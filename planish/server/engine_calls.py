@@ -20,11 +20,14 @@ from planish.service import (
     Operation,
     Sample,
 )
-from planish.types import Checkpoint, GetServerCapabilitiesResponse, LoraConfig
+from planish.types import Checkpoint, GetServerCapabilitiesResponse, LoraConfig, ModelInput, SamplingParams
 
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
+
+NOBODYS_SAMPLE = Sample("nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n"))
+"""For its check, a base model and its tokenizer are loaded."""
 
 _QUICK_THREADS = 4
 _SLOW_THREADS = 8

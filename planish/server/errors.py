@@ -6,6 +6,7 @@
     |- NotFound 404      there is no such thing, or it is another tenant's; nobody can tell which; NoSuchCheckpoint and NoSuchBaseModel are
     |- Conflict 409      it is so already (publishing twice). The SDK repeats a 409, so it is for nothing else
     |- Gone 410          it was here: a session that ended, a result that has aged
+    |- GivenUp 422       doing it ended the whole server, again and again (under_way.py)
     |- TooManyRequests 429   a limit of the key; the SDK sends the same request again later
     `- Unavailable 503   no disk space, stopping, or too much under way; the SDK sends the same request again later
 
@@ -54,6 +55,10 @@ class Conflict(ServerError):
 
 class Gone(ServerError):
     status = 410
+
+
+class GivenUp(ServerError):
+    status = 422
 
 
 class TooManyRequests(ServerError):

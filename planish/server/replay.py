@@ -24,6 +24,7 @@ from planish.server.private_names import loaded_path
 from planish.server.publishing import Publishing
 from planish.server.requests import Requests
 from planish.server.store import Store
+from planish.server.under_way import UnderWay
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -42,11 +43,18 @@ _log = logging.getLogger(__name__)
 
 class Replay:
     def __init__(
-        self, engine: EngineCalls, store: Store, requests: Requests, publishing: Publishing, counters: Counters
+        self,
+        engine: EngineCalls,
+        store: Store,
+        requests: Requests,
+        under_way: UnderWay,
+        publishing: Publishing,
+        counters: Counters,
     ) -> None:
         self._engine = engine
         self._store = store
         self._requests = requests
+        self._under_way = under_way
         self._publishing = publishing
         self._counters = counters
 
@@ -57,7 +65,8 @@ class Replay:
         begun = model.snapshot_seq
         try:
             if model.row.snapshot is not None:
-                await self._create(model, model.row.snapshot)
+                async with self._under_way.doing(model.id):
+                    await self._create(model, model.row.snapshot)
                 model.applied = begun
             crash_point("loaded before replay")
             rows = await self._store.read(lambda connection: journal.of_model(connection, model.id, begun))
@@ -82,7 +91,8 @@ class Replay:
         model.applied = row.seq
         model.progress.requests += 1
         if row.is_replayed:
-            await self._do_again(model, row)
+            async with self._under_way.doing(row.id):
+                await self._do_again(model, row)
         elif row.state != "done":
             await self.refuse(model, row.kind, Failed(row.message or "", row.category or "user", row.error_class))
 

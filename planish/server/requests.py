@@ -27,6 +27,7 @@ from planish.server.limits import Limits
 from planish.server.measurements import Counters
 from planish.server.settings import ServerSettings
 from planish.server.store import Store, Transaction
+from planish.server.under_way import UnderWay
 from planish.service import ForwardBackward, Operation, Sample
 from planish.wire.client_errors import name_of
 from planish.wire.sampling import targets_of
@@ -83,8 +84,11 @@ def token_count(operation: Operation[Any]) -> int:
 
 
 class Requests:
-    def __init__(self, store: Store, settings: ServerSettings, limits: Limits, counters: Counters) -> None:
+    def __init__(
+        self, store: Store, settings: ServerSettings, limits: Limits, counters: Counters, under_way: UnderWay
+    ) -> None:
         self._store = store
+        self._under_way = under_way
         self._settings = settings
         self._limits = limits
         self._counters = counters
@@ -181,7 +185,8 @@ class Requests:
         """What is to be done, from memory or from the journal."""
         if request.operation is not None:
             return request.operation
-        return await self.journaled_operation(request.row)
+        async with self._under_way.reading(request.id):
+            return await self.journaled_operation(request.row)
 
     async def journaled_operation(self, row: Row) -> Operation[Any]:
         def read(connection: sqlite3.Connection) -> Operation[Any]:

@@ -19,16 +19,18 @@ from planish.server.engine_calls import EngineCalls
 from planish.server.records import SamplerRow, change
 from planish.server.residency import Residency, Resident
 from planish.server.store import Store
+from planish.server.under_way import UnderWay
 from planish.service import CreateSampler, ReleaseSampler
 
 
 class _Residence:
     """How a sampler comes into memory and leaves it."""
 
-    def __init__(self, row: SamplerRow, engine: EngineCalls) -> None:
+    def __init__(self, row: SamplerRow, engine: EngineCalls, under_way: UnderWay) -> None:
         self.row = row
         self.failure: str | None = None
         self._engine = engine
+        self._under_way = under_way
 
     @property
     def key(self) -> str:
@@ -43,7 +45,8 @@ class _Residence:
         return self.row.source is not None
 
     async def load(self) -> None:
-        await self._engine.perform(await self._creation())
+        async with self._under_way.doing(self.row.id):
+            await self._engine.perform(await self._creation())
         if self.failure is not None:  # it was closed meanwhile
             await self._engine.perform(ReleaseSampler(self.row.id))
             raise UserError(f"sampling_session_id={self.row.id!r}: {self.failure}")
@@ -82,8 +85,9 @@ class Sampler:
 
 
 class Samplers:
-    def __init__(self, engine: EngineCalls, store: Store, residency: Residency) -> None:
+    def __init__(self, engine: EngineCalls, store: Store, residency: Residency, under_way: UnderWay) -> None:
         self._engine = engine
+        self._under_way = under_way
         self._store = store
         self._residency = residency
         self._samplers: dict[str, Sampler] = {}
@@ -92,7 +96,7 @@ class Samplers:
 
     def add(self, row: SamplerRow, origin: Resident | None = None) -> Sampler:
         """`origin`: the model that publishes it."""
-        sampler = Sampler(row, _Residence(row, self._engine), origin)
+        sampler = Sampler(row, _Residence(row, self._engine, self._under_way), origin)
         self._samplers[row.id] = sampler
         if row.model is not None and row.seq is not None:
             self._published[row.model, row.seq] = sampler

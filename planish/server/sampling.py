@@ -12,15 +12,17 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from planish.errors import EngineClosedError
-from planish.server.answers import Failed
+from planish.server.answers import Done, Failed
 from planish.server.crash_points import crash_point
 from planish.server.engine_calls import EngineCalls
+from planish.server.errors import GivenUp
 from planish.server.fair_gate import FairGate
-from planish.server.journal_codec import result_of
+from planish.server.journal_codec import entry, result_of
 from planish.server.limits import Limits
 from planish.server.measurements import Counters
 from planish.server.requests import Request, Requests, failure
 from planish.server.samplers import Sampler, Samplers
+from planish.server.under_way import UnderWay
 from planish.service import DrawnToken, Sample
 from planish.types import SampleResponse
 
@@ -34,6 +36,7 @@ class Sampling:
         self,
         engine: EngineCalls,
         requests: Requests,
+        under_way: UnderWay,
         samplers: Samplers,
         gate: FairGate,
         limits: Limits,
@@ -41,6 +44,7 @@ class Sampling:
     ) -> None:
         self._engine = engine
         self._requests = requests
+        self._under_way = under_way
         self._samplers = samplers
         self._gate = gate
         self._limits = limits
@@ -89,16 +93,16 @@ class Sampling:
 
     async def _draw(self, sampler: Sampler, request: Request) -> None:
         try:
-            answer = result_of(request.row.kind, *await self._drawn(sampler, request))
+            answer = await self._drawn(sampler, request)
         except EngineClosedError:
             return
         except Exception as error:
-            if not isinstance(error, ValueError):
+            if not isinstance(error, (ValueError, GivenUp)):
                 _log.exception("%s failed", request.id)
             answer = failure(error)
         self._requests.settle(request, answer)
 
-    async def _drawn(self, sampler: Sampler, request: Request) -> tuple[Sample, SampleResponse]:
+    async def _drawn(self, sampler: Sampler, request: Request) -> Done:
         """The operation is read, if it has to be, when its turn has come: those that wait take no memory."""
         await sampler.ready.wait()
         if not request.sequences:  # of an earlier process
@@ -106,12 +110,19 @@ class Sampling:
         async with self._turn(request.row.tenant, request.sequences, request.tokens):
             operation = await self._requests.operation(request)
             assert isinstance(operation, Sample)
-            return operation, await self._draw_now(request.row.tenant, sampler, operation)
+            async with self._samplers.held(sampler), self._under_way.doing(request.id):
+                response = await self._draw_now(request.row.tenant, operation)
+                return result_of(request.row.kind, operation, response)
 
     async def draw(self, tenant: str, sampler: Sampler, operation: Sample) -> SampleResponse:
         """In the tenant's turn; nothing is journaled, and cancelling it gives it up."""
-        async with self._turn(tenant, operation.num_samples, operation.prompt.length):
-            return await self._draw_now(tenant, sampler, operation)
+        key = "" if self._under_way.is_calm else await asyncio.to_thread(_key, tenant, operation)
+        async with (
+            self._turn(tenant, operation.num_samples, operation.prompt.length),
+            self._samplers.held(sampler),
+            self._under_way.doing(key),
+        ):
+            return await self._draw_now(tenant, operation)
 
     @asynccontextmanager
     async def _turn(self, tenant: str, sequences: int, tokens: int) -> AsyncIterator[None]:
@@ -121,7 +132,7 @@ class Sampling:
         finally:
             turn.give_back()
 
-    async def _draw_now(self, tenant: str, sampler: Sampler, operation: Sample) -> SampleResponse:
+    async def _draw_now(self, tenant: str, operation: Sample) -> SampleResponse:
         drawn, told = 0, operation.on_token
 
         def on_token(token: DrawnToken) -> None:
@@ -131,11 +142,10 @@ class Sampling:
                 told(token)
 
         try:
-            async with self._samplers.held(sampler):
-                crash_point("before running")
-                self._counters.draws += 1
-                self._counters.sequences_at_draws += self._gate.used
-                response = await self._engine.perform(replace(operation, on_token=on_token))
+            crash_point("before running")
+            self._counters.draws += 1
+            self._counters.sequences_at_draws += self._gate.used
+            response = await self._engine.perform(replace(operation, on_token=on_token))
         finally:  # what was drawn is paid for by whoever gives it up, too
             self._gate.charge(tenant, drawn)
             self._limits.use(tenant, drawn)
@@ -143,3 +153,9 @@ class Sampling:
         self._counters.prompt_tokens[tenant] += operation.prompt.length
         self._counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens
         return response
+
+
+def _key(tenant: str, operation: Sample) -> str:
+    """The same for a repetition, which has no other name."""
+    drawn = entry(replace(operation, sampler_id="", on_token=None), 0)
+    return f"a draw of {tenant} ({drawn.digest.hex()})"

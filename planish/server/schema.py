@@ -13,7 +13,13 @@ The body of a training request stays until a snapshot of its model covers it. Bo
 asks for others need not read past them.
 """
 
-VERSION = 2
+VERSION = 3
+
+_UNDER_WAY = """
+CREATE TABLE under_way (
+    id TEXT PRIMARY KEY, is_marked INTEGER NOT NULL, ends INTEGER NOT NULL, ends_alone INTEGER NOT NULL
+) STRICT;
+"""
 
 SCHEMA = """
 CREATE TABLE sessions (
@@ -60,6 +66,7 @@ CREATE INDEX checkpoints_of_run ON checkpoints (run, made);
 
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 """
+SCHEMA += _UNDER_WAY
 
-UPGRADES = {1: "ALTER TABLE requests ADD COLUMN error_class TEXT"}
+UPGRADES = {1: "ALTER TABLE requests ADD COLUMN error_class TEXT", 2: _UNDER_WAY}
 """By version: what makes the next one of a database."""

@@ -35,6 +35,7 @@ from planish.server import openai_routes, routes_draw
 from planish.server.access import Access, RequestMetrics
 from planish.server.app import create_app
 from planish.server.core import ServerCore
+from planish.server.engine_calls import NOBODYS_SAMPLE
 from planish.server.exchange import HttpSettings
 from planish.server.hub_tokenizers import asked_names, keep_tokenizer
 from planish.server.logs import set_up
@@ -42,8 +43,6 @@ from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.metrics_page import metrics_route
 from planish.server.serve_options import ServeOptions, add_arguments, options_of
 from planish.server.tenancy import read_keys
-from planish.service import Sample
-from planish.types import ModelInput, SamplingParams
 
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 
@@ -51,9 +50,6 @@ _STOP_SECONDS = 30
 _KEEP_ALIVE_SECONDS = 120
 """Of a connection without a request: longer than clients keep theirs, or one would send on a connection that is being closed."""
 _BACKLOG = 2048
-
-_NOBODYS_SAMPLE = Sample("nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n"))
-"""For its check, a base model and its tokenizer are loaded."""
 
 _log = logging.getLogger("planish.serve")
 
@@ -156,7 +152,7 @@ class _Server(uvicorn.Server):
             if self.should_exit:
                 return
             try:
-                self._engine.check_sample(name, _NOBODYS_SAMPLE)
+                self._engine.check_sample(name, NOBODYS_SAMPLE)
             except Exception as error:
                 _log.error("%s cannot be served: %s", name, error)
             else:

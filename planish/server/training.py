@@ -16,6 +16,7 @@ from planish.errors import EngineClosedError, UserError
 from planish.server import journal
 from planish.server.answers import Done, Failed
 from planish.server.crash_points import crash_point
+from planish.server.errors import GivenUp
 from planish.server.journal import Row
 from planish.server.journal_codec import result_of
 from planish.server.lane import Lane
@@ -164,7 +165,7 @@ class Training:
         except EngineClosedError:
             return
         except Exception as error:
-            if not isinstance(error, UserError):
+            if not isinstance(error, (UserError, GivenUp)):
                 _log.exception("%s cannot go on", model.id)
             await self._start_over(model, error)
         finally:

@@ -31,6 +31,7 @@ from planish.server.records import ModelRow, change, put_checkpoint
 from planish.server.requests import Also, Request, Requests, SettledState, failure, token_count
 from planish.server.samplers import Samplers
 from planish.server.snapshots import Snapshots
+from planish.server.under_way import UnderWay
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -67,6 +68,7 @@ class TrainingSteps:
         self,
         engine: EngineCalls,
         requests: Requests,
+        under_way: UnderWay,
         gate: FairGate,
         catalog: CheckpointCatalog,
         samplers: Samplers,
@@ -76,6 +78,7 @@ class TrainingSteps:
     ) -> None:
         self._engine = engine
         self._requests = requests
+        self._under_way = under_way
         self._gate = gate
         self._catalog = catalog
         self._samplers = samplers
@@ -87,6 +90,8 @@ class TrainingSteps:
     async def start(self, model: Model, request: Request) -> None:
         """Give a request to the engine; its answer comes by itself. Some kinds are done when this returns."""
         operation = await self._requests.operation(request)
+        if not isinstance(operation, ForwardBackward | OptimStep):  # which wait for their turn first
+            await self._under_way.enter(request.id)
         match operation:
             case ForwardBackward() | OptimStep():
                 await self._compute(model, request, operation)
@@ -101,9 +106,10 @@ class TrainingSteps:
 
     async def _compute(self, model: Model, request: Request, operation: ForwardBackward | OptimStep) -> None:
         turn = await self._gate.turn(model.tenant.name, 1, token_count(operation))
-        crash_point("before running")
-        submitted = self._clock.now()
         try:
+            await self._under_way.enter(request.id)
+            crash_point("before running")
+            submitted = self._clock.now()
             future = await self._engine.submit(operation)
         except BaseException:
             turn.give_back()
@@ -239,6 +245,7 @@ class TrainingSteps:
         """Give the answer out, and remember until it is on disk."""
         if isinstance(answer, Failed):
             self._samplers.not_published(model.id, request.seq, answer.message)
+        self._under_way.leave(request.id)
         written = self._requests.settle(request, answer, also, state)
         model.unwritten[request.seq] = written
         written.add_done_callback(lambda _: model.unwritten.pop(request.seq, None))

@@ -15,23 +15,31 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from core_client import make_core
 
 import planish.server.crash_points as crash_points
 import planish.server.store as store
+import planish.server.under_way as under_way
+from planish.engine.engine import Engine
 from planish.server.app import create_app
 from planish.server.exchange import HttpSettings
 from planish.server.settings import ServerSettings
+from planish.service import ForwardBackward, Operation, Sample
+
+R = TypeVar("R")
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["crash_preload"])
 
+POISON = [13, 7, 13, 7, 13]
+_POISON_SECONDS = 0.05
 _POLL_SECONDS = 20.0
 
 
@@ -48,6 +56,8 @@ class Start:
     """NAME:COUNT of a crash point."""
     crash_after: float | None = None
     """Seconds of computing, so that it is as far on a busy machine as on an idle one."""
+    has_poison: bool = False
+    """Whether a request that begins with POISON kills it, a while after the engine got it."""
 
     @property
     def timer_mark(self) -> Path:
@@ -104,10 +114,36 @@ def _serve(start: Start) -> None:
         limit = time.process_time() + start.crash_after
         threading.Thread(target=_die_at, args=(limit, start.timer_mark), daemon=True).start()
     store._INLINE_BYTES = 500  # so that there are bodies in files
+    if start.has_poison:
+        _be_poisoned()
+    else:  # or one of so many kills in a row might be taken for the doing of a request
+        under_way._ENDS_ALONE = 20
     core = make_core(start.model_dir, start.data_dir, start.settings, start.keys)
     app = create_app(core, HttpSettings(_POLL_SECONDS, has_keys=start.keys is not None))
     config = uvicorn.Config(app, host="127.0.0.1", port=start.port, lifespan="on", log_level="error", access_log=False)
     uvicorn.Server(config).run()
+
+
+def _be_poisoned() -> None:
+    """As a request that takes all memory would end the process, which no test can have it do."""
+    submit = Engine.submit
+    has_begun = False
+
+    def submit_poisoned(self: Engine, operation: Operation[R]) -> Future[R]:
+        nonlocal has_begun
+        match operation:
+            case Sample(prompt=prompt):
+                inputs = [prompt]
+            case ForwardBackward(data=data):
+                inputs = [datum.model_input for datum in data]
+            case _:
+                inputs = []
+        if any(list(each.to_ints()[: len(POISON)]) == POISON for each in inputs):
+            threading.Timer(_POISON_SECONDS, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            has_begun = True
+        return Future() if has_begun else submit(self, operation)
+
+    Engine.submit = submit_poisoned
 
 
 def _die_at(limit: float, mark: Path) -> None:

@@ -249,6 +249,7 @@ def test_a_journal_of_an_earlier_version_is_read(tmp_path):
         old = Store(tmp_path)
         await old.write(journal("a", b"body"))
         await old.write(lambda transaction: transaction.execute("ALTER TABLE requests DROP COLUMN error_class"))
+        await old.write(lambda transaction: transaction.execute("DROP TABLE under_way"))
         await old.write(lambda transaction: transaction.execute("PRAGMA user_version = 1"))
         old.close()
         for _ in range(2):
