@@ -1,7 +1,7 @@
 """TensorData and token chunks in both encodings: little-endian bytes in protobuf, lists of numbers in JSON.
 
 A CSR tensor stays one; whoever reads it fills it up. Its shape is only a claim, so what all of a body would fill is counted against
-`MAX_DENSE_ELEMENTS` before anything is allocated. Text is the one kind of chunk that planish reads.
+`MAX_DENSE_ELEMENTS` before anything is allocated. What is small and many is counted too. Text is the one kind of chunk that planish reads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 
 MAX_DENSE_ELEMENTS = 1 << 26
 """Of all CSR tensors of one body, filled up."""
+MAX_PARTS = 1 << 17
+"""Datums, chunks and tensors of one body: each takes memory and time, however little it holds."""
 
 _NUMPY: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 PROTO_DTYPES: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
@@ -104,6 +106,7 @@ def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
 
 
 def model_input_from_messages(chunks: Sequence[Any], where: str) -> ModelInput:
+    check_parts(where, len(chunks))
     found = []
     for index, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("chunk")
@@ -125,6 +128,7 @@ def write_chunks(model_input: ModelInput, chunks: Any) -> None:
 def model_input_from_json(fields: Fields) -> ModelInput:
     found = []
     with fields:
+        check_parts(fields.path("chunks"), len(fields.array("chunks")))
         for chunk in fields.objects("chunks"):
             with chunk:
                 kind = chunk.optional(chunk.text, "type", "encoded_text")
@@ -163,6 +167,14 @@ def check_filled(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> N
     """UserError if so many elements of CSR tensors, filled up, are too many."""
     if elements > most:
         raise UserError(f"{where}: CSR tensors of {elements:,} elements when they are filled up; give at most {most:,}")
+
+
+def check_parts(where: str, parts: int) -> None:
+    """UserError if so many datums, chunks and tensors are too many."""
+    if parts > MAX_PARTS:
+        raise UserError(
+            f"{where} has more than {MAX_PARTS:,} datums, chunks of tokens and tensors; send fewer in one call"
+        )
 
 
 def filled(tensor: TensorData) -> int:

@@ -25,6 +25,7 @@ from planish.wire.messages import ForwardBackwardOutputMessage, ForwardBackwardR
 from planish.wire.tensors import (
     PROTO_DTYPES,
     check_filled,
+    check_parts,
     filled,
     model_input_from_json,
     model_input_from_messages,
@@ -67,6 +68,7 @@ def parse_forward_backward(body: bytes) -> Any:
 
 
 def forward_backward_from_message(message: Any) -> ForwardBackward:
+    check_parts("data", len(message.data))
     data = _within_bounds(_datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data))
     return ForwardBackward(message.model_id, data, message.loss_fn, _config(message), message.forward_only)
 
@@ -94,6 +96,7 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
     with fields:
         place = place_from_json(fields)
         with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
+            check_parts(given.path("data"), len(given.array("data")))
             data = _within_bounds(_datum_from_json(datum) for datum in given.objects("data"))
             config = given.optional(given.mapping, "loss_fn_config", {})
             for key, value in config.items():
@@ -198,8 +201,10 @@ def _config(message: Any) -> Mapping[str, float]:
 
 
 def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
-    found, elements = [], 0
+    found, elements, parts = [], 0, 0
     for datum in data:
+        parts += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)
+        check_parts("data", parts)
         elements += sum(filled(tensor) for tensor in datum.loss_fn_inputs.values())
         check_filled("data", elements)
         found.append(datum)
@@ -207,6 +212,7 @@ def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
 
 
 def _datum_from_message(message: Any, where: str) -> Datum:
+    check_parts(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs))
     tensors = {
         name: tensor_from_message(tensor, f"{where}.loss_fn_inputs[{name[:40]!r}]")
         for name, tensor in message.loss_fn_inputs.items()
@@ -218,6 +224,7 @@ def _datum_from_json(fields: Fields) -> Datum:
     with fields:
         fields.skip("model_input_spans", "loss_fn_input_spans")
         inputs = fields.object("loss_fn_inputs")
+        check_parts(fields.path("loss_fn_inputs"), len(fields.mapping("loss_fn_inputs")))
         tensors = {name: tensor_from_json(inputs.object(name)) for name in inputs}
         return Datum(model_input_from_json(fields.object("model_input")), tensors)
 

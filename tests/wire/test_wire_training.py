@@ -18,7 +18,8 @@ from wire_values import dense_tensors, forward_backwards, plain, sparse_tensors,
 from planish.errors import UnsupportedError, UserError
 from planish.service import ForwardBackward, OptimStep
 from planish.tensors import TensorData
-from planish.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput
+from planish.types import AdamParams, Datum, EncodedTextChunk, ForwardBackwardOutput, ModelInput
+from planish.wire import tensors as wire_tensors
 from planish.wire import training
 from planish.wire.fields import Fields
 from planish.wire.tensors import MAX_DENSE_ELEMENTS
@@ -196,6 +197,27 @@ def test_what_sparse_tensors_would_fill_is_bounded_for_a_whole_body():
     body = orjson.dumps(training.forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1))
     with pytest.raises(UserError, match="elements when they are filled up"):
         training.forward_backward_from_json(Fields.of(body), False)
+
+
+@pytest.mark.parametrize(("datums", "chunks", "tensors"), [(101, 0, 0), (1, 101, 0), (1, 1, 101), (21, 3, 1)], ids=str)
+def test_what_is_tiny_and_many_is_refused_before_it_takes_memory(monkeypatch, datums, chunks, tensors):
+    monkeypatch.setattr(wire_tensors, "MAX_PARTS", 100)
+    made = []
+
+    def datum(model_input: ModelInput, tensors: dict[str, TensorData]) -> Datum:
+        made.append(1)
+        return Datum(model_input, tensors)
+
+    monkeypatch.setattr(training, "Datum", datum)
+    one = Datum(ModelInput([EncodedTextChunk([])] * chunks), {f"t{n}": TensorData([], "int64") for n in range(tensors)})
+    operation = ForwardBackward("m", [one] * datums, "cross_entropy")
+    message = training.parse_forward_backward(training.forward_backward_to_message(operation, 1))
+    with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
+        training.forward_backward_from_message(message)
+    body = orjson.dumps(training.forward_backward_to_json(operation, 1))
+    with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
+        training.forward_backward_from_json(Fields.of(body), False)
+    assert len(made) in (0, 2 * 21)  # the last case is known to be too much when the 21st is made
 
 
 @pytest.mark.parametrize("value", [None, True, [1], {"a": 1}])
