@@ -1,22 +1,23 @@
 """Sampling through the core: as the engine draws, many at once, in turns, and given up on demand."""
 
 import asyncio
+import sqlite3
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-from core_client import BASE, TENANT, Client, drawn, gradient, run, running, sample
+from core_client import BASE, TENANT, Client, drawn, gradient, make_core, run, running, sample
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.errors import UnknownModelError
-from planish.server.answers import Done, Failed, TryAgain
-from planish.server.errors import BadRequest, NotFound, TooManyRequests
+from planish.errors import EngineClosedError, UnknownModelError
+from planish.server.answers import Done, Failed, Tenant, TryAgain
+from planish.server.errors import BadRequest, GivenUp, NotFound, TooManyRequests
 from planish.server.journal import Row
 from planish.server.settings import ServerSettings
-from planish.service import CreateSampler, DrawnToken, PublishSampler, Sample, SaveWeightsForSampler
+from planish.service import CreateSampler, DrawnToken, Operation, PublishSampler, Sample, SaveWeightsForSampler
 from planish.types import ModelInput, SamplingParams
 
 
@@ -346,5 +347,44 @@ def test_a_sampler_of_a_session_that_ended_meanwhile_is_not_left(model_dir, data
                 await client.sampler()
             await core._sessions.cleared()
             assert core.samplers.all() == []
+
+    run(scenario())
+
+
+def test_a_draw_that_ended_the_server_is_known_by_what_it_draws(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            sampler = await (await Client.start(core)).sampler()
+            killing = sample(sampler, b"kills", seed=1)
+            await core.draw(TENANT, killing)
+        connection = sqlite3.connect(data_dir / "server.db")
+        with connection:
+            connection.execute("INSERT INTO meta VALUES ('running', x'')")
+        connection.close()
+
+        async def begins(operation: Operation[Any]) -> Any:
+            raise EngineClosedError("in this moment the process ends")
+
+        async def nothing() -> None:
+            pass
+
+        for end in range(5):
+            core = make_core(model_dir, data_dir)
+            await core.start()
+            another = await (await Client.start(core)).sampler()
+            repeated = replace(killing, sampler_id=another, on_token=lambda token: None)
+            if end == 4:
+                with pytest.raises(GivenUp, match="ended 3 times while it did a draw of everybody"):
+                    await core.draw(TENANT, repeated)
+                assert (await core.draw(TENANT, sample(another, b"kills", seed=2))).sequences
+                assert (await core.draw(Tenant("another"), repeated)).sequences
+                await core.stop(5)
+            else:
+                with monkeypatch.context() as patched:
+                    patched.setattr(core._engine, "perform", begins)
+                    with pytest.raises(EngineClosedError):
+                        await core.draw(TENANT, repeated)
+                monkeypatch.setattr(core._under_way, "end", nothing)  # it does not stop in order
+                await core.stop(5)
 
     run(scenario())

@@ -327,3 +327,14 @@ def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir)
             assert isinstance(await client.answer(unloading.request_id), Done)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("fault", [None, "the device was lost"])
+def test_a_stop_after_a_fault_of_the_engine_is_none_in_order(model_dir, data_dir, fault):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            core._engine.fault = fault
+        async with running(model_dir, data_dir) as core:
+            assert core._under_way.is_calm == (fault is None)
+
+    run(scenario())
