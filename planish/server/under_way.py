@@ -220,6 +220,7 @@ def _look_back(transaction: Transaction) -> _LookBack:
         "UPDATE under_way SET is_marked = 0, ends = ends + 1, ends_alone = ends_alone + (ends > 0 AND ?) WHERE is_marked",
         (len(found.marked) == 1,),
     )
+    transaction.execute("DELETE FROM under_way WHERE ends = 0")
     for key, ends, ends_alone in transaction.execute("SELECT id, ends, ends_alone FROM under_way").fetchall():
         if ends_alone < _ENDS_ALONE:
             found.suspects[key] = ends

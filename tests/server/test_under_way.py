@@ -159,6 +159,19 @@ def test_an_answer_or_a_stop_in_order_makes_it_begin_anew(tmp_path, forgive):
     run(scenario())
 
 
+def test_what_was_read_and_not_under_way_at_the_end_is_no_suspect(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        async with life(tmp_path) as lived:
+            async with lived.under_way.reading("read"):
+                pass
+            await lived.ask("a")
+        async with life(tmp_path) as lived:
+            assert lived.under_way._suspects == {"a": 1}
+
+    run(scenario())
+
+
 def test_what_was_given_up_has_one_try_after_a_stop(tmp_path):
     async def scenario() -> None:
         for _ in range(5):
