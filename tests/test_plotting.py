@@ -115,7 +115,8 @@ def test_the_command_plots_and_says_where(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["nowhere"], "nowhere: there is no such run"), (["run", "--smooth", "0"], "smooth=0")]
+    ("arguments", "message"),
+    [(["nowhere"], "nowhere: there is no such run"), (["run", "--smooth", "0"], "--smooth 0:")],
 )
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
