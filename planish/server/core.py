@@ -38,7 +38,7 @@ from planish.server.answers import (
 )
 from planish.server.checkpoint_catalog import CheckpointCatalog
 from planish.server.engine_calls import NOBODYS_SAMPLE, EngineCalls
-from planish.server.errors import Gone, NotFound, Unavailable
+from planish.server.errors import Gone, NotFound, stopping
 from planish.server.fair_gate import FairGate
 from planish.server.limits import Limits
 from planish.server.measurements import Counters, Measurements, resident_bytes
@@ -81,8 +81,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-_RETRY_SECONDS = 5.0
 
 
 class ServerCore:
@@ -359,6 +357,4 @@ class ServerCore:
 
     def _check_open(self) -> None:
         if not self.healthy():
-            raise Unavailable(
-                "the server is stopping; it goes on with what it accepted at its next start", _RETRY_SECONDS
-            )
+            raise stopping()

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from planish.errors import CheckpointError, EngineClosedError, PlanishError, StorageError, UnknownModelError, UserError
 
+_STOPPING_SECONDS = 5.0
+
 
 class ServerError(PlanishError):
     """The request was refused and nothing was changed."""
@@ -67,6 +69,11 @@ class TooManyRequests(ServerError):
 
 class Unavailable(ServerError):
     status = 503
+
+
+def stopping() -> Unavailable:
+    """For what is asked of a server that stops."""
+    return Unavailable("the server is stopping; it goes on with what it accepted at its next start", _STOPPING_SECONDS)
 
 
 def status_of(error: BaseException) -> int:

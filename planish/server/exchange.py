@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +192,16 @@ class Exchange:
         """The body as a JSON object."""
         async with self.body(limit) as body:
             yield await self.compute(body, lambda: Fields.of(body))
+
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What `work` answers; None, and it is given up, if the server begins to stop before that."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.state.stopping.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stopping.cancel()
 
     async def compute(self, body: bytes, work: Callable[[], T]) -> T:
         """`work()`, in a thread if the body that it reads is large."""

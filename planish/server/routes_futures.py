@@ -6,8 +6,6 @@ same body would be a warning in the user's log.
 
 from __future__ import annotations
 
-import asyncio
-
 import orjson
 from starlette.responses import Response
 
@@ -36,16 +34,8 @@ async def retrieve_future(exchange: Exchange) -> Response:
 
 async def _outcome(exchange: Exchange, request_id: str) -> Outcome:
     """What became of the request; TryAgain early if the server stops meanwhile."""
-    result = asyncio.ensure_future(
-        exchange.core.result(exchange.tenant, request_id, exchange.state.settings.poll_seconds)
-    )
-    stopping = asyncio.ensure_future(exchange.state.stopping.wait())
-    try:
-        await asyncio.wait((result, stopping), return_when=asyncio.FIRST_COMPLETED)
-        return result.result() if result.done() else TryAgain()
-    finally:
-        result.cancel()
-        stopping.cancel()
+    waiting = exchange.core.result(exchange.tenant, request_id, exchange.state.settings.poll_seconds)
+    return await exchange.unless_stopping(waiting) or TryAgain()
 
 
 def _result(done: Done, takes_protobuf: bool) -> Response:

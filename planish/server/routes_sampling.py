@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from planish.errors import UserError
+from planish.server.errors import stopping
 from planish.server.exchange import MIB, SAMPLE_BODY, Exchange, answered, endpoint
 from planish.server.routes_training import accepted
 from planish.service import Sample
@@ -19,7 +20,9 @@ _MAX_ANSWER = 512 * MIB
 async def create_sampling_session(exchange: Exchange) -> Response:
     async with exchange.fields() as fields:
         operation = create_sampler_from_json(fields)
-    sampler_id = await exchange.core.create_sampler(exchange.tenant, operation)
+    sampler_id = await exchange.unless_stopping(exchange.core.create_sampler(exchange.tenant, operation))
+    if sampler_id is None:  # it waited for room in memory, where a repetition finds it
+        raise stopping()
     return answered({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 

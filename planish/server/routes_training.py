@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import Response
 
 from planish.server.answers import Accepted
+from planish.server.errors import stopping
 from planish.server.exchange import TRAINING_BODY, Exchange, Handler, answered, endpoint
 from planish.server.external_weights import check_name_is_free, save_weights_external_from_json
 from planish.service import CreateModel, Operation, PublishSampler
@@ -114,7 +115,9 @@ async def get_info(exchange: Exchange) -> Response:
     """A client on this machine is told where the tokenizer lies, so that it needs no hub; to others the path means nothing."""
     async with exchange.fields() as fields:
         model_id = fields.identifier("model_id")
-    info = await exchange.core.model_info(exchange.tenant, model_id)
+    info = await exchange.unless_stopping(exchange.core.model_info(exchange.tenant, model_id))
+    if info is None:  # it waited for the model's creation
+        raise stopping()
     tokenizer_id = info.model_data.tokenizer_id if exchange.is_local else None
     # The SDK cuts the id off at a colon.
     usable = tokenizer_id is not None and ":" not in tokenizer_id

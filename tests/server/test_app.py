@@ -459,6 +459,7 @@ def test_info_names_the_tokenizer_to_clients_of_this_machine_only(alice: Caller,
     info = alice.post("/get_info", {"model_id": model})
     assert info["model_data"]["tokenizer_id"] == str(model_directory)
     far = TestClient(alice.client.app, base_url="http://server", client=("192.168.1.7", 1))
+    far.portal = alice.client.portal  # the server's event loop
     info = Caller(far, "tml-alice-key").post("/get_info", {"model_id": model})
     assert "tokenizer_id" not in info["model_data"]
     assert Caller(far, "tml-alice-key").post("/client/config", {})["proto_compress_fwdbwd"] is True
@@ -767,6 +768,39 @@ def test_a_stop_sends_those_away_who_wait(tmp_path: Path, model_directory: Path)
         began = time.monotonic()
         caller.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
         assert time.monotonic() - began < 1.0
+
+
+def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
+    tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Or for a model that is not made yet, for the same reason. What was given up is there after the next start."""
+    with client_of(tmp_path, model_directory, None) as client:
+        caller = Caller(client, "tml-any-key")
+        session, state = caller.session(), client.app.state.http  # type: ignore[attr-defined]
+        waiting = threading.Event()
+
+        async def no_room(*_: object) -> None:
+            waiting.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(state.core.residency, "_load", no_room)
+        model = caller.post(
+            "/create_model",
+            {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}},
+        )["model_id"]
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        waiting.clear()
+        stop = threading.Thread(target=lambda: waiting.wait(30) and client.portal.call(state.stopping.set))  # type: ignore[union-attr]
+        stop.start()
+        began = time.monotonic()
+        assert "stopping" in caller.post("/create_sampling_session", sampler, 503)["detail"]
+        assert "stopping" in caller.post("/get_info", {"model_id": model}, 503)["detail"]
+        stop.join()
+        assert time.monotonic() - began < 10.0
+    with client_of(tmp_path, model_directory, None) as client:
+        monkeypatch.undo()
+        caller = Caller(client, "tml-any-key")
+        assert caller.post("/create_sampling_session", sampler)["sampling_session_id"] == f"{session}:sample:0"
 
 
 def test_what_a_client_says_of_itself_is_bounded_and_not_kept_in_memory(alice: Caller, client: TestClient):
