@@ -52,7 +52,8 @@ class _Residence:
             raise UserError(f"sampling_session_id={self.row.id!r}: {self.failure}")
 
     async def unload(self) -> None:
-        await self._engine.perform(ReleaseSampler(self.row.id))
+        with suppress(UserError):  # it was closed in this moment, and let go of by that
+            await self._engine.perform(ReleaseSampler(self.row.id))
 
     async def _creation(self) -> CreateSampler:
         row = self.row

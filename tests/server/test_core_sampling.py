@@ -17,7 +17,15 @@ from planish.server.answers import Done, Failed, Tenant, TryAgain
 from planish.server.errors import BadRequest, GivenUp, NotFound, TooManyRequests
 from planish.server.journal import Row
 from planish.server.settings import ServerSettings
-from planish.service import CreateSampler, DrawnToken, Operation, PublishSampler, Sample, SaveWeightsForSampler
+from planish.service import (
+    CreateSampler,
+    DrawnToken,
+    Operation,
+    PublishSampler,
+    ReleaseSampler,
+    Sample,
+    SaveWeightsForSampler,
+)
 from planish.types import ModelInput, SamplingParams
 
 
@@ -258,6 +266,34 @@ def test_a_sampler_that_is_closed_while_it_comes_into_memory_leaves_it(model_dir
             await core._engine.perform(CreateSampler(sampler.id, BASE))
 
     run(scenario())
+
+
+def test_a_sampler_that_is_closed_while_it_leaves_memory_is_no_error(model_dir, data_dir, caplog):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "a")))["path"]
+            sampler = core.samplers.get(await client.sampler(None, path))
+            assert sampler is not None
+            perform, leaving, closed = core._engine.perform, asyncio.Event(), asyncio.Event()
+
+            async def slow(operation: Any) -> Any:
+                if isinstance(operation, ReleaseSampler) and not leaving.is_set():
+                    leaving.set()
+                    await closed.wait()
+                return await perform(operation)
+
+            core._engine.perform = slow
+            unloading = asyncio.create_task(core.residency.unload_idle(0))
+            await leaving.wait()
+            await core.samplers.close(sampler, "it was released")
+            closed.set()
+            await unloading
+            assert not core.residency.is_loaded(sampler.residence)
+
+    run(scenario())
+    assert "could not leave memory" not in caplog.text
 
 
 def test_a_sampler_that_is_closed_before_it_is_published_is_not_in_memory(model_dir, data_dir):
