@@ -1,8 +1,8 @@
 """Which adapters are in memory: those in use, and of the others the ones that were used last, within a budget.
 
 A resident is loaded before its first use, stays while somebody holds it, and may leave when nobody does. Whoever needs room waits until enough
-residents can leave. One that is larger than the budget is let in alone. What has begun to load or to leave does so to its end, whoever
-gives up meanwhile, since the engine's threads do.
+residents can leave; one that takes none waits for nobody. One that is larger than the budget is let in alone. What has begun to load or to
+leave does so to its end, whoever gives up meanwhile, since the engine's threads do.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Residency:
             self._look_again(place)
 
     def adopt(self, resident: Resident) -> None:
-        """It came into memory by itself. The budget may be exceeded by it until `make_room`."""
+        """It came into memory by itself. The budget may be exceeded by it until somebody needs room."""
         place = self._place(resident)
         place.is_loaded, place.reserved, place.used = True, resident.memory_bytes, time.monotonic()
 
@@ -133,15 +133,10 @@ class Residency:
         self._changed.set()
 
     async def _load(self, place: _Place) -> None:
-        needed = place.resident.memory_bytes
-        async with self._entrance:
-            while place.holders and (used := self.used_bytes) and used + needed > self._budget:
-                self._changed.clear()
-                if not any([await self._unload(idle) for idle in self._idle()[:1]]):
-                    await self._changed.wait()
+        if place.resident.memory_bytes:
+            await self._reserve(place)
             if not place.holders:  # all gave up while there was no room
                 return
-            place.reserved = needed
         try:
             await place.resident.load()
         except BaseException:
@@ -149,6 +144,17 @@ class Residency:
             raise
         place.is_loaded = True
         self._counters.loads += 1
+
+    async def _reserve(self, place: _Place) -> None:
+        """Wait for room, behind those who came before, for as long as somebody holds it."""
+        needed = place.resident.memory_bytes
+        async with self._entrance:
+            while place.holders and (used := self.used_bytes) and used + needed > self._budget:
+                self._changed.clear()
+                if not any([await self._unload(idle) for idle in self._idle()[:1]]):
+                    await self._changed.wait()
+            if place.holders:
+                place.reserved = needed
 
     def _idle(self) -> list[_Place]:
         """Those that may leave and take memory, the one that was used longest ago first."""

@@ -1,6 +1,7 @@
 """Adapters in memory: loaded once, kept while they are held, and otherwise let go in the order of their last use."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -37,7 +38,7 @@ def log() -> list[str]:
     return []
 
 
-def fakes(log: list[str], names: str) -> list[Fake]:
+def fakes(log: list[str], names: Iterable[str]) -> list[Fake]:
     return [Fake(name, log) for name in names]
 
 
@@ -85,6 +86,27 @@ def test_who_needs_room_waits_until_something_is_let_go(log):
             assert residency.waiting
         await waiting
         assert log == ["+a", "-a", "+b", "b"]
+
+    run(scenario())
+
+
+def test_what_takes_no_room_waits_for_none(log):
+    """A base model is in memory anyway: its samplers are not behind adapters that wait."""
+
+    async def scenario() -> None:
+        residency, (a, b, base) = Residency(15, Counters()), fakes(log, ["a", "b", "base"])
+        base.memory_bytes = 0
+
+        async def use(one: Fake) -> None:
+            async with residency.held(one):
+                pass
+
+        async with residency.held(a):
+            waiting = asyncio.create_task(use(b))
+            await asyncio.sleep(0.02)
+            async with asyncio.timeout(1), residency.held(base):
+                assert log == ["+a", "+base"]
+        await waiting
 
     run(scenario())
 
