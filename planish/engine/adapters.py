@@ -108,6 +108,7 @@ class Adapter:
 
     def _replace(self, master: Tensor, moments: tuple[Tensor, Tensor], step: int) -> None:
         self.master, (self.exp_avg, self.exp_avg_sq), self.step = master, moments, step
+        self.weights.end_training()
         self.weights = self._compute_copy()
         self.version += 1
 

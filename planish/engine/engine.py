@@ -128,8 +128,11 @@ class Engine:
         self._check_request(self._models.get(base_model), operation)
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
-        config = ModelConfig.from_directory(self._models.directory(base_model))
-        return adapter_bytes(config, lora, choose_dtype(self._settings.dtype, choose_device(self._settings.device)))
+        config, device = (
+            ModelConfig.from_directory(self._models.directory(base_model)),
+            choose_device(self._settings.device),
+        )
+        return adapter_bytes(config, lora, choose_dtype(self._settings.dtype, device), device)
 
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False

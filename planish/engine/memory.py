@@ -165,7 +165,7 @@ class _Model:
     @classmethod
     def of(cls, directory: Path, settings: EngineSettings, device: torch.device, leaves_adapters: bool) -> _Model:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
-        room = adapter_bytes(config, LoraConfig(rank=32), dtype)
+        room = adapter_bytes(config, LoraConfig(rank=32), dtype, device)
         adapters = room.training + room.sampling if leaves_adapters else 0
         weights = dtype.itemsize * sum(prod(shape) for shape in expected_shapes(config).values())
         return cls(config, dtype, device, settings, weights, adapters)
@@ -282,9 +282,11 @@ def _control_group_limits(root: Path, membership: str) -> list[int]:
     return limits
 
 
-def adapter_bytes(config: ModelConfig, lora: LoraConfig, dtype: torch.dtype) -> AdapterBytes:
-    size = LoraLayout(config, lora).size
-    return AdapterBytes(training=size * (4 * _FLOAT_VECTORS + dtype.itemsize), sampling=size * dtype.itemsize)
+def adapter_bytes(config: ModelConfig, lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> AdapterBytes:
+    layout = LoraLayout(config, lora)
+    forth, back = layout.panel_sizes(dtype, device)
+    sampling = dtype.itemsize * (layout.size + forth)
+    return AdapterBytes(4 * _FLOAT_VECTORS * layout.size + sampling + dtype.itemsize * back, sampling)
 
 
 def gib(size: float) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.native.cpu_products import AdapterPanels, PanelSite, adapts, adapts_forward
+from planish.native.cpu_products import AdapterPanels, PanelSite, adapts, adapts_forward, panel_size
 from planish.types import LoraConfig
 
 ALPHA = 32
@@ -122,6 +122,20 @@ class LoraLayout:
             self.entries.append(site[-1])
         self.sites.append(tuple(site))
 
+    def panel_sizes(self, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+        """How many numbers the CPU's own kernel keeps besides, of all matrices as panels: for the way forth, and for the way back. 0 where torch multiplies."""
+        serves_layers = adapts_in_panels(self.model, dtype, device)
+        forth = back = 0
+        for site in self.sites:
+            rows, fan_in = sum(entry.shape[0] for entry in site if not entry.is_b), site[0].shape[1]
+            linears = [entry.shape for entry in site if entry.is_b]
+            shapes = [(fan_out, fan_in) for fan_out, _ in linears]
+            if (serves_layers or site[0].target == "lm_head") and adapts_forward(shapes, dtype, device):
+                forth += panel_size(rows, fan_in) + sum(panel_size(*shape) for shape in linears)
+                if adapts(shapes, dtype, device):
+                    back += panel_size(fan_in, rows) + sum(panel_size(rank, fan_out) for fan_out, rank in linears)
+        return forth, back
+
     def init(self, seed: int | None) -> Tensor:
         """A fresh master vector: A uniform as `kaiming_uniform_(a=sqrt(5))` (bound 1 / sqrt(in)), B zero; so the adapter starts as the identity."""
         generator = torch.Generator(device="cpu")
@@ -160,7 +174,8 @@ class LoraWeights:
         """Of the sites of all layers, one layer after another."""
         sites = _sites(matrices, self.panels)
         head = [found.get("lm_head")]
-        (self.head,) = _sites(head, AdapterPanels(head))
+        self._head_panels = AdapterPanels(head)
+        (self.head,) = _sites(head, self._head_panels)
         n = len(LAYER_SITES)
         self.layers = [LayerLora(*sites[n * layer : n * (layer + 1)]) for layer in layers]
 
@@ -184,6 +199,11 @@ class LoraWeights:
         self.leaves.append(leaf)
         self._spans.append((offset, size, is_b))
         return leaf
+
+    def end_training(self) -> None:
+        """Free what only a way back needs: from now on this version is sampled from at most."""
+        for panels in (self.panels, self._head_panels):
+            panels.forget_turned()
 
     def collect_grad(self) -> Tensor:
         """The leaves' gradients as one float32 vector with respect to the master; the leaves are left without."""

@@ -145,6 +145,10 @@ class AdapterPanels:
         """The same of the matrices turned, for the way back."""
         return self._turned[0]
 
+    def forget_turned(self) -> None:
+        """For a version that nobody goes back through any more."""
+        self.__dict__.pop("_turned", None)
+
     @cached_property
     def _forward(self) -> tuple[np.ndarray, list[Tensor]]:
         return self._records(self._served, turned=False)
@@ -231,13 +235,18 @@ class PanelRows:
 def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> list[Tensor]:
     """The panels of each of these contiguous matrices [n, k], or [k, n] if turned, one behind the other."""
     shapes = [matrix.shape[::-1] if turned else matrix.shape for matrix in matrices]
-    sizes = [(n + -n % _VECTOR) * (k + k % 2) for n, k in shapes]
+    sizes = [panel_size(*shape) for shape in shapes]
     dtype = matrices[0].dtype if matrices else torch.bfloat16
     panels = list(room.take(sum(sizes), dtype).split(sizes))
     rows = zip(matrices, panels, shapes, strict=True)
     table = np.array([(matrix.data_ptr(), own.data_ptr(), *shape) for matrix, own, shape in rows], _Packing)
     cpu.call("pack_panels", dtype, table.ctypes.data, len(table), int(turned))
     return panels
+
+
+def panel_size(n: int, k: int) -> int:
+    """How many numbers a matrix [n, k] is as panels."""
+    return (n + -n % _VECTOR) * (k + k % 2)
 
 
 def _add(adapters: np.ndarray, x: Tensor, out: Tensor, sizes: Sequence[int], kept: Tensor | None) -> None:

@@ -1,5 +1,7 @@
 """The adapter: AdamW as torch's, all or nothing, versions that never change once published."""
 
+from weakref import ref
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from planish.engine.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.lora import LoraLayout
+from planish.native.cpu_products import multiplies_bfloat16
 from planish.types import AdamParams, LoraConfig
 
 CPU = torch.device("cpu")
@@ -65,6 +68,19 @@ def test_publishing_costs_nothing():
     large = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e4), 8192, True, False, False, ())
     adapter = Adapter(LoraLayout(large, LoraConfig(rank=32, seed=0)), torch.bfloat16, CPU)
     assert adapter.snapshot() is adapter.weights
+
+
+@pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this CPU has no kernels of its own, so nothing is packed for them"
+)
+def test_what_samplers_hold_of_an_earlier_version_has_nothing_for_training():
+    adapter = new_adapter()
+    snapshot = adapter.snapshot()
+    forth, back = (ref(panels) for panels in (snapshot.panels.forward, snapshot.panels.turned))
+    adapter.add_grad(gradient(adapter, 1))
+    adapter.optim_step(AdamParams())
+    assert back() is None
+    assert forth() is snapshot.panels.forward
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
