@@ -124,6 +124,9 @@ class Residency:
                 self._look_again(place)
 
         place.moving = task = asyncio.create_task(moved())
+        task.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # where all who waited gave up, nobody asks
         return task
 
     def _look_again(self, place: _Place) -> None:

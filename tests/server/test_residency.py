@@ -1,6 +1,7 @@
 """Adapters in memory: loaded once, kept while they are held, and otherwise let go in the order of their last use."""
 
 import asyncio
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -96,13 +97,8 @@ def test_what_takes_no_room_waits_for_none(log):
     async def scenario() -> None:
         residency, (a, b, base) = Residency(15, Counters()), fakes(log, ["a", "b", "base"])
         base.memory_bytes = 0
-
-        async def use(one: Fake) -> None:
-            async with residency.held(one):
-                pass
-
         async with residency.held(a):
-            waiting = asyncio.create_task(use(b))
+            waiting = asyncio.create_task(use(residency, b))
             await asyncio.sleep(0.02)
             async with asyncio.timeout(1), residency.held(base):
                 assert log == ["+a", "+base"]
@@ -225,6 +221,30 @@ def test_what_has_begun_to_load_is_loaded_although_who_wanted_it_gave_up(log):
         assert log == ["+a", "-a", "+a", "-a", "+a"]
 
     run(scenario())
+
+
+def test_an_error_of_loading_that_nobody_waits_for_is_nobodys(log, caplog):
+    async def scenario() -> None:
+        residency, (a,) = Residency(15, Counters()), fakes(log, "a")
+        gone = asyncio.Event()
+
+        async def load() -> None:
+            await gone.wait()
+            raise StorageError("once")
+
+        a.load = load
+        using = asyncio.create_task(use(residency, a))
+        while not residency.used_bytes:
+            await asyncio.sleep(0)
+        using.cancel()
+        await asyncio.wait([using])
+        gone.set()
+        await asyncio.sleep(0.01)
+        assert residency.used_bytes == 0
+        gc.collect()
+
+    run(scenario())
+    assert caplog.text == ""
 
 
 def test_who_gives_up_before_there_is_room_makes_none(log):
