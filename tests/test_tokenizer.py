@@ -1,4 +1,5 @@
 import json
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -27,6 +28,14 @@ def test_the_chat_template_is_chatml(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_text_beyond_the_context_is_no_warning(tmp_path, caplog, monkeypatch):
+    """Its length is checked where its tokens are taken."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = load_tokenizer(save_byte_tokenizer(tmp_path))
+    assert len(tokenizer.encode("a" * 3000)) == 3000
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("named", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
