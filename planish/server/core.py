@@ -82,6 +82,9 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+_LONG_TOKENS = 4096
+"""Data of a training request that take the engine more than a turn or two, which others would wait for."""
+
 
 class ServerCore:
     def __init__(
@@ -109,7 +112,12 @@ class ServerCore:
         self.residency = Residency(settings.adapter_memory_bytes, counters)
         self._catalog = catalog = CheckpointCatalog(engine, store, settings)
         self.samplers = samplers = Samplers(engine, store, self.residency, under_way)
-        self.training_gate = FairGate(settings.training_slots, settings.training_share)
+        self.training_gate = FairGate(
+            settings.training_slots,
+            settings.training_share,
+            long_capacity=max(1, settings.training_slots - 1),
+            long_tokens=_LONG_TOKENS,
+        )
         self.sampling_gate = FairGate(settings.sampling_slots, settings.sampling_share)
         publishing, snapshots = Publishing(engine, samplers), Snapshots(engine, store, settings, counters)
         steps = TrainingSteps(

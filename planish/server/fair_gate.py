@@ -2,7 +2,7 @@
 
 What waits here waits in the order in which each tenant sent it. The engine has enough to be busy, and little enough that a tenant who comes
 later is not behind all the work of one who came first. While others are about, one tenant does not take all places, however long it keeps
-them: who comes finds some.
+them: who comes finds some. Nor do long requests, whosesoever: those that are done in a moment have places that these do not get.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _ABOUT_SECONDS = 600.0
 class _Waiting:
     size: int
     tokens: int
+    is_long: bool
     granted: asyncio.Future[None]
 
 
@@ -38,15 +39,27 @@ class Turn:
 
 
 class FairGate:
-    def __init__(self, capacity: int, share: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        share: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        long_capacity: int | None = None,
+        long_tokens: int = 0,
+    ) -> None:
         """Turns whose sizes add up to at most `capacity` are given at once; one that is larger is given alone.
 
         `share`: as much, but for its first turn, has one tenant while others are about. By default all.
+        `long_capacity`: as much have long requests together, those that keep their places for more than `long_tokens`. By default all.
         """
         self._capacity = capacity
         self._share = capacity if share is None else share
+        self._long_capacity = capacity if long_capacity is None else long_capacity
+        self._long_tokens = long_tokens
         self._clock_now = clock
         self._held: Counter[str] = Counter()
+        self._held_long = 0
         self._asked: dict[str, float] = {}
         """When each tenant asked last."""
         self._queues: dict[str, deque[_Waiting]] = {}
@@ -63,36 +76,39 @@ class FairGate:
         """The sum of the sizes of turns that were given and not given back."""
         return self._held.total()
 
-    async def turn(self, tenant: str, size: int, tokens: int) -> Turn:
-        """Wait for the tenant's turn. `tokens` is what it is known to cost."""
-        size = min(size, self._capacity)
-        request = _Waiting(size, tokens, asyncio.get_running_loop().create_future())
+    async def turn(self, tenant: str, size: int, tokens: int, ahead: int = 0) -> Turn:
+        """Wait for the tenant's turn. `tokens` is what it is known to cost, `ahead` what is done before it while it has its place."""
+        size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
+        request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(request)
         self._asked[tenant] = self._clock_now()
         self._grant()
         try:
             await request.granted
         except asyncio.CancelledError:
-            if not request.granted.cancelled():
-                self._held[tenant] -= size  # it was granted in the moment in which nobody wanted it any more
-            self._grant()
+            if not request.granted.cancelled():  # it was granted in the moment in which nobody wanted it any more
+                self._free(tenant, request)
+            else:
+                self._grant()
             raise
-        return Turn(lambda: self._free(tenant, size))
+        return Turn(lambda: self._free(tenant, request))
 
     def charge(self, tenant: str, tokens: int) -> None:
         """What a turn cost more than was known before."""
         self._clocks[tenant] = self._clock(tenant) + tokens
 
-    def _free(self, tenant: str, size: int) -> None:
-        self._held[tenant] -= size
+    def _free(self, tenant: str, request: _Waiting) -> None:
+        self._held[tenant] -= request.size
         if not self._held[tenant]:
             del self._held[tenant]
+        self._held_long -= request.size * request.is_long
         self._grant()
 
     def _grant(self) -> None:
         while (tenant := self._next()) is not None:
             request = self._queues[tenant].popleft()
             self._held[tenant] += request.size
+            self._held_long += request.size * request.is_long
             self._now = self._clock(tenant)
             self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
             self.charge(tenant, request.tokens)
@@ -102,9 +118,11 @@ class FairGate:
         """Whose turn it is, if there is room for what it asks."""
         most = self._capacity if self._is_alone() else self._share
         for tenant in sorted(self._tenants_waiting(), key=self._clock):
-            size, held = self._queues[tenant][0].size, self._held[tenant]
-            if not held or held + size <= most:
-                return tenant if self.used + size <= self._capacity else None
+            request, held = self._queues[tenant][0], self._held[tenant]
+            if request.is_long and self._held_long and self._held_long + request.size > self._long_capacity:
+                continue
+            if not held or held + request.size <= most:
+                return tenant if self.used + request.size <= self._capacity else None
         return None
 
     def _is_alone(self) -> bool:

@@ -24,8 +24,8 @@ class ServerSettings:
     """Of results that are kept in memory besides on disk."""
 
     # What runs at once.
-    training_slots: int = 3
-    """Training operations that are with the engine, which works on them by turns."""
+    training_slots: int = 4
+    """Training operations that are with the engine, which works on them by turns. The last place is for those of few tokens, which go between the others' micro-batches."""
     training_share: int = 2
     """Those of one tenant while others are about."""
     sampling_slots: int = 320

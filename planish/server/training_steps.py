@@ -105,7 +105,8 @@ class TrainingSteps:
                 await self._publish(model, request, operation)
 
     async def _compute(self, model: Model, request: Request, operation: ForwardBackward | OptimStep) -> None:
-        turn = await self._gate.turn(model.tenant.name, 1, token_count(operation))
+        ahead = sum(earlier.tokens for earlier in model.running.values())
+        turn = await self._gate.turn(model.tenant.name, 1, token_count(operation), ahead)
         try:
             await self._under_way.enter(request.id)
             crash_point("before running")

@@ -3,13 +3,15 @@
 import asyncio
 from collections import Counter
 
+import numpy as np
 import pytest
 from core_client import Client, adam, gradient, run, running, sample
 
 from planish.server.answers import Failed, Tenant
 from planish.server.errors import Conflict, NotFound, TooManyRequests, Unauthorized
 from planish.server.settings import ServerSettings
-from planish.service import CreateModel, CreateSampler, LoadWeights, SaveWeights
+from planish.service import CreateModel, CreateSampler, ForwardBackward, LoadWeights, SaveWeights
+from planish.types import Datum, ModelInput
 
 KEYS = {"tml-anna-key": "anna", "tml-ben-key-": "ben"}
 
@@ -187,6 +189,28 @@ def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_f
     assert set(served) == set(lengths)
     assert min(served.values()) > wanted / 4, served
     assert max(served.values()) < wanted * 3 / 4, served
+
+
+def test_a_short_step_waits_for_none_of_the_long_ones_of_three_tenants(model_dir, data_dir):
+    names = ("anna", "ben", "carla", "short")
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, keys={f"tml-{name}-key": name for name in names}) as core:
+            models = [await (await Client.start(core, Tenant(name))).model() for name in names]
+            rows = [np.roll(np.arange(500) % 256, first) for first in range(20)]  # without a common beginning
+            inputs = {"target_tokens": rows[0], "weights": np.ones(500, np.float32)}
+            data = [Datum(ModelInput.from_ints(row), inputs) for row in rows]
+            under_way = []
+            for model in models[:3]:
+                under_way.append(await model.submit(ForwardBackward(model.model_id, data, "cross_entropy")))
+                await model.submit(adam(model.model_id))
+            while core.training_gate.used < 3:
+                await asyncio.sleep(0.005)
+            await models[3].step()
+            answers = [core.requests.active(request_id) for request_id in under_way]
+            assert all(answer is not None and not answer.answer.done() for answer in answers)
+
+    run(scenario())
 
 
 class HalfTime(Counter[str]):

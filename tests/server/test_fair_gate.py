@@ -137,6 +137,34 @@ def test_one_tenant_does_not_take_all_places_while_others_are_about():
     run(scenario())
 
 
+def test_long_requests_do_not_take_all_places():
+    """A step that is done in a moment does not wait for those of others, which take minutes, however many these are."""
+
+    async def scenario() -> None:
+        gate = FairGate(3, long_capacity=2, long_tokens=100)
+        first, second = [await gate.turn(tenant, 1, 5000) for tenant in ("a", "b")]
+        third = asyncio.create_task(gate.turn("c", 1, 101))
+        await quiet()
+        assert not third.done()
+        async with asyncio.timeout(1):
+            for tenant in ("d", "d", "a"):
+                (await gate.turn(tenant, 1, 100)).give_back()
+        behind_its_own = asyncio.create_task(gate.turn("a", 1, 0, ahead=5000))
+        await quiet()
+        assert not behind_its_own.done()
+        second.give_back()
+        third.cancel()  # granted, but the task has not run yet
+        await asyncio.wait([third])
+        async with asyncio.timeout(1):
+            (await behind_its_own).give_back()
+        first.give_back()
+        async with asyncio.timeout(1):
+            for tenant in ("b", "c"):
+                await gate.turn(tenant, 1, 5000)
+
+    run(scenario())
+
+
 def test_a_first_turn_may_be_larger_than_the_share():
     async def scenario() -> None:
         gate = FairGate(10, share=2)
