@@ -72,7 +72,7 @@ class Snapshots:
             model.private.discard(path)
 
     def _can_take(self, model: Model) -> bool:
-        return model.applied >= 0 and not model.is_dirty and not model.is_lossy
+        return model.row.closed is None and model.applied >= 0 and not model.is_dirty and not model.is_lossy
 
     async def _finish(self, model: Model, seq: int, saved: asyncio.Future[SaveWeightsResponse]) -> bool:
         path = str(CheckpointPath(model.id, "training", snapshot_name(seq)))

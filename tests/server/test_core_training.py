@@ -1,6 +1,7 @@
 """Training through the core: in the order of the numbers, each once, with the results of the engine alone."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import orjson
@@ -12,8 +13,9 @@ from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError
 from planish.server.answers import Done, Failed, TryAgain
 from planish.server.errors import BadRequest, Gone, NotFound
+from planish.server.records import ModelRow, select
 from planish.server.settings import ServerSettings
-from planish.service import CreateModel, ForwardBackward, LoadWeights, SaveWeights, SaveWeightsForSampler
+from planish.service import CreateModel, ForwardBackward, LoadWeights, Operation, SaveWeights, SaveWeightsForSampler
 from planish.types import Datum, LoraConfig, ModelInput
 from planish.wire.training import output_from_message
 
@@ -256,6 +258,40 @@ def test_an_unloaded_model_takes_nothing_more(model_dir, data_dir):
             assert await core.unload_model(TENANT, model.model_id) == unload
             assert core.residency.loaded() == []
             assert (await core.training_run(TENANT, model.model_id)).base_model == BASE
+
+    run(scenario())
+
+
+def test_a_model_that_leaves_memory_while_it_is_closed_leaves_no_snapshot(model_dir, data_dir):
+    """Both wait for the snapshot under way; the one that was to be taken behind it would have nobody to remove it."""
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            used = await (await Client.start(core)).model()
+            await used.step()
+            model, submit, saving = core.training.all()[0], core._engine.submit, asyncio.Event()
+
+            async def slow(operation: Operation[Any]) -> asyncio.Future[Any]:
+                if isinstance(operation, SaveWeights):
+                    await saving.wait()
+                return await submit(operation)
+
+            core._engine.submit = slow  # type: ignore[method-assign]
+            snapshot = asyncio.create_task(core.training._snapshots.begin(model))
+            await asyncio.sleep(0)
+            assert model.is_snapshotting
+            model.progress.changes = 1  # what was with the engine when it began is counted when it is answered
+            closing = asyncio.create_task(core.training.close(model, "it was unloaded"))
+            await asyncio.sleep(0)
+            leaving = asyncio.create_task(core.residency.unload_idle(0))
+            await asyncio.sleep(0.01)
+            saving.set()
+            await asyncio.gather(snapshot, closing, leaving)
+            while model.is_snapshotting:
+                await asyncio.sleep(0.01)
+            rows = await core._store.read(lambda db: select(db, ModelRow, "1"))
+            assert [(row.closed, row.snapshot) for row in rows] == [("it was unloaded", None)]
+        assert not (data_dir / "checkpoints" / model.id).exists()
 
     run(scenario())
 
