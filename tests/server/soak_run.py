@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sqlite3
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
@@ -75,12 +77,10 @@ def look(pid: int, data_dir: Path, begun: float) -> Sight:
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     sizes: dict[Path, int] = {}
-    for path in data_dir.rglob("*"):
-        try:
-            if path.is_file():
+    for folder, _, names in os.walk(data_dir):  # which passes over what is removed meanwhile
+        for path in (Path(folder, name) for name in names):
+            with suppress(FileNotFoundError):
                 sizes[path] = path.stat().st_size
-        except FileNotFoundError:
-            continue
     database = sqlite3.connect(f"file:{data_dir / 'server.db'}?mode=ro", uri=True)
     query = "SELECT COUNT(*), SUM(COALESCE(LENGTH(body), 0) + COALESCE(LENGTH(result), 0)) FROM requests"
     rows, inline = database.execute(query).fetchone()
@@ -181,11 +181,12 @@ async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sigh
             sights.append(await asyncio.to_thread(look, server.pid, data_dir, begun))
             print(json.dumps(asdict(sights[-1])), flush=True)
 
-    watching = asyncio.create_task(watch())
     try:
-        await asyncio.gather(*(client.play(begun + 60 * minutes) for client in clients))
+        async with asyncio.TaskGroup() as tasks:  # an error of one, or of the watch, is the end of all
+            watching = tasks.create_task(watch())
+            await asyncio.gather(*(client.play(begun + 60 * minutes) for client in clients))
+            watching.cancel()
     finally:
-        watching.cancel()
         for client in clients:
             await client.wire.close()
         server.kill()
