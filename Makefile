@@ -10,8 +10,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TORCH := torch==2.13.0
 TESTS ?= tests
 # Their many processes compile our modules once.
-# Of one thread each: tiny models gain nothing from two. A file's tests stay in one, which makes its servers and models once.
-TEST_PROCESSES ?= 2
+# Of one thread each: tiny models gain nothing from two. A file's tests stay in one, which makes its servers and models once. One more
+# than there are cores on the smallest machine, since a quarter of the time is waiting for processes that are started.
+TEST_PROCESSES ?= 3
 
 help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"

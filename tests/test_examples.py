@@ -142,5 +142,5 @@ def test_the_demo_on_a_model_that_cannot_add(in_process):
 def test_a_recipe_runs_from_the_command_line_and_names_what_is_wrong(workplace):
     done = start(workplace, "-m", "planish.recipes.rl_loop", "dataset=nowhere.jsonl", "max_steps=1")
     assert done.returncode == 1
-    assert "dataset=nowhere.jsonl: no such file" in done.stderr
+    assert "data set nowhere.jsonl: no such file" in done.stderr
     assert "Traceback" not in done.stderr
