@@ -128,10 +128,8 @@ class Engine:
         self._check_request(self._models.get(base_model), operation)
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
-        config, device = (
-            ModelConfig.from_directory(self._models.directory(base_model)),
-            choose_device(self._settings.device),
-        )
+        config = ModelConfig.from_directory(self._models.directory(base_model))
+        device = choose_device(self._settings.device)
         return adapter_bytes(config, lora, choose_dtype(self._settings.dtype, device), device)
 
     def copy_checkpoint(

@@ -249,9 +249,8 @@ def usable_bytes(device: torch.device) -> int | None:
         whole = main_memory_bytes()
         return None if whole is None else whole * 4 // 5
     free, whole = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-        device
-    )  # kept by torch, for the next who asks
+    # Besides, what torch keeps for the next who asks.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(whole * 19 // 20, free - whole // 40)
 
 

@@ -124,9 +124,8 @@ class Residency:
                 self._look_again(place)
 
         place.moving = task = asyncio.create_task(moved())
-        task.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # where all who waited gave up, nobody asks
+        # Where all who waited gave up, nobody asks for its error.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
     def _look_again(self, place: _Place) -> None:
