@@ -16,7 +16,7 @@ TEST_PROCESSES ?= 3
 
 help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
-	@echo "make test   the test suite"
+	@echo "make test   the test suite; the slow tests, which CI runs too: make test TESTS=\"tests -m slow\""
 	@echo "make lint   ruff and pyright"
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
 	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"

@@ -36,6 +36,7 @@ def with_kernels(monkeypatch):
     return switch
 
 
+@pytest.mark.slow
 def test_a_gpu_s_sampler_draws_what_the_plain_one_does(decoder, with_kernels):
     """Several adapters and none, prompts that share a beginning, samples that end early and others that join, in more rows than one graph has."""
     tenants = [None, adapter(decoder, 1), adapter(decoder, 2, rank=4)]

@@ -36,7 +36,7 @@ def gpu() -> Iterator[Marks]:
     torch.set_float32_matmul_precision(before[1])
 
 
-@pytest.mark.parametrize("deterministic", [None, True])
+@pytest.mark.parametrize("deterministic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic: bool | None):
     directory = tiny_model(tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32)
     settings = EngineSettings(

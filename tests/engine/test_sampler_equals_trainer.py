@@ -109,7 +109,12 @@ def test_float32(tmp_path, family, temperature):
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
-    ("family", "options"), [("llama", {"layers": 6, "vocab_size": 320}), ("qwen2", {}), ("qwen3", {"kv_heads": 4})]
+    ("family", "options"),
+    [
+        pytest.param("llama", {"layers": 6, "vocab_size": 320}, marks=pytest.mark.slow),
+        ("qwen2", {}),
+        ("qwen3", {"kv_heads": 4}),
+    ],
 )
 def test_bf16_to_the_last_bits(tmp_path, family, options):
     # As in real models, a row's SwiGLU fills whole vector registers; torch computes what is left over with another exp.

@@ -60,7 +60,7 @@ def test_metrics_have_their_definitions(service, sums_dataset, tmp_path):
     assert row["tokens/sampled"] == row["env/all/total_ac_tokens"]
 
 
-@pytest.mark.parametrize("die_at", range(0, 45, 3))
+@pytest.mark.parametrize("die_at", [pytest.param(n, marks=pytest.mark.slow if n % 9 else ()) for n in range(0, 45, 3)])
 def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
     service, tokenizer, sums_dataset, tmp_path, die_at
 ):

@@ -130,7 +130,7 @@ def test_what_is_done_is_not_done_again(whole, small_model, monkeypatch, capsys)
     assert "win rate by the rule" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("die_at", [0, 2, 4, 8])
+@pytest.mark.parametrize("die_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 4, 8])
 def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_bits(whole, small_model, tmp_path, monkeypatch, die_at):
     """Steps 0 to 2 are of SFT, 3 to 5 of the preference model, 6 to 8 of RL."""
     step, taken = TrainingClient.optim_step_async, []

@@ -56,7 +56,7 @@ def test_each_epoch_shows_each_example_once_in_its_own_order():
     assert first == sl_loop.epoch_order(26, 0, 0)
 
 
-@pytest.mark.parametrize("die_at", range(0, 16, 2))
+@pytest.mark.parametrize("die_at", [pytest.param(n, marks=pytest.mark.slow if n % 4 else ()) for n in range(0, 16, 2)])
 def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
     service, tokenizer, sums_dataset, tmp_path, die_at
 ):

@@ -77,6 +77,8 @@ VARIANTS = {
     "epochs": {"num_epochs": 2, "dataset_builder": DigitsBuilder(batches=3)},
     "schedule": {"lr_schedule": "linear", "warmup_steps": 2},
 }
+ALIKE = ("substeps", "folders", "epochs", "schedule")
+"""Of those that write and wait as others do, only the slow tests are killed everywhere."""
 
 
 def test_a_run_writes_all_its_files(service, tmp_path):
@@ -121,7 +123,9 @@ def test_the_same_seed_gives_the_same_run(tokenizer, tmp_path, name):
     assert final_weights(other) != final_weights(first)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS]
+)
 def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
     """With lag the first steps after a resumption are played by newer weights than they would have been, so only the data's
     order is the same; without lag the weights are too."""
@@ -145,7 +149,9 @@ def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
             assert final_weights(service) == final_weights(whole)
 
 
-@pytest.mark.parametrize("name", ["plain", "streaming", "lag", "tests"])
+@pytest.mark.parametrize(
+    "name", ["plain", "lag", *(pytest.param(name, marks=pytest.mark.slow) for name in ("streaming", "tests"))]
+)
 def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
     whole = FakeService(tokenizer)
     train(whole, tmp_path / "whole", **VARIANTS[name])

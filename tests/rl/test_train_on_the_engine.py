@@ -112,7 +112,7 @@ def test_a_run_in_two_parts_ends_with_the_same_bits(model, whole, tmp_path):
     assert [row["step"] for row in untimed(tmp_path / "run")] == list(range(STEPS + 1))
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
     here, data, log = str(Path(__file__).parent), str(tmp_path / "data"), str(tmp_path / "run")
     script = SCRIPT.format(here=here, model=model, data=data, log=log)

@@ -38,10 +38,11 @@ class ServerProcess:
 
 
 def start_server(
-    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None, name: str = BASE_MODEL
+    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> ServerProcess:
     """A server on any free port; it serves `model`, and has no way to a network."""
-    arguments: Sequence[str] = ("--port", "0", "--data-dir", str(data_dir), "--model", f"{name}={model}", *options)
+    served = f"{BASE_MODEL}={model}"
+    arguments: Sequence[str] = ("--port", "0", "--data-dir", str(data_dir), "--model", served, *options)
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, *arguments],
         stdout=subprocess.PIPE,
@@ -72,10 +73,10 @@ def _read(server: ServerProcess) -> None:
 
 @contextmanager
 def running_server(
-    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None, name: str = BASE_MODEL
+    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
     """A server for the length of a block; whatever happens in it, the process ends."""
-    server = start_server(data_dir, model, *options, environment=environment, name=name)
+    server = start_server(data_dir, model, *options, environment=environment)
     try:
         yield server
     finally:

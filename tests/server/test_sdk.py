@@ -28,6 +28,9 @@ from planish.testing import tiny_model
 # All probes run within the first of their tests, on whatever else the machine does.
 pytestmark = pytest.mark.timeout(600)
 
+LLAMA = "meta-llama/Llama-3.2-1B"
+"""The SDK does not ask for its tokenizer by the model's name."""
+
 # Of older SDKs only; every other probe applies to the one of today.
 ONLY_OLDER = {
     "RestClient.get_checkpoint_archive_url_from_tinker_path: and the archive",
@@ -63,7 +66,7 @@ class Serving:
         return self.process.url
 
     def start(self) -> None:
-        options = ("--port", self.port, "--hub-tokenizers")
+        options = ("--port", self.port, "--hub-tokenizers", "--model", f"{LLAMA}={self.model}")
         running = running_server(self.data, self.model, *options, environment={"HF_HOME": str(self.hub)})
         self.process = self.stack.enter_context(running)
 
@@ -162,18 +165,14 @@ def _in_this_process(script: str, model: Path) -> str:
     return printed.getvalue()
 
 
-def test_the_tokenizer_of_llama_3_without_a_network(tmp_path: Path, model: Path):
-    """The SDK does not ask for it by the model's name."""
-    name = "meta-llama/Llama-3.2-1B"
+def test_the_tokenizer_of_llama_3_without_a_network(server: Serving, hub: Path):
     script = f"""
 import tinker
-sampler = tinker.ServiceClient().create_sampling_client(base_model={name!r}).result()
+sampler = tinker.ServiceClient().create_sampling_client(base_model={LLAMA!r}).result()
 print(sampler.get_tokenizer().encode("a"))
 """
-    hub = {"HF_HOME": str(tmp_path / "hub")}
-    with running_server(tmp_path / "data", model, "--hub-tokenizers", name=name, environment=hub) as process:
-        found = environment(process.url, tmp_path / "hub")
-        done = subprocess.run([sys.executable, "-c", script], env=found, capture_output=True, text=True, check=False)
+    found = environment(server.url, hub)
+    done = subprocess.run([sys.executable, "-c", script], env=found, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[97]\n"), done.stderr[-3000:]
 
 

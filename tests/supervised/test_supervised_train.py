@@ -71,6 +71,8 @@ VARIANTS = {
     "warm-up": {"lr_schedule": "cosine", "warmup_steps": 2},
     "max_steps": {"max_steps": 5, "save_every": 0},
 }
+ALIKE = ("one by one", "constant", "warm-up", "max_steps")
+"""Of those that write and wait as others do, only the slow tests are killed everywhere."""
 
 
 def test_a_run_writes_all_its_files(service, chats, tmp_path):
@@ -150,7 +152,9 @@ def killing(service, monkeypatch):
         monkeypatch.setattr(RunDirectory, name, counted)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS]
+)
 def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, chats, tmp_path, name, monkeypatch):
     whole = LedgerService(tokenizer)
     with monkeypatch.context() as patch:
