@@ -4,7 +4,6 @@ import argparse
 
 from planish.model.listing import print_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.native import cpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.fetch is not None:
         print(f"{arguments.fetch}: {resolve_model(arguments.fetch)}")
+        from planish.native import cpu  # and torch, which a list does not wait for
+
         cpu.loaded()  # compiled now rather than at the first sample
     else:
         print_models()

@@ -16,16 +16,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError
-from planish.model.lora import ALPHA, LoraLayout
 from planish.types import LoraConfig
+
+if TYPE_CHECKING:  # torch takes seconds to load, which commands that list checkpoints need not wait for
+    from torch import Tensor
+
+    from planish.model.lora import LoraLayout
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -84,6 +85,8 @@ def write_tensors(
     directory: Path, layout: LoraLayout, state: Mapping[str, Tensor], base_model: str, with_optimizer: bool
 ) -> dict[str, StoredFile]:
     """Write and fsync all files but the manifest; `state` is that of `Adapter.state`. StorageError if the disk refuses."""
+    from safetensors.torch import save_file
+
     views = layout.views(state["master"].cpu())
     matrices = {f"{_PEFT_PREFIX}{name}.weight": view.contiguous() for name, view in views.items()}
     tensors = {ADAPTER: matrices}
@@ -121,6 +124,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 def read_state(directory: Path, manifest: Manifest, layout: LoraLayout, with_optimizer: bool) -> dict[str, Tensor]:
     """What `Adapter.load_state` takes. DamagedFileError if a file is not the one that was written."""
+    from safetensors.torch import load_file
+
     names = [ADAPTER, ADAPTER_CONFIG, *([OPTIMIZER] if with_optimizer else [])]
     for name in names:
         _verify(directory / name, manifest.files.get(name))
@@ -140,7 +145,7 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": layout.lora.rank,
-        "lora_alpha": ALPHA,
+        "lora_alpha": layout.ALPHA,
         "target_modules": sorted({entry.target.rsplit(".", 1)[-1] for entry in layout.entries}),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -167,6 +172,8 @@ def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
         raise CheckpointError(
             "the checkpoint's adapter has other matrices than this model; use the base model it was made for"
         )
+    import torch
+
     flat = torch.empty(layout.size)
     for name, entry in expected.items():
         flat[entry.offset : entry.offset + entry.size] = tensors[name].reshape(-1)

@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from filelock import FileLock
-from torch import Tensor
 
 from planish.engine.checkpoint_files import (
     ADAPTER,
@@ -35,9 +34,13 @@ from planish.engine.checkpoint_files import (
 )
 from planish.engine.checkpoint_labels import Label, check_label, check_name, check_ttl, is_name
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.model.lora import LoraLayout
 from planish.runs import write_whole
 from planish.types import Checkpoint, CheckpointPath, CheckpointType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from planish.model.lora import LoraLayout
 
 _SEGMENT: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
 _TYPE: dict[str, CheckpointType] = {segment: kind for kind, segment in _SEGMENT.items()}

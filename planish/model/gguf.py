@@ -8,25 +8,28 @@ known here are accepted and any other is refused rather than tokenized almost ri
 The directory is whole or absent: it is written aside, read back and checked against its own config, then renamed.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
-import torch
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.model.config import FAMILIES, ModelConfig
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
+
+if TYPE_CHECKING:  # seconds to load, which commands that list models need not wait for
+    import torch
 
 CONVERSION = 1
 """Raised when the conversion changes, so that a cached result of an older one is not taken for it."""
@@ -98,6 +101,8 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     directory = Path(directory)
     if directory.exists():
         return directory
+    from safetensors.torch import save_file
+
     source = read_gguf(path)
     config = _config(source)
     tokenizer = _tokenizer(source)
@@ -222,6 +227,8 @@ def _rope_scaling(source: GGUFFile) -> dict[str, Any] | None:
 
 
 def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
+    import torch
+
     tensors = {}
     for name, stored in source.tensors.items():
         try:

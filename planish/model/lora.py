@@ -21,8 +21,6 @@ from planish.model.config import ModelConfig
 from planish.native.cpu_products import AdapterPanels, PanelSite, adapts, adapts_forward, panel_size
 from planish.types import LoraConfig
 
-ALPHA = 32
-
 LAYER_SITES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
@@ -94,10 +92,12 @@ SITES = tuple(site.name for site in fields(LayerLora))
 class LoraLayout:
     """Which matrices an adapter has, and where each lies in the flat vector."""
 
+    ALPHA = 32
+
     def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
         self.model = model
         self.lora = lora
-        self.scaling = ALPHA / lora.rank
+        self.scaling = self.ALPHA / lora.rank
         self.entries: list[Entry] = []
         self.sites: list[tuple[Entry, ...]] = []
         """The entries of each site: its As, then its Bs; four sites a layer as trained, then the head."""

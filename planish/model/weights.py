@@ -7,17 +7,21 @@ architecture before the first tensor is handed out. Pickled checkpoints are refu
 The mapping is private: writing to a tensor would copy its page and leave the file as it is. Nothing here writes.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
+
+if TYPE_CHECKING:  # seconds to load, which commands that list models need not wait for
+    import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -171,7 +175,7 @@ def _check(directory: Path, config: ModelConfig, places: Mapping[str, Any]) -> N
 
 def _check_tied(directory: Path, weights: Mapping[str, torch.Tensor], head: torch.Tensor) -> None:
     # transformers itself has answered this both ways over its versions, so it is not ours to guess.
-    if not torch.equal(weights["model.embed_tokens.weight"], head):
+    if not head.equal(weights["model.embed_tokens.weight"]):
         raise UnsupportedError(
             f"{directory}: tie_word_embeddings is true, yet lm_head.weight differs from the embedding; set it to "
             "false in config.json if the head is its own, or remove lm_head.weight"

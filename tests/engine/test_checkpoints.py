@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -141,13 +142,13 @@ def test_a_life_must_be_seconds(store, model_dir, ttl):
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(store, model_dir, monkeypatch, swapped_at):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     store.save(Label(TRAINING), saved(first))
-    what, file = {
-        "the adapter's check": ("_verify", ADAPTER),
-        "the moments' check": ("_verify", OPTIMIZER),
-        "the adapter": ("load_file", ADAPTER),
-        "the moments": ("load_file", OPTIMIZER),
+    module, what, file = {
+        "the adapter's check": (checkpoint_files, "_verify", ADAPTER),
+        "the moments' check": (checkpoint_files, "_verify", OPTIMIZER),
+        "the adapter": (safetensors.torch, "load_file", ADAPTER),
+        "the moments": (safetensors.torch, "load_file", OPTIMIZER),
     }[swapped_at]
-    read, swaps = getattr(checkpoint_files, what), []
+    read, swaps = getattr(module, what), []
 
     def read_and_swap(path: Path, *rest: object) -> object:
         found = read(path, *rest)
@@ -155,7 +156,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(store, mod
             swaps.append(store.save(Label(TRAINING, overwrite=True), saved(second)))
         return found
 
-    monkeypatch.setattr(checkpoint_files, what, read_and_swap)
+    monkeypatch.setattr(module, what, read_and_swap)
     state, version = store.read(TRAINING, first.layout, with_optimizer=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in second.state().items())
     assert version == store.manifest(TRAINING).files[ADAPTER].sha256

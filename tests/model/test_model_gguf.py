@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_no_directory(tmp_path, monkeypatch):
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"weights")
 
-    monkeypatch.setattr("planish.model.gguf.save_file", write_to_a_full_disk)
+    monkeypatch.setattr("safetensors.torch.save_file", write_to_a_full_disk)
     with pytest.raises(StorageError, match="No space left"):
         convert_gguf(path, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "m.gguf"]
