@@ -27,10 +27,10 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
     if config["temperature"] <= 0:
         raise UserError(f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0")
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
-    if not 0 <= low <= high:
+    if not 0 <= low <= 1 <= high:
         raise UserError(
-            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself; "
-            "give 0 <= low <= high, such as 0.8 and 1.2"
+            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself, which is "
+            "1 on-policy, and not its distance from 1; give 0 <= low <= 1 <= high, such as 0.8 and 1.2"
         )
     if config.get("beta", 0.0) < 0:
         raise UserError(f"loss_fn_config['beta']={config['beta']:g}: give 0 or more")

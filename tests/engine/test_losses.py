@@ -116,7 +116,12 @@ def test_refusals_name_the_key():
         ("importance_sampling", {"clip_low_threshold": 0.8}, "clip_low_threshold.*unknown"),
         ("ppo", {"temperature": 0}, "temperature.*above 0"),
         ("ppo", {"temperature": float("nan")}, "temperature.*finite"),
-        ("ppo", {"clip_low_threshold": 1.3}, "low <= high"),
+        ("ppo", {"clip_low_threshold": 1.3}, "low <= 1 <= high"),
+        ("ppo", {"clip_low_threshold": -0.1}, "low <= 1 <= high"),
+        # Distances from 1, as other software has them: an on-policy ratio would lie outside.
+        ("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.28}, "low <= 1 <= high"),
+        ("gspo", {"clip_low_threshold": 3e-4, "clip_high_threshold": 4e-4}, "0.0003 and clip_high_threshold=0.0004"),
+        ("cispo", {"clip_high_threshold": 0.28}, "low <= 1 <= high"),
         ("dro", {"beta": -1}, "beta"),
         ("dro", {"beta": "0.1"}, "finite number"),
         ("cross_entropy", {"beta": 0.1}, "it takes temperature"),
