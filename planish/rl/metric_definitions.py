@@ -218,8 +218,8 @@ OPTIMIZER = Section(
         _M(
             "optim/entropy",
             "nats/token",
-            "-mean(q), with q the sampler's logprob of each sampled token that is trained on: an estimate of the policy's "
-            "entropy at the sampling temperature",
+            "-mean(q), with q the sampler's logprob of each sampled token that is trained on (rl_loop and demo: of each that was "
+            "sampled): an estimate of the policy's entropy at the sampling temperature",
             "falls slowly and levels off above 0",
             "drops to nearly 0 within a few steps (collapse), or rises steadily (noise is being learned)",
         ),
