@@ -79,8 +79,11 @@ def read_problem(row: Row, where: str, shown_tests: int, max_tests: int | None) 
 
 
 def function_name(row: Row) -> str | None:
-    """Where a whole row has one."""
-    metadata = loaded(row.get("metadata"))
+    """Where a whole row has one; what other collections write there is no JSON, or says nothing of functions."""
+    try:
+        metadata = loaded(row.get("metadata"))
+    except UnusableTestError:
+        return None
     return metadata.get("func_name") if isinstance(metadata, Mapping) else None
 
 
@@ -95,6 +98,8 @@ def read_tests(given: Any, function: str | None) -> Iterator[ProgramTest]:
             {"input": one, "output": other, "fn_name": given.get("fn_name")}
             for one, other in zip(inputs, outputs, strict=True)
         ]
+    if given and not isinstance(given, Sequence):
+        raise UnusableTestError
     for test in given or ():
         yield read_assertion(test) if isinstance(test, str) else read_test(test, function)
 

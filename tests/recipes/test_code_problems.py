@@ -84,6 +84,7 @@ def test_other_assertions_leave_the_row_out(assertion):
         "",
         None,
         "not json",
+        "5",
         {"inputs": ["1"], "outputs": []},
         {"inputs": "x"},
         [{"input": "1"}],
@@ -96,6 +97,13 @@ def test_other_assertions_leave_the_row_out(assertion):
 )
 def test_rows_without_a_test_that_can_be_run_are_left_out(tests):
     assert read({"tests": tests}) is None
+
+
+@pytest.mark.parametrize("metadata", ["easy", "", '"easy"', None, {"level": 3}])
+def test_metadata_of_other_collections_say_nothing_of_functions(metadata):
+    problem = read({"tests": [{"input": "2 3\n", "output": "5\n"}], "metadata": metadata})
+    assert problem is not None
+    assert problem.tests == (SUM,)
 
 
 def test_rows_of_another_form_are_refused():
