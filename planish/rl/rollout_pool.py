@@ -132,10 +132,9 @@ class RolloutPool:
         if not self._processes:
             raise UserError("a RolloutPool plays only in its `async with` block")
         async with self._choosing:
-            for index, process in enumerate(self._processes):
-                if process.has_ended:
-                    self._processes[index] = await RolloutProcess.start()
-                    await process.close()
+            while ended := [process for process in self._processes if process.has_ended]:  # another may die meanwhile
+                self._processes[self._processes.index(ended[0])] = await RolloutProcess.start()
+                await ended[0].close()
             return min(self._processes, key=lambda process: process.groups)
 
 

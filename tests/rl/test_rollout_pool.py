@@ -35,7 +35,7 @@ from planish import logtree
 from planish.errors import EngineClosedError, UserError
 from planish.rl import rollout_process
 from planish.rl.rollout_pool import RolloutPool
-from planish.rl.rollout_process import ProcessDiedError
+from planish.rl.rollout_process import ProcessDiedError, RolloutProcess
 from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure
 from planish.rl.rollout_wire import RolloutProcessError
 from planish.rl.rollouts import do_group_rollout
@@ -291,6 +291,28 @@ def test_a_process_that_dies_takes_its_groups_and_is_replaced(runner, pool, tmp_
     assert [error.error_type for error in group.rollout_errors] == ["ProcessDiedError"]
     assert len(group.trajectories_G) == 4
     assert len(before & set(pool.pids)) < 2
+
+
+def test_a_process_that_dies_while_another_is_replaced_is_replaced_too(runner, pool, monkeypatch):
+    first, second = pool._processes
+    start = RolloutProcess.start
+
+    async def end(process):
+        os.kill(process.pid, signal.SIGKILL)
+        while not process.has_ended:
+            await asyncio.sleep(0.005)
+
+    async def start_as_the_first_dies():
+        monkeypatch.setattr(RolloutProcess, "start", start)
+        await end(first)
+        return await start()
+
+    async def run():
+        await end(second)
+        monkeypatch.setattr(RolloutProcess, "start", start_as_the_first_dies)
+        return await pool.do_group_rollout(Group(), Draws())
+
+    assert len(runner.run(run()).trajectories_G) == 4
 
 
 def test_a_group_is_dropped_with_its_process(play, caplog):
