@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from planish.errors import StorageError, UserError
-from planish.runs import TRACE, Row, read_rows, write_whole
+from planish.errors import UserError
+from planish.runs import TRACE, Row, RowFile, read_rows, write_whole
 
 
 @dataclass(slots=True)
@@ -143,12 +143,10 @@ class TraceFile:
 
     def __init__(self, directory: Path, first_step: int) -> None:
         """Events of steps from `first_step` on, left by an earlier process, are dropped: those steps are done again."""
-        path = directory / TRACE
-        kept = [row for row in read_rows(path) if row["args"]["step"] < first_step]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._rows = RowFile(directory / TRACE)
+        self._rows.keep(lambda row: row["args"]["step"] < first_step)
         self.lanes = _Lanes()
         self._offset = time.time() - time.perf_counter()
-        self._file = open(path, "ab")  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
@@ -158,15 +156,10 @@ class TraceFile:
 
     def write(self, step: int, spans: Spans) -> None:
         """Append the spans of a step and flush them."""
-        lines = [json.dumps(self._event(step, span)) + "\n" for span in spans.done]
-        try:
-            self._file.write("".join(lines).encode())
-            self._file.flush()
-        except OSError as error:
-            raise StorageError(f"cannot append to {self._file.name} ({error}); free space and start again") from error
+        self._rows.append(*(self._event(step, span) for span in spans.done))
 
     def close(self) -> None:
-        self._file.close()
+        self._rows.close()
 
     def _event(self, step: int, span: Span) -> Row:
         start, end = (round((moment + self._offset) * 1e6) for moment in (span.start, span.end))

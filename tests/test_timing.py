@@ -4,10 +4,11 @@ import asyncio
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from planish.errors import UserError
+from planish.errors import StorageError, UserError
 from planish.runs import RunDirectory, read_rows
 from planish.timing import Spans, TraceFile, write_trace
 
@@ -160,6 +161,21 @@ def test_steps_that_are_done_again_are_in_the_trace_once(tmp_path):
     traced_run(tmp_path, 3, range(3, 6))
     steps = [row["args"]["step"] for row in read_rows(tmp_path / "trace_events.jsonl")]
     assert steps == [step for step in range(6) for _ in range(2)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_as_such_at_the_end_too(tmp_path):
+    def traced() -> None:
+        with TraceFile(tmp_path, 0) as trace:
+            trace._rows.close()
+            trace._rows._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+            spans = Spans(trace)
+            with spans.measure("sampling"):
+                pass
+            trace.write(0, spans)
+
+    with pytest.raises(StorageError, match="free space"):
+        traced()
 
 
 def test_the_trace_of_a_run_is_what_a_viewer_loads(tmp_path):
