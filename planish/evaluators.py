@@ -1,10 +1,12 @@
 """Measurements of a policy between training steps. Each answers metrics by name; the loop puts the names into the step's row."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from planish.errors import UserError
+from planish.interruption import only_asked_cancellation
 
 
 class SamplingClientEvaluator(ABC):
@@ -27,6 +29,28 @@ Evaluator = SamplingClientEvaluator | TrainingClientEvaluator
 def evaluator_name(evaluator: Evaluator) -> str:
     """Its attribute `name`, if it has one; otherwise that of its class."""
     return getattr(evaluator, "name", type(evaluator).__name__)
+
+
+@contextmanager
+def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
+    """Errors that leave the block say which evaluator was asked, and when; so does a cancellation that nobody asked for."""
+    try:
+        with only_asked_cancellation():
+            yield
+    except Exception as error:
+        error.add_note(f"in the evaluator {evaluator_name(evaluator)}, before step {step}")
+        raise
+
+
+def add_metrics(metrics: dict[str, float], found: Mapping[str, float], evaluator: Evaluator) -> None:
+    """Put what `evaluator` gave beside what others did; UserError for a name that is taken."""
+    if (twice := next((name for name in ["step", *metrics] if name in found), None)) is not None:
+        owner = "the row's own" if twice == "step" else "that of another evaluator"
+        raise UserError(
+            f"the evaluator {evaluator_name(evaluator)} gave the metric {twice!r}, which is {owner}; give it another name, such as "
+            "one with the evaluator's in front"
+        )
+    metrics |= found
 
 
 def checked_metrics(given: Any, source: str) -> dict[str, int | float]:

@@ -21,8 +21,15 @@ from planish.checkpointing import RunCheckpoints, Start
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage
 from planish.errors import UserError
-from planish.evaluators import Evaluator, TrainingClientEvaluator, checked_metrics, evaluator_name
-from planish.interruption import Interrupted, Interruption, first_error, only_asked_cancellation
+from planish.evaluators import (
+    Evaluator,
+    TrainingClientEvaluator,
+    add_metrics,
+    asking,
+    checked_metrics,
+    evaluator_name,
+)
+from planish.interruption import Interrupted, Interruption, first_error
 from planish.metric_logs import MetricLog
 from planish.rl.config import Config
 from planish.rl.counters import Counters
@@ -202,28 +209,17 @@ class Loop:
         for evaluator in self.evaluators:
             with spans.measure("run_evals"):
                 found = await self.interruption.guard(self.test(step, evaluator, sampling_client, player))
-            taken = ["step", *metrics]
-            if (twice := next((name for name in taken if name in found), None)) is not None:
-                owner = "the row's own" if twice == "step" else "that of another evaluator"
-                raise UserError(
-                    f"the evaluator {evaluator_name(evaluator)} gave the metric {twice!r}, which is {owner}; give it another "
-                    "name, such as one with the evaluator's in front"
-                )
-            metrics |= found
+            add_metrics(metrics, found, evaluator)
         return metrics
 
     async def test(self, step: int, evaluator: Evaluator, sampling_client: Any, player: GroupPlayer) -> Metrics:
-        name = evaluator_name(evaluator)
-        try:
-            with only_asked_cancellation():
-                if isinstance(evaluator, RLTestSetEvaluator):
-                    return await self.test_on_environments(step, evaluator, sampling_client, player)
-                with self.progress.evaluation(name):
-                    client = self.training_client if isinstance(evaluator, TrainingClientEvaluator) else sampling_client
-                    return checked_metrics(await evaluator(client), f"the evaluator {name}")
-        except Exception as error:
-            error.add_note(f"in the evaluator {name}, before step {step}")
-            raise
+        with asking(evaluator, step):
+            if isinstance(evaluator, RLTestSetEvaluator):
+                return await self.test_on_environments(step, evaluator, sampling_client, player)
+            name = evaluator_name(evaluator)
+            with self.progress.evaluation(name):
+                client = self.training_client if isinstance(evaluator, TrainingClientEvaluator) else sampling_client
+                return checked_metrics(await evaluator(client), f"the evaluator {name}")
 
     async def test_on_environments(
         self, step: int, evaluator: RLTestSetEvaluator, sampling_client: Any, player: GroupPlayer

@@ -17,7 +17,14 @@ from typing import Any
 from planish.checkpointing import RunCheckpoints, Start
 from planish.console import StepDisplay
 from planish.errors import UserError
-from planish.evaluators import Evaluator, TrainingClientEvaluator, checked_metrics, evaluator_name
+from planish.evaluators import (
+    Evaluator,
+    TrainingClientEvaluator,
+    add_metrics,
+    asking,
+    checked_metrics,
+    evaluator_name,
+)
 from planish.interruption import Interrupted, Interruption
 from planish.metric_logs import MetricLog
 from planish.runs import RunDirectory
@@ -170,16 +177,19 @@ class Loop:
         metrics: Metrics = {}
         sampling_client = None
         for evaluator in evaluators:
-            name = evaluator_name(evaluator)
-            with spans.measure("run_evals"), self.display.begin(f"evaluating {name}"):
+            with spans.measure("run_evals"), self.display.begin(f"evaluating {evaluator_name(evaluator)}"):
                 if isinstance(evaluator, TrainingClientEvaluator):
                     client = self.training_client
                 else:
                     sampling_client = sampling_client or await self.publish()
                     client = sampling_client
-                given = await self.interruption.guard(evaluator(client))
-                metrics |= checked_metrics(given, f"the evaluator {name}")
+                found = await self.interruption.guard(self.test(step, evaluator, client))
+            add_metrics(metrics, found, evaluator)
         return metrics
+
+    async def test(self, step: int, evaluator: Evaluator, client: Any) -> Metrics:
+        with asking(evaluator, step):
+            return checked_metrics(await evaluator(client), f"the evaluator {evaluator_name(evaluator)}")
 
     async def publish(self) -> Any:
         return await self.training_client.save_weights_and_get_sampling_client_async()

@@ -210,6 +210,29 @@ def test_a_metric_that_is_not_finite_is_left_out_and_said(service, chats, tmp_pa
     assert f"WARNING: sampled/steps is nan in step {STEPS}, and is left out" in capsys.readouterr().out
 
 
+class Covering(SamplingClientEvaluator):
+    async def __call__(self, sampling_client):
+        return {"step": 77}
+
+
+class Cancelled(SamplingClientEvaluator):
+    async def __call__(self, sampling_client):
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("evaluators", "error", "message"),
+    [
+        ([Digest, Digest], UserError, "the metric 'sampled/steps', which is that of another"),
+        ([Covering], UserError, "the metric 'step', which is the row's"),
+        ([Cancelled], RuntimeError, "nobody asked for that"),
+    ],
+)
+def test_what_an_evaluator_may_not_do_is_told(service, chats, tmp_path, evaluators, error, message):
+    with pytest.raises(error, match=message):
+        train(service, chats, tmp_path, evaluator_builders=evaluators)
+
+
 def test_infrequent_evaluators_have_a_rhythm_of_their_own(service, chats, tmp_path):
     train(
         service,
