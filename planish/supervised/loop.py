@@ -78,6 +78,8 @@ class Loop:
     interruption: Interruption = field(default_factory=Interruption)
     ahead: deque[Submitted] = field(default_factory=deque)
     """Steps whose results are to come, the oldest first."""
+    has_moved: bool = False
+    """The weights may be further than the steps that are written down or ahead: one of them failed, or is between the two."""
 
     def __post_init__(self) -> None:
         self.training_client = self.start.training_client
@@ -91,10 +93,12 @@ class Loop:
         try:
             await self.make_steps()
         except Interrupted:
-            if self.done != self.saved:
-                await asyncio.to_thread(self.checkpoints.state_only, self.done, self.row())
+            await self.save_unless_saved()
             self.display.say(f"stopped after {self.done} of {self.steps} steps; the same command goes on from there")
             return False
+        except Exception as error:
+            await self.rescue(error)
+            raise
         record = await asyncio.to_thread(self.checkpoints.final, self.steps, self.row())
         self.display.say(f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}")
         return True
@@ -115,6 +119,18 @@ class Loop:
         if tests:
             self.write_down(self.steps, {"progress": 1.0, **tests}, spans)
 
+    async def rescue(self, error: Exception) -> None:
+        """Before an error ends the run, finish what is submitted and save it, unless the weights may be further than that."""
+        if self.has_moved:
+            return
+        try:
+            await self.settle()
+            await self.save_unless_saved()
+        except Exception as another:  # a disk or a server that is gone: the first error says more
+            error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
+        else:
+            self.display.say(f"failed after {self.done} of {self.steps} steps; the same command goes on from there")
+
     async def begin(self, step: int) -> None:
         """Test if it is time, and submit the step."""
         spans = Spans(self.trace)
@@ -130,8 +146,10 @@ class Loop:
             self.ahead.append(Submitted(step, batch, None, None, tests, spans))
             return
         gradient = await self.objective.submit(self.training_client, batch)
+        self.has_moved = True
         update = await self.training_client.optim_step_async(self.adam(step))
         self.ahead.append(Submitted(step, batch, gradient, update, tests, spans))
+        self.has_moved = False
 
     def batch_of(self, step: int) -> Batch:
         epoch, index = divmod(step, len(self.dataset))
@@ -143,7 +161,7 @@ class Loop:
     async def settle(self, left: int = 0) -> None:
         """Wait for the oldest steps, and write each down, until so many are left."""
         while len(self.ahead) > left:
-            submitted = self.ahead[0]
+            submitted, self.has_moved = self.ahead[0], True
             with submitted.spans.measure("wait"), self.display.begin(f"training, step {submitted.step}"):
                 metrics = await results(submitted)
             self.ahead.popleft()
@@ -161,7 +179,7 @@ class Loop:
                 submitted.spans,
             )
             self.display.step_done()
-            self.done = step + 1
+            self.done, self.has_moved = step + 1, False
 
     async def tests(self, step: int, spans: Spans) -> Metrics:
         """What is due to be measured before `step`, and everything after the last one.
@@ -217,6 +235,10 @@ class Loop:
         with self.display.begin(f"saving, step {self.done}"):
             await asyncio.to_thread(save, self.done, self.row())
         self.saved = self.done
+
+    async def save_unless_saved(self) -> None:
+        if self.done != self.saved:
+            await asyncio.to_thread(self.checkpoints.state_only, self.done, self.row())
 
     def row(self) -> dict[str, int]:
         """What a checkpoint's row says besides the number of batches."""

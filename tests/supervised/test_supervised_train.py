@@ -14,6 +14,7 @@ from planish.interruption import Interruption
 from planish.runs import RunDirectory, read_rows
 from planish.supervised.config import Config
 from planish.supervised.datasets import FromConversationFileBuilder
+from planish.supervised.loop import Loop
 from planish.supervised.metric_definitions import definition_of
 from planish.supervised.train import main
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDataset, SupervisedDatasetBuilder
@@ -273,6 +274,34 @@ def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkey
         train(service, chats, path, **VARIANTS[name])
         assert rows_of(path) == rows_of(tmp_path / "whole")
         assert service.weights == whole.weights
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    ("broken", "method", "at", "saved"),
+    [(Loop, "test", 4, [4]), (Loop, "batch_of", 5, [5]), (RunDirectory, "log_spans", 3, [])],
+)
+def test_an_error_saves_the_steps_before_it(tokenizer, chats, tmp_path, broken, method, at, saved, ahead, monkeypatch):
+    whole, service = LedgerService(tokenizer), LedgerService(tokenizer)
+    options = {"save_every": 0, "submit_ahead": ahead, "evaluator_builders": [Digest]}
+    train(whole, chats, tmp_path / "whole", **options)
+    works, run = getattr(broken, method), tmp_path / "run"
+
+    def fails(self, step, *arguments):
+        if step == at:
+            raise OSError("it breaks")
+        return works(self, step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, method, fails)
+        with pytest.raises(OSError, match="it breaks"):
+            train(service, chats, run, **options)
+    records = read_rows(run / "checkpoints.jsonl")
+    assert [record["batch"] for record in records] == saved
+    assert [service.states[record["state_path"]].steps for record in records] == saved
+    train(service, chats, run, **options)
+    assert service.weights == whole.weights
+    assert rows_of(run) == rows_of(tmp_path / "whole")
 
 
 def recorded(interruptions):
