@@ -4,7 +4,7 @@ end a task from outside: cancellation, and the first error of several tasks."""
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -201,6 +201,14 @@ def first_error() -> Iterator[None]:
             another = next(error for error in leaves if error is not first)
             first.add_note(f"{len(leaves) - 1} more tasks failed, the first of them with: {another!r}")
         raise first from first.__cause__
+
+
+async def at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error ends the others, and nothing outlives the call."""
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            begun = [tasks.create_task(each) for each in work]
+    return [task.result() for task in begun]
 
 
 def leaves_of(error: BaseException) -> list[BaseException]:

@@ -12,7 +12,6 @@ counted. Draws are a function of (seed, index). A process that is killed goes on
 a file that was made from anything else is not gone on with.
 """
 
-import asyncio
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage, StepDisplay
 from planish.errors import DamagedFileError, UserError
-from planish.interruption import first_error
+from planish.interruption import at_once
 from planish.renderers import Renderer
 from planish.runs import read_rows, write_whole
 from planish.supervised.conversations import Conversation
@@ -146,7 +145,4 @@ async def answers_to(
         stage.advance()
         return row
 
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            answers = [tasks.create_task(answer(index)) for index in indices]
-    return [task.result() for task in answers]
+    return await at_once(answer(index) for index in indices)

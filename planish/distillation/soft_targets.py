@@ -8,14 +8,13 @@ With K the whole vocabulary that is the cross entropy between teacher and studen
 smaller K cuts off is given to the candidates, in proportion; what they held before is the `mass`.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from planish.interruption import first_error
+from planish.interruption import at_once
 from planish.types import Datum, ModelInput, SamplingParams, TopkLogprobs
 
 
@@ -62,10 +61,7 @@ async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> Soft
         )
         return soft_datum(datum, response.topk_prompt_logprobs_np)
 
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            soft_D = [tasks.create_task(soft(datum)) for datum in data_D]
-    return SoftData.joined([each.result() for each in soft_D])
+    return SoftData.joined(await at_once(soft(datum) for datum in data_D))
 
 
 def soft_datum(datum: Datum, top: TopkLogprobs) -> SoftData:

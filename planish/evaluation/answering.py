@@ -1,6 +1,5 @@
 """One question put to a model: by drawn answers, or by scoring its choices."""
 
-import asyncio
 from dataclasses import dataclass
 from string import ascii_uppercase as LETTERS
 from typing import Any
@@ -15,6 +14,7 @@ from planish.evaluation.types import (
     ScoredChoice,
     Verdict,
 )
+from planish.interruption import at_once
 from planish.renderers import Message, Renderer, get_text_content
 from planish.types import ModelInput, SamplingParams
 
@@ -93,10 +93,9 @@ class Answerer:
                 reference=question.reference,
                 error=self._too_long(longest),
             )
-        async with asyncio.TaskGroup() as tasks:
-            scoring = [tasks.create_task(self._score(prompt, message)) for message in asked.messages]
-        named = zip(LETTERS, question.choices, asked.messages, scoring, strict=False)
-        choices = [ScoredChoice(letter, text, task.result(), len(message)) for letter, text, message, task in named]
+        scores = await at_once(self._score(prompt, message) for message in asked.messages)
+        named = zip(LETTERS, question.choices, asked.messages, scores, strict=False)
+        choices = [ScoredChoice(letter, text, score, len(message)) for letter, text, message, score in named]
         likeliest = max(choices, key=lambda choice: choice.logprob).letter
         normalized = max(choices, key=lambda choice: choice.mean_logprob).letter
         return ChosenAnswer(

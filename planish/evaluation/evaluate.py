@@ -22,7 +22,7 @@ from planish.evaluation.answering import Answerer, Asked, ask, ask_for_choice
 from planish.evaluation.files import Answers, EvaluationDirectory
 from planish.evaluation.metrics import check_k, metrics_of
 from planish.evaluation.types import ChoiceTask, Sampling, Task
-from planish.interruption import first_error
+from planish.interruption import at_once
 from planish.renderers import Renderer
 
 CONCURRENCY = 64
@@ -141,10 +141,7 @@ async def _answer_all(
         async with places:
             progress.keep(await answer(question))
 
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            for question in asked:
-                tasks.create_task(one(question))
+    await at_once(one(question) for question in asked)
 
 
 def checked_draws(

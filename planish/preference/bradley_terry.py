@@ -9,7 +9,6 @@ bounds, exact also where the model is sure. So no head has to be added to the mo
 and a checkpoint is an ordinary one. Ties say nothing about an order and are left out of training.
 """
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from planish.interruption import at_once
 from planish.preference.choices import Choice
 from planish.preference.datasets import pairs_of
 from planish.preference.types import Comparison, LabeledComparison, Messages
@@ -116,6 +116,4 @@ class BradleyTerryPreferenceModel:
 
     async def _scores(self, comparison: Comparison) -> list[float]:
         prompt = comparison.prompt_conversation
-        return await asyncio.gather(
-            *(self.score(prompt, s) for s in (comparison.completion_A, comparison.completion_B))
-        )
+        return await at_once(self.score(prompt, each) for each in (comparison.completion_A, comparison.completion_B))

@@ -9,7 +9,6 @@ with the same luck and against the same answers. Several judges may be asked abo
 one that is known disagree, the policy has found the faults of the first.
 """
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ import chz
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.evaluators import SamplingClientEvaluator
-from planish.interruption import first_error
+from planish.interruption import at_once
 from planish.model_renderer import model_renderer
 from planish.preference.judging import judged
 from planish.preference.preference_envs import Answer, read_answer
@@ -59,10 +58,7 @@ class Answering:
             answer = read_answer(self.renderer, sampled.tokens)
             return SampledAnswer(answer.text, answer.is_whole, len(sampled.tokens))
 
-        with first_error():
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(one(number, prompt)) for number, prompt in enumerate(prompts)]
-        return [task.result() for task in asked]
+        return await at_once(one(number, prompt) for number, prompt in enumerate(prompts))
 
 
 class Reference(ABC):

@@ -8,7 +8,6 @@ a checkpoint that is named when the run begins; it is written down (reference.js
 the weights it resumes with. The loop, its files and its resume are those of planish/supervised.
 """
 
-import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from planish.checkpointing import Start
 from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.evaluators import TrainingClientEvaluator
+from planish.interruption import at_once
 from planish.preference.datasets import pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.runs import REFERENCE, checkpoint_of, write_whole
@@ -270,7 +270,7 @@ def answer_tokens(datum: Datum) -> float:
 
 async def reference_logprobs(reference: Any, data: Sequence[Datum]) -> list[float]:
     """The reference's logprob of each datum's answer; all requests in flight at once."""
-    return list(await asyncio.gather(*(_reference_logprob(reference, datum) for datum in data)))
+    return await at_once(_reference_logprob(reference, datum) for datum in data)
 
 
 async def _reference_logprob(reference: Any, datum: Datum) -> float:

@@ -1,16 +1,13 @@
 """Asking a preference model about many comparisons at once, and not believing everything that it says."""
 
-import asyncio
 import math
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from planish.errors import NonFiniteError, UserError
-from planish.interruption import first_error
-from planish.preference.preference_models import PreferenceModel, ScoringPreferenceModel
+from planish.interruption import at_once
+from planish.preference.preference_models import PreferenceModel, ScoringPreferenceModel, asked
 from planish.preference.types import Comparison, Messages
-
-T = TypeVar("T")
 
 ROUNDING = 1e-6
 
@@ -23,18 +20,14 @@ async def judged(preference_model: PreferenceModel, comparisons: Sequence[Compar
     if isinstance(preference_model, ScoringPreferenceModel):
         given = await _by_scores(preference_model, comparisons)
     else:
-        given = await at_once([asked(preference_model, comparison) for comparison in comparisons])
+        given = await at_once(asked(preference_model, comparison) for comparison in comparisons)
     return [checked_preference(preference, preference_model) for preference in given]
-
-
-async def asked(preference_model: PreferenceModel, comparison: Comparison) -> float:
-    return await preference_model(comparison)
 
 
 async def _by_scores(model: ScoringPreferenceModel, comparisons: Sequence[Comparison]) -> list[float]:
     sides = [side for each in comparisons for side in ((each, each.completion_A), (each, each.completion_B))]
     distinct = {_key(each, answer): (each.prompt_conversation, answer) for each, answer in sides}
-    found = await at_once([model.score(prompt, answer) for prompt, answer in distinct.values()])
+    found = await at_once(model.score(prompt, answer) for prompt, answer in distinct.values())
     scores = dict(zip(distinct, found, strict=True))
     return [
         model.preference_between(scores[_key(each, each.completion_A)], scores[_key(each, each.completion_B)])
@@ -44,14 +37,6 @@ async def _by_scores(model: ScoringPreferenceModel, comparisons: Sequence[Compar
 
 def _key(comparison: Comparison, answer: Messages) -> str:
     return repr((comparison.prompt_conversation, answer))
-
-
-async def at_once(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error ends the others, and nothing outlives the call."""
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            begun = [tasks.create_task(each) for each in work]
-    return [task.result() for task in begun]
 
 
 def checked_preference(given: Any, preference_model: PreferenceModel) -> float:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.evaluators import SamplingClientEvaluator
-from planish.preference.judging import asked, at_once
-from planish.preference.preference_models import LogOddsModel, PreferenceModel
+from planish.interruption import at_once
+from planish.preference.preference_models import LogOddsModel, PreferenceModel, asked
 from planish.preference.types import Label, LabeledComparison
 
 SMALLEST = 1e-6
@@ -52,7 +52,7 @@ async def judge(
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     as_given = [labeled.comparison for labeled in ranked]
     swaps = [comparison.swap() for comparison in as_given] if both_orders else []
-    found = await at_once([asked(model, comparison) for comparison in [*as_given, *swaps]])
+    found = await at_once(asked(model, comparison) for comparison in [*as_given, *swaps])
     given, swapped = found[: len(ranked)], found[len(ranked) :] if both_orders else [None] * len(ranked)
     return [
         Judgment(SIGN[labeled.label], one, other) for labeled, one, other in zip(ranked, given, swapped, strict=True)
@@ -65,7 +65,7 @@ async def log_odds_of_chosen(
     """Of each preferred answer over the other one, before any temperature; of both orders one after the other."""
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     ordered = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
-    given = await at_once([model.log_odds(labeled.comparison) for labeled in ordered])
+    given = await at_once(model.log_odds(labeled.comparison) for labeled in ordered)
     return [SIGN[labeled.label] * each for labeled, each in zip(ordered, given, strict=True)]
 
 

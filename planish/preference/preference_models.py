@@ -5,11 +5,11 @@ sign are those of the public cookbooks. A model that knows the order of the answ
 thing of its swap; whoever needs to be fair asks both.
 """
 
-import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from planish.interruption import at_once
 from planish.preference.types import Comparison, Messages
 
 
@@ -19,6 +19,10 @@ class PreferenceModel(Protocol):
     async def __call__(self, comparison: Comparison) -> float:
         """From -1 to 1: +1 = completion B is better, -1 = completion A is, 0 = neither."""
         ...
+
+
+async def asked(preference_model: PreferenceModel, comparison: Comparison) -> float:
+    return await preference_model(comparison)
 
 
 class LogOddsModel(PreferenceModel, Protocol):
@@ -36,7 +40,7 @@ class BothOrders:
     model: PreferenceModel
 
     async def __call__(self, comparison: Comparison) -> float:
-        given, swapped = await asyncio.gather(self.model(comparison), self.model(comparison.swap()))
+        given, swapped = await at_once(asked(self.model, each) for each in (comparison, comparison.swap()))
         return (given - swapped) / 2
 
 

@@ -1,13 +1,12 @@
 """Tests of a policy on environments."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.console import Stage
 from planish.evaluators import SamplingClientEvaluator
-from planish.interruption import first_error
+from planish.interruption import at_once
 from planish.rl.metrics import environment_metrics
 from planish.rl.playing import GroupPlayer
 from planish.rl.rollout_strategy import FailFast
@@ -63,10 +62,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
                 playing=playing,
             )
 
-        with first_error():
-            async with asyncio.TaskGroup() as tasks:
-                played = [tasks.create_task(one(index, builder)) for index, builder in enumerate(self.builders)]
-        return [group for task in played if (group := task.result()) is not None]
+        played = await at_once(one(index, builder) for index, builder in enumerate(self.builders))
+        return [group for group in played if group is not None]
 
     def metrics(self, groups: Sequence[GroupRollout]) -> dict[str, float]:
         """Of the groups that were played to their end, and how many were not, if any."""

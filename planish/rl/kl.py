@@ -9,14 +9,13 @@ the one that sampled becomes likelier. It is a number for each token, so it is a
 groups. The KL penalty of a run is a pull to one reference; on-policy distillation (planish/distillation) is one to teachers.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from planish.interruption import first_error
+from planish.interruption import at_once
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import Metrics
 from planish.types import ForwardBackwardOutput, ModelInput
@@ -78,10 +77,7 @@ async def gaps(data_D: Sequence[TrainingSequence], policy_of: Callable[[Training
         other_N = np.array([0.0 if score is None else score for score in scores], np.float32)
         return (sequence.logprobs_N - other_N) * sequence.mask_N
 
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            gaps_D = [tasks.create_task(gap(sequence)) for sequence in data_D]
-    return [gap.result() for gap in gaps_D]
+    return await at_once(gap(sequence) for sequence in data_D)
 
 
 def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -> float | None:

@@ -260,6 +260,29 @@ def test_a_reference_of_other_tokens_is_refused_before_anything_is_trained(clien
     assert not (tmp_path / "run").exists()
 
 
+def test_when_a_reference_fails_nothing_more_is_asked_of_it(models, pairs):
+    train_set, _ = builder(models[0], pairs)()
+    begun, ended = [], []
+
+    class Reference:
+        async def compute_logprobs_async(self, tokens):
+            begun.append(tokens)
+            if len(begun) == 1:
+                await asyncio.sleep(0.01)
+                raise OSError("no reference")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(tokens)
+
+    async def run():
+        with pytest.raises(OSError, match="no reference"):
+            await reference_logprobs(Reference(), train_set.get_batch(0))
+        return len(ended)
+
+    assert asyncio.run(run()) == len(train_set.get_batch(0)) - 1
+
+
 def test_reference_logprobs_are_the_trainers(client, models, pairs):
     train_set, _ = builder(models[0], pairs)()
     data = list(train_set.get_batch(0))
