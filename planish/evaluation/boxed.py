@@ -11,7 +11,7 @@ from planish.errors import UserError
 from planish.evaluation.types import Question, Verdict
 from planish.problems.grading import extract_boxed
 from planish.problems.gsm8k import QUESTION_SUFFIX, read_problem, shown_example
-from planish.problems.math_datasets import BOX_SUFFIX, boxed_answer, text_of
+from planish.problems.math_datasets import BOX_SUFFIX, math_answer, text_of
 from planish.problems.process_grader import process_grader
 from planish.rl.problem_env import UnjudgedAnswerError
 
@@ -22,9 +22,7 @@ def gsm8k_question(row: Mapping[str, Any], where: str, number: int) -> Question:
 
 
 def math_question(row: Mapping[str, Any], where: str, number: int) -> Question:
-    r"""Of "problem" and "answer", which may be boxed itself; without an answer, it is that of "solution"."""
-    answer = text_of(row, "answer", where) if row.get("answer") is not None else ""
-    known = boxed_answer(answer) or answer or boxed_answer(text_of(row, "solution", where))
+    known = math_answer(row, where)
     if not known:
         raise UserError(
             rf'{where}: no answer; give it as "answer", or as the last \boxed{{}} of "solution", or remove the row'

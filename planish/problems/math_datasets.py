@@ -127,8 +127,14 @@ def read_rows(collection: Collection, rows: Sequence[Row], where: str) -> tuple[
 
 def read_math(row: Row, where: str) -> Problem | None:
     question, solution = text_of(row, "problem", where), text_of(row, "solution", where)
-    answer = row["answer"] if isinstance(row.get("answer"), str) else boxed_answer(solution)
-    return Problem(question, answer.strip(), solution) if answer and answer.strip() else None
+    answer = math_answer(row, where)
+    return Problem(question, answer, solution) if answer else None
+
+
+def math_answer(row: Row, where: str) -> str | None:
+    """The "answer", which may be boxed itself; without one, what "solution" has in its last box."""
+    answer = text_of(row, "answer", where) if row.get("answer") is not None else ""
+    return boxed_answer(answer) or answer or boxed_answer(text_of(row, "solution", where))
 
 
 def read_polaris(row: Row, where: str) -> Problem | None:

@@ -102,6 +102,15 @@ def test_rows_of_another_form_are_refused_by_their_place(tmp_path, name, row, fi
         load(name, write(tmp_path / "rows.jsonl", row))
 
 
+@pytest.mark.parametrize(
+    ("answer", "read"), [(7, "7"), (r"\boxed{7}", "7"), (r" \frac{1}{2} ", r"\frac{1}{2}"), ("", "3"), (None, "3")]
+)
+def test_math_has_the_answer_of_its_own_field_however_it_is_written(tmp_path, answer, read):
+    row = {"problem": "p", "answer": answer, "solution": r"so \boxed{3}"}
+    [problem] = load("math", write(tmp_path / "rows.jsonl", row)).train
+    assert problem.answer == read
+
+
 def test_numbers_are_answers_as_they_are_written(tmp_path):
     rows = [{"question": "a?", "final_answer": 2}, {"question": "b?", "final_answer": 0.5}]
     answers = [problem.answer for problem in load("deepmath", write(tmp_path / "rows.jsonl", *rows)).train]
