@@ -11,7 +11,7 @@ from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Messages, read_comparison
 from planish.renderers import Renderer
-from planish.supervised.conversations import conversation_of
+from planish.supervised.conversations import conversation_of, messages_of
 from planish.supervised.datasets import placed, row_splits
 
 
@@ -71,7 +71,7 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
     if "comparison" in row or ("chosen" in row and "rejected" in row):
         return read_comparison(row, where).comparison.prompt_conversation
     if "prompt" in row and "completion" not in row:
-        conversation = conversation_of({"messages": _as_messages(row["prompt"])}, where)
+        conversation = messages_of(row["prompt"], "user", f'{where}, "prompt"')
     else:
         conversation = conversation_of(row, where)
     while conversation and conversation[-1].get("role") == "assistant":
@@ -92,10 +92,6 @@ def checked_prompts(prompts: Sequence[Messages], renderer: Renderer, split: str,
         if most is None or length <= most:
             kept.append(prompt)
     return kept
-
-
-def _as_messages(prompt: Any) -> Any:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _distinct(prompts: Sequence[Messages]) -> list[Messages]:

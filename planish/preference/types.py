@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from planish.errors import UserError
+from planish.supervised.conversations import messages_of
 
 Messages = Sequence[Mapping[str, Any]]
 Label = Literal["A", "B", "Tie"]
@@ -52,8 +53,8 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
         raise UserError(
             f'{where}: the row has {sorted(row)}; give "prompt", "chosen" and "rejected", or "comparison" and "label"'
         )
-    chosen = _messages(row["chosen"], "assistant", f'{where}, "chosen"')
-    rejected = _messages(row["rejected"], "assistant", f'{where}, "rejected"')
+    chosen = messages_of(row["chosen"], "assistant", f'{where}, "chosen"')
+    rejected = messages_of(row["rejected"], "assistant", f'{where}, "rejected"')
     prompt = row.get("prompt")
     if _is_whole(chosen) and _is_whole(rejected):
         if chosen[:-1] != rejected[:-1]:
@@ -64,7 +65,7 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
     elif prompt is None:
         raise UserError(f'{where}: there is no "prompt", and chosen and rejected are no conversations; give the prompt')
     else:
-        comparison = Comparison(_messages(prompt, "user", f'{where}, "prompt"'), chosen, rejected)
+        comparison = Comparison(messages_of(prompt, "user", f'{where}, "prompt"'), chosen, rejected)
     return LabeledComparison(comparison, "A")
 
 
@@ -77,18 +78,9 @@ def _labeled(row: Mapping[str, Any], where: str) -> LabeledComparison:
         raise UserError(f'{where}, "comparison": give {", ".join(names)}')
     roles = ("user", "assistant", "assistant")
     prompt, first, second = (
-        _messages(parts[name], role, f'{where}, "{name}"') for name, role in zip(names, roles, strict=True)
+        messages_of(parts[name], role, f'{where}, "{name}"') for name, role in zip(names, roles, strict=True)
     )
     return LabeledComparison(Comparison(prompt, first, second), label)
-
-
-def _messages(value: Any, role: str, where: str) -> list[Mapping[str, Any]]:
-    """A text as one message of `role`, or a list of messages as it is."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, Sequence) or not value or not all(isinstance(part, Mapping) for part in value):
-        raise UserError(f"{where}: give a text, or a list of messages with at least one in it")
-    return [{key: entry for key, entry in part.items() if entry is not None or key == "content"} for part in value]
 
 
 def _is_whole(messages: Messages) -> bool:

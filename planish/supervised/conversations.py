@@ -14,6 +14,7 @@ Row = Mapping[str, Any]
 Conversation = list[dict[str, Any]]
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+LIST = "a list of messages with at least one in it"
 FORMS = '"messages", "conversations", or "prompt" and "completion"'
 
 
@@ -25,8 +26,8 @@ def conversation_of(row: Row, where: str) -> Conversation:
         return [_of_sharegpt(part, where) for part in _messages(row["conversations"], f'{where}, "conversations"')]
     if "prompt" in row and "completion" in row:
         return [
-            *_side(row["prompt"], "user", f'{where}, "prompt"'),
-            *_side(row["completion"], "assistant", f'{where}, "completion"'),
+            *messages_of(row["prompt"], "user", f'{where}, "prompt"'),
+            *messages_of(row["completion"], "assistant", f'{where}, "completion"'),
         ]
     raise UserError(f"{where}: the row has {sorted(row)}; give rows with {FORMS}")
 
@@ -41,9 +42,9 @@ def is_worked_solution(row: Row) -> bool:
     return "question" in row and "answer" in row and not _is_conversation(row)
 
 
-def _messages(value: Any, where: str) -> Conversation:
+def _messages(value: Any, where: str, wanted: str = LIST) -> Conversation:
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
-        raise UserError(f"{where}: needs to be a list of messages with at least one in it")
+        raise UserError(f"{where}: give {wanted}")
     for part in value:
         if not isinstance(part, Mapping):
             raise UserError(f"{where}: holds a {type(part).__name__}; each message is an object")
@@ -51,8 +52,11 @@ def _messages(value: Any, where: str) -> Conversation:
     return [{key: entry for key, entry in part.items() if entry is not None or key == "content"} for part in value]
 
 
-def _side(value: Any, role: str, where: str) -> Conversation:
-    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, where)
+def messages_of(value: Any, role: str, where: str) -> Conversation:
+    """A text as one message of `role`, or a list of messages; UserError, which says `where` it is, for anything else."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return _messages(value, where, f"a text, or {LIST}")
 
 
 def _of_sharegpt(part: Mapping[str, Any], where: str) -> dict[str, Any]:

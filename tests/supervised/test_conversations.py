@@ -37,13 +37,13 @@ def test_a_message_of_tool_calls_alone_keeps_its_empty_content():
     ("row", "message"),
     [
         ({"text": "Hello."}, r"row 3: the row has \['text'\]"),
-        ({"messages": "Hello."}, 'row 3, "messages": needs to be a list'),
+        ({"messages": "Hello."}, 'row 3, "messages": give a list'),
         ({"messages": []}, "at least one"),
         ({"messages": ["Hello."]}, "holds a str"),
         ({"conversations": [{"from": "robot", "value": "Beep."}]}, "'from': 'robot'"),
         ({"conversations": [{"from": "human"}]}, '"value"'),
         ({"conversations": [{"from": "gpt", "value": "Beep.", "weight": 0}]}, '"weight": 0, .*"trainable"'),
-        ({"prompt": 5, "completion": "x"}, '"prompt": needs to be a list'),
+        ({"prompt": 5, "completion": "x"}, '"prompt": give a text, or a list'),
     ],
 )
 def test_what_has_no_known_form_is_refused_with_its_place(row, message):
