@@ -88,7 +88,7 @@ class WorkerProcess:
         if not waiting.poll(seconds * 1000):
             raise WorkerError(f"no answer in {seconds:g} s")
         line = process.stdout.readline()
-        if not line:
+        if not line.endswith(b"\n"):
             raise WorkerError("the process ended without an answer")
         return json.loads(line)
 

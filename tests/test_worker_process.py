@@ -13,6 +13,7 @@ from planish.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 PROGRAM = """
 import os, sys, time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,6 +24,11 @@ def start(*arguments):
         if question.get("hang"):
             time.sleep(60)
         if question.get("die"):
+            os._exit(1)
+        if question.get("half"):
+            for pipe in range(3, 20):
+                with suppress(OSError):
+                    os.write(pipe, b'{{"half')
             os._exit(1)
         if question.get("fail"):
             raise ValueError("cannot")
@@ -59,7 +65,10 @@ def test_one_process_answers_all_questions(worker):
     assert (first["arguments"], first["mine"]) == (["a", "b"], "x")
 
 
-@pytest.mark.parametrize(("question", "message"), [({"hang": True}, "no answer in 0.3 s"), ({"die": True}, "ended")])
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [({"hang": True}, "no answer in 0.3 s"), ({"die": True}, "ended"), ({"half": True}, "ended without an answer")],
+)
 def test_a_process_that_hangs_or_dies_is_replaced(worker, question, message):
     process = worker()
     before = process.ask({}, 30.0)["pid"]
