@@ -8,6 +8,8 @@ from planish.rl.types import EnvGroupBuilder, RLDataset
 
 BATCHES = 1000
 """More than a run of these recipes takes; num_epochs goes beyond."""
+ENDLESS = 1_000_000
+"""As good as no end."""
 
 
 @dataclass(frozen=True)

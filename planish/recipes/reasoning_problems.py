@@ -22,7 +22,7 @@ import chz
 from planish import logtree
 from planish.errors import UserError
 from planish.model_renderer import model_renderer
-from planish.recipes.generated_dataset import GeneratedDataset
+from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
 from planish.rl.datasets import ProblemDataset
@@ -30,8 +30,6 @@ from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import Action, ActionExtra, RLDataset, RLDatasetBuilder, StepResult
 
 TEST_ENTRIES = 100
-BATCHES = 1_000_000
-"""As good as no end."""
 SUFFIX = "\nWrite the final answer between <answer> and </answer>."
 TAGGED = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 FULL_SCORE = 1 - 1e-6
@@ -127,7 +125,7 @@ class TaskDatasetBuilder(RLDatasetBuilder):
         def draw_group(rng: random.Random) -> ProblemGroupBuilder:
             return group(draw_entry(task, rng, held_out), self.group_size)
 
-        train = GeneratedDataset(draw_group, self.batch_size, self.seed, BATCHES)
+        train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
         return train, ProblemDataset(tests, partial(group, size=1), len(tests)) if tests else None
 
 

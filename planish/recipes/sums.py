@@ -19,7 +19,7 @@ import chz
 from planish.errors import UserError
 from planish.model_renderer import model_renderer
 from planish.recipes.arithmetic_expressions import last_number
-from planish.recipes.generated_dataset import GeneratedDataset
+from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.renderers import Message, Renderer
 from planish.rl.datasets import ProblemDataset
 from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
@@ -27,8 +27,6 @@ from planish.rl.types import RLDataset, RLDatasetBuilder
 
 TEST_SUMS = 100
 ANSWER = re.compile(r"(\d+ \+ \d+ = )?\d+\.?")
-BATCHES = 1_000_000
-"""As good as no end."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class SumDatasetBuilder(RLDatasetBuilder):
         def draw_group(rng: random.Random) -> ProblemGroupBuilder:
             return self._group(draw_sum(rng, self.max_operand, held_out), self.group_size)
 
-        train = GeneratedDataset(draw_group, self.batch_size, self.seed, BATCHES)
+        train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
         return train, ProblemDataset(tests, lambda test: self._group(test, 1), len(tests)) if tests else None
 
     def _group(self, problem: Sum, size: int) -> ProblemGroupBuilder:
