@@ -31,6 +31,7 @@ LAYERS = (
         "home",
         "dataset_rows",
         "loss_options",
+        "mean",
         "metric_definition",
     ),
     ("logtree", "curves", "metrics_table", "metric_services", "sandbox"),

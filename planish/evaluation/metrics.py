@@ -1,14 +1,15 @@
 """What is counted over the answers of an evaluation. Each key is defined in metric_definitions.py.
 
-The unit of every error is the problem (see estimates.py). Answers that could not be judged or asked for are wrong, and counted.
+The unit of every error is the problem (see planish/mean.py). Answers that could not be judged or asked for are wrong, and counted.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from planish.errors import UserError
-from planish.evaluation.estimates import Mean, pass_at_k
+from planish.evaluation.estimates import pass_at_k
 from planish.evaluation.types import ChosenAnswer, SampledAnswer
+from planish.mean import Mean
 
 Metrics = dict[str, float]
 
@@ -18,12 +19,10 @@ def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int
     answers = [answer for problem in problems for answer in problem]
     count = len(answers)
     correct = [sum(answer.reward > 0 for answer in problem) for problem in problems]
-    metrics = _with_stderr(
-        "score", Mean.of([right / len(problem) for right, problem in zip(correct, problems, strict=True)])
-    )
+    metrics = Mean.of([right / len(problem) for right, problem in zip(correct, problems, strict=True)]).named("score")
     for size in k:
         estimates = [pass_at_k(len(problem), right, size) for right, problem in zip(correct, problems, strict=True)]
-        metrics |= _with_stderr(f"pass@{size}", Mean.of(estimates))
+        metrics |= Mean.of(estimates).named(f"pass@{size}")
     return metrics | {
         "num_correct": sum(correct),
         "num_examples": len(problems),
@@ -39,8 +38,8 @@ def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int
 def choice_metrics(answers: Sequence[ChosenAnswer]) -> Metrics:
     normalized = Mean.of([answer.reward_length_normalized for answer in answers])
     return (
-        _with_stderr("score", Mean.of([answer.reward for answer in answers]))
-        | _with_stderr("score_length_normalized", normalized)
+        Mean.of([answer.reward for answer in answers]).named("score")
+        | normalized.named("score_length_normalized")
         | {
             "num_correct": sum(answer.reward > 0 for answer in answers),
             "num_examples": len(answers),
@@ -65,7 +64,3 @@ def check_k(k: Sequence[int], samples: int) -> None:
 def named(task: str, metrics: Mapping[str, float]) -> Metrics:
     """As a training loop logs them: eval/TASK/score, ..."""
     return {f"eval/{task}/{name}": value for name, value in metrics.items()}
-
-
-def _with_stderr(name: str, mean: Mean) -> Metrics:
-    return {name: mean.value} | ({} if mean.stderr is None else {f"{name}_stderr": mean.stderr})

@@ -9,7 +9,6 @@ with the same luck and against the same answers. Several judges may be asked abo
 one that is known disagree, the policy has found the faults of the first.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.evaluators import SamplingClientEvaluator
 from planish.interruption import at_once
+from planish.mean import Mean
 from planish.model_renderer import model_renderer
 from planish.preference.judging import judged
 from planish.preference.preference_envs import Answer, read_answer
@@ -111,17 +111,9 @@ class WinRate:
     """Of each comparison, from 0 to 1; at least one."""
 
     @property
-    def mean(self) -> float:
-        return math.fsum(self.wins) / len(self.wins)
-
-    @property
-    def standard_error(self) -> float | None:
-        """Of the mean over prompts; None of a single one."""
-        count = len(self.wins)
-        if count < 2:
-            return None
-        variance = math.fsum((win - self.mean) ** 2 for win in self.wins) / (count - 1)
-        return math.sqrt(variance / count)
+    def mean(self) -> Mean:
+        """Over prompts."""
+        return Mean.of(self.wins)
 
 
 async def win_rate(judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True) -> WinRate:
@@ -152,9 +144,9 @@ class Contest:
             f"{name}/ac_tokens_per_turn": sum(answer.num_tokens for answer in self.answers) / count,
         }
         for judge, rate in self.win_rates.items():
-            found[f"{name}/win_rate/{judge}"] = rate.mean
-            if rate.standard_error is not None:
-                found[f"{name}/win_rate_stderr/{judge}"] = rate.standard_error
+            found[f"{name}/win_rate/{judge}"] = rate.mean.value
+            if rate.mean.stderr is not None:
+                found[f"{name}/win_rate_stderr/{judge}"] = rate.mean.stderr
         return found
 
 

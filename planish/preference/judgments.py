@@ -20,6 +20,7 @@ from typing import Any
 
 from planish.evaluators import SamplingClientEvaluator
 from planish.interruption import at_once
+from planish.mean import Mean
 from planish.preference.preference_models import LogOddsModel, PreferenceModel, asked
 from planish.preference.types import Label, LabeledComparison
 
@@ -70,14 +71,13 @@ async def log_odds_of_chosen(
 
 
 def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
-    """By the names above, with num_pairs and accuracy_stderr, the standard error over comparisons; {} of none."""
+    """By the names above, with num_pairs and, of more than one, accuracy_stderr, the standard error over comparisons; {} of none."""
     if not judgments:
         return {}
     chosen = [p for judgment in judgments for p in judgment.probabilities]
     by_pair = [_mean([_rightness(p) for p in judgment.probabilities]) for judgment in judgments]
     found = {
-        "accuracy": _mean(by_pair),
-        "accuracy_stderr": _standard_error(by_pair),
+        **Mean.of(by_pair).named("accuracy"),
         "log_loss": _mean([-math.log(max(p, SMALLEST)) for p in chosen]),
         "brier": _mean([(1 - p) ** 2 for p in chosen]),
         "ece": expected_calibration_error(chosen),
@@ -135,10 +135,3 @@ def _rightness(p: float) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    center = _mean(values)
-    return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))

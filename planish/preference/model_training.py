@@ -145,7 +145,8 @@ def described(description: Description) -> str:
         return calibrated
     if "num_pairs" not in test:
         return f"{calibrated}; each of {test['num_left_out']:.0f} held-out pairs is longer than max_length"
+    error = f" +- {test['accuracy_stderr']:.3f}" if "accuracy_stderr" in test else ""
     return (
-        f"{calibrated}; on {test['num_pairs']:.0f} held-out pairs: accuracy {test['accuracy']:.3f} +- "
-        f"{test['accuracy_stderr']:.3f}, log loss {test['log_loss']:.3f}, Brier {test['brier']:.3f}, ECE {test['ece']:.3f}"
+        f"{calibrated}; on {test['num_pairs']:.0f} held-out pairs: accuracy {test['accuracy']:.3f}{error}, "
+        f"log loss {test['log_loss']:.3f}, Brier {test['brier']:.3f}, ECE {test['ece']:.3f}"
     )

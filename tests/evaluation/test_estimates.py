@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
-from planish.evaluation.estimates import Mean, pass_at_k
+from planish.evaluation.estimates import pass_at_k
+from planish.mean import Mean
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

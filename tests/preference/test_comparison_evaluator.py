@@ -108,9 +108,9 @@ def test_each_order_is_asked_for_once():
 
 def test_the_standard_error_is_that_of_a_mean():
     rate = WinRate([1, 0, 0.5, 1])
-    assert rate.mean == 0.625
-    assert rate.standard_error == pytest.approx(math.sqrt(((0.375**2) * 2 + 0.625**2 + 0.125**2) / 3 / 4))
-    assert WinRate([1.0]).standard_error is None
+    assert rate.mean.value == 0.625
+    assert rate.mean.stderr == pytest.approx(math.sqrt(((0.375**2) * 2 + 0.625**2 + 0.125**2) / 3 / 4))
+    assert WinRate([1.0]).mean.stderr is None
 
 
 def test_against_fixed_texts(renderer):
@@ -139,7 +139,7 @@ def test_several_judges_see_the_same_answers(renderer):
             name="held_out",
         ).play(Policy(renderer, 2))
     )
-    assert {name: rate.mean for name, rate in contest.win_rates.items()} == {"longer": 1, "b": 1}
+    assert {name: rate.mean.value for name, rate in contest.win_rates.items()} == {"longer": 1, "b": 1}
     assert [text_of(comparison.completion_B) for comparison in contest.comparisons] == ["00", "11", "22", "33"]
     assert set(contest.metrics("held_out")) == {
         *(f"held_out/win_rate{part}/{judge}" for part in ("", "_stderr") for judge in ("longer", "b")),

@@ -70,6 +70,10 @@ def test_a_model_that_knows_places_alone_is_at_chance_and_finite():
     assert found["ece"] == pytest.approx(0.5)
 
 
+def test_one_comparison_says_nothing_of_the_spread():
+    assert "accuracy_stderr" not in measures(asyncio.run(judge(always_second, PAIRS[:1], both_orders=True)))
+
+
 @given(st.lists(st.tuples(st.sampled_from([-1, 1]), st.floats(-1, 1)), min_size=1, max_size=40))
 def test_an_antisymmetric_model_is_measured_alike_in_both_orders(judged):
     one = measures([Judgment(sign, value) for sign, value in judged])
