@@ -49,9 +49,7 @@ def plot_runs(
     return directory / PNG, directory / PAGE
 
 
-def draw_curve(
-    path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("reward/total",), *, title: str, xlabel: str = "step"
-) -> bool:
+def draw_curve(path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("reward/total",), *, title: str) -> bool:
     """Write a PNG of the metrics `names` over the steps; rows without a metric are gaps. False if no row has any."""
     points = points_of(rows)
     found = {name: points[name] for name in names if name in points}
@@ -61,7 +59,7 @@ def draw_curve(
     axes = figure.add_subplot()
     for name, values in found.items():
         axes.plot(list(values), list(values.values()), marker="o", markersize=3, label=_label(name))
-    axes.set(title=_label(title), xlabel=xlabel)
+    axes.set(title=_label(title), xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend()
     write_whole(path, _png(figure))

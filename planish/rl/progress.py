@@ -19,9 +19,8 @@ class TrainingProgress:
     `stage.sampled(n)` when n tokens were sampled, from any task or thread.
     """
 
-    def __init__(self, steps: int, done: int = 0, console: Console | None = None, *, interval: float = 30.0) -> None:
-        """`interval`: seconds between lines that say what a long step is doing, where there is no terminal."""
-        self._display = StepDisplay(steps, done, console, interval=interval)
+    def __init__(self, steps: int, done: int = 0, console: Console | None = None) -> None:
+        self._display = StepDisplay(steps, done, console)
 
     def __enter__(self) -> Self:
         self._display.__enter__()
