@@ -80,7 +80,9 @@ def main(config: Config) -> Path:
     training_run.require(
         config,
         steps=(config.steps >= 1, "a whole number of at least 1"),
+        batch_size=(config.batch_size >= 1, "a whole number of at least 1"),
         group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
+        held_out=(config.held_out >= 1, "a whole number of at least 1"),
         largest=((config.largest + 1) ** 2 > 2 * config.held_out, "more, so that sums are left to train on"),
     )
     remove_run(config.log_path)

@@ -53,9 +53,10 @@ def test_a_slow_machine_ends_early_with_a_whole_run(service, tmp_path, capsys):
     assert "stopping after 1 steps" in capsys.readouterr().out
 
 
-def test_too_few_sums_are_refused(tmp_path):
-    with pytest.raises(UserError, match="largest=5"):
-        demo.main(demo.Config(largest=5, log_path=str(tmp_path)))
+@pytest.mark.parametrize(("name", "value"), [("largest", 5), ("held_out", 0), ("batch_size", 0)])
+def test_sizes_that_leave_nothing_are_refused(tmp_path, name, value):
+    with pytest.raises(UserError, match=f"{name}={value}: give"):
+        demo.main(demo.Config(log_path=str(tmp_path), **{name: value}))
 
 
 def test_batches_go_through_all_sums_before_any_comes_again():
