@@ -10,17 +10,23 @@ differ. The random weights know nothing: a test that needs a model that answers 
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from planish.tokenizer import save_tokenizer
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": partial(MistralConfig, sliding_window=None),
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPECIAL_TOKENS = (
@@ -104,7 +110,7 @@ def tiny_model(
     max_context: int = 2048,
     shards: int = 1,
 ) -> Path:
-    """Write a random model of `family` ("llama", "qwen2", "qwen3") as a Hugging Face directory and return its path.
+    """Write a random model of `family` ("llama", "mistral", "qwen2", "qwen3") as a Hugging Face directory and return its path.
 
     `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear", "factor": 2.0}; `dtype` is
     "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.

@@ -23,7 +23,7 @@ def logits(directory):
         return model(torch.arange(64)[None]).logits[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "options", [{}, {"tied": False, "dtype": "bfloat16", "shards": 3, "rope_scaling": LLAMA3, "head_dim": 32}]
 )

@@ -1,7 +1,7 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder serves Llama 3.x (and SmolLM2), Qwen2.5 and Qwen3: the families differ in the fields of `ModelConfig`
-alone. The rule of this module: a config that asks for anything that the decoder would compute otherwise is refused, by
+One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5 and Qwen3: the families differ in the fields of
+`ModelConfig` alone. The rule of this module: a config that asks for anything that the decoder would compute otherwise is refused, by
 name, before a weight is read; a missing field takes the default that `transformers` gives it, where that is one number.
 The model's name is not part of it: the same architecture from the hub and from a GGUF file compares equal.
 """
@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
@@ -156,8 +157,21 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if (fields.get(key) or 0) > 1]
     if experts:
         raise UnsupportedError(f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are not supported")
-    if _uses_sliding_window(fields):
+    if family == "mistral":
+        _refuse_mistral_window(fields)
+    elif _uses_sliding_window(fields):
         raise UnsupportedError("the model attends within a sliding window; the decoder attends to the whole context")
+
+
+def _refuse_mistral_window(fields: Mapping[str, Any]) -> None:
+    if fields.get("sliding_window", 4096) is None:  # without the field there is a window: transformers' default
+        return
+    window = _positive({"sliding_window": 4096, **fields}, "sliding_window")
+    if window < _positive(fields, "max_position_embeddings"):
+        raise UnsupportedError(
+            f"sliding_window is {window}, and the decoder attends to the whole context; lower max_position_embeddings "
+            f"to {window} to use the model within its window"
+        )
 
 
 def _uses_sliding_window(fields: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""One decoder for Llama 3.x, Qwen2.5, Qwen3 (dense) and their kin: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""One decoder for Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense) and kin: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
 It sees a flat list of T rows, each a token with a position, and knows nothing of sequences: how rows attend to one another,
 and where keys and values are kept, is the business of the `attend` function that the trainer or the sampler passes in. So

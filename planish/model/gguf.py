@@ -154,7 +154,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _config(source: GGUFFile) -> dict[str, Any]:
     """config.json of the model."""
-    architectures = {family: name for name, family in FAMILIES.items()}
+    # In a GGUF file a Mistral is a llama, whose heads are laid out for that.
+    architectures = {family: name for name, family in FAMILIES.items() if family != "mistral"}
     if source.architecture not in architectures:
         raise UnsupportedError(
             f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(architectures)}"

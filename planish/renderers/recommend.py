@@ -28,10 +28,12 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     (r"qwen2\.5-(?:math-|coder-)?[\d.]+b", "role_colon"),
     (r"smollm2-[\d.]+[mb]-instruct", "chatml"),
     (r"smollm2-[\d.]+[mb]", "role_colon"),
+    (r"mistral-7b-v0\.[13]", "role_colon"),
+    (r"mistral-(?:nemo|small-24b)-base-\d+", "role_colon"),
 )
 """Model names without their organisation, in lower case, and their renderers."""
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:

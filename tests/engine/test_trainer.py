@@ -179,7 +179,7 @@ def plain_loss(name: str):
     return {f.__name__: f for f in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)}[name]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
 def test_gradients_equal_transformers_and_peft(tmp_path, family: str, loss_fn: str):
     path = tiny_model(tmp_path, family=family, tied=False)

@@ -70,8 +70,9 @@ def test_peft_equals_planish(family, tied, parts, trained, tmp_path):
     np.testing.assert_allclose(logprobs(model.eval()), made.logprobs, atol=TOLERANCE, rtol=0)
 
 
-def test_a_merged_model_is_a_base_model_of_planish(trained, tmp_path):
-    made = trained("qwen3")
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_a_merged_model_is_a_base_model_of_planish(family, trained, tmp_path):
+    made = trained(family)
     out = weights.build_hf_model(base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out")
     with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as service:
         client = service.create_sampling_client(base_model=out)

@@ -28,6 +28,7 @@ VARIANTS = [
     ("llama", {"tied": False, "kv_heads": 4, "shards": 2}),
     ("llama", {"rope_scaling": LLAMA3_SCALING}),
     ("llama", {"kv_heads": 1}),
+    ("mistral", {"tied": False, "head_dim": 24}),
     ("qwen2", {}),
     ("qwen2", {"tied": False}),
     ("qwen3", {}),
@@ -110,6 +111,7 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
     [
         ("llama", LoraConfig(rank=8, train_unembed=False)),
         ("llama", LoraConfig(rank=1, train_mlp=False, train_unembed=False)),
+        ("mistral", LoraConfig(rank=3)),
         ("qwen2", LoraConfig(rank=5, train_attn=False, train_unembed=False)),
         ("qwen3", LoraConfig(rank=32)),
     ],

@@ -81,6 +81,27 @@ QWEN3_06B = {
 }
 
 
+MISTRAL_NEMO = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 131072,
+}
+
+
 def write(directory, fields, **changes):
     content = {key: value for key, value in {**fields, **changes}.items() if value != "absent"}
     (directory / "config.json").write_text(json.dumps(content))
@@ -125,12 +146,23 @@ def test_qwen3_has_norms_of_queries_and_keys(tmp_path):
     assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == ("qwen3", False, True, 128)
 
 
+def test_mistral_is_a_llama_with_heads_of_their_own_size(tmp_path):
+    config = ModelConfig.from_directory(write(tmp_path, MISTRAL_NEMO))
+    assert (config.family, config.qkv_bias, config.qk_norm, config.tied_head) == ("mistral", False, False, False)
+    assert (config.num_kv_heads, config.head_dim, config.rope) == (8, 128, RopeConfig(1000000.0))
+
+
+def test_a_window_as_long_as_the_context_leaves_nothing_out(tmp_path):
+    within = write(tmp_path, MISTRAL_NEMO, sliding_window=4096, max_position_embeddings=4096)
+    assert ModelConfig.from_directory(within).max_context == 4096
+
+
 def test_linear_scaling_under_its_older_key(tmp_path):
     directory = write(tmp_path, QWEN3_06B, rope_scaling={"type": "linear", "factor": 4})
     assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_transformers_writes_is_read(tmp_path, family):
     config = ModelConfig.from_directory(tiny_model(tmp_path, family, head_dim=24, layers=3, kv_heads=1))
     theirs = AutoConfig.from_pretrained(tmp_path)
@@ -161,7 +193,10 @@ def test_a_model_without_end_of_sequence_has_none(tmp_path):
         (LLAMA_32_1B, {"pretraining_tp": 2}, "pretraining_tp"),
         (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
         (LLAMA_32_1B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        (LLAMA_32_1B, {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+        (LLAMA_32_1B, {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM"),
+        (MISTRAL_NEMO, {"model_type": "llama"}, "MistralForCausalLM"),
+        (MISTRAL_NEMO, {"sliding_window": 4096}, "sliding_window is 4096.*lower max_position_embeddings to 4096"),
+        (MISTRAL_NEMO, {"sliding_window": "absent"}, "sliding_window is 4096"),
         (LLAMA_32_1B, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (LLAMA_32_1B, {"rope_interleaved": True}, "rope_interleaved"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),

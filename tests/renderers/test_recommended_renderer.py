@@ -53,6 +53,9 @@ LLAMA31 = """{{- bos_token }}
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "chatml"),
         ("HuggingFaceTB/SmolLM2-1.7B", "role_colon"),
         ("SmolLM2-135M-Instruct", "chatml"),
+        ("mistralai/Mistral-7B-v0.3", "role_colon"),
+        ("mistralai/Mistral-Nemo-Base-2407", "role_colon"),
+        ("mistralai/Mistral-Small-24B-Base-2501", "role_colon"),
     ],
 )
 def test_known_names(name, renderer):
@@ -60,7 +63,16 @@ def test_known_names(name, renderer):
 
 
 @pytest.mark.parametrize(
-    "name", ["openai/gpt-oss-20b", "Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3.5-4B", "no/such/directory", "", "Qwen3"]
+    "name",
+    [
+        "openai/gpt-oss-20b",
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        "Qwen/Qwen3-4B-Thinking-2507",
+        "Qwen/Qwen3.5-4B",
+        "no/such/directory",
+        "",
+        "Qwen3",
+    ],
 )
 def test_unknown_names_list_the_renderers(name):
     with pytest.raises(ValueError, match=r"role_colon, llama3, chatml, qwen3") as caught:
@@ -90,6 +102,7 @@ def model_directory(path: Path, model_type: str, chat_template: str | None, **to
         ("llama", template("llama3"), {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, "llama3"),
         ("llama", LLAMA31, {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>"}, "llama3"),
         ("llama", None, {"bos_token": "<|begin_of_text|>"}, "role_colon"),
+        ("mistral", None, {"bos_token": "<s>"}, "role_colon"),
     ],
 )
 def test_directories_by_config_and_template(tmp_path, model_type, chat_template, tokens, renderer):
