@@ -8,6 +8,7 @@ The model's name is not part of it: the same architecture from the hub and from 
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,11 +44,27 @@ class LinearRopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN (Peng et al. 2023): pairs that turn slowly are stretched by `factor`, fast ones kept, those between interpolated."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    """Full turns within the original context from which on a pair is kept."""
+    beta_slow: float
+    """Full turns within it below which a pair is stretched."""
+    truncate: bool
+    """The pairs at these two bounds are whole numbers."""
+    attention_factor: float
+    """cos and sin are multiplied by it, and so each logit of attention by its square."""
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding of all dimensions of a head, halves rotated against each other (not interleaved)."""
 
     theta: float
-    scaling: Llama3RopeScaling | LinearRopeScaling | None = None
+    scaling: Llama3RopeScaling | LinearRopeScaling | YarnRopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     max_context: int
-    """Longest sequence in tokens that the model was made for (max_position_embeddings)."""
+    """Longest sequence in tokens that the model was made for: max_position_embeddings, or what YaRN stretches it to."""
     tied_head: bool
     """The output head is the embedding matrix; there is no lm_head.weight."""
     qk_norm: bool
@@ -167,7 +184,7 @@ def _refuse_mistral_window(fields: Mapping[str, Any]) -> None:
     if fields.get("sliding_window", 4096) is None:  # without the field there is a window: transformers' default
         return
     window = _positive({"sliding_window": 4096, **fields}, "sliding_window")
-    if window < _positive(fields, "max_position_embeddings"):
+    if window < _max_context(fields, _rope(fields)):
         raise UnsupportedError(
             f"sliding_window is {window}, and the decoder attends to the whole context; lower max_position_embeddings "
             f"to {window} to use the model within its window"
@@ -193,6 +210,7 @@ def _from_fields(fields: Mapping[str, Any], family: Family, eos_token_ids: tuple
         head_dim = hidden_size // num_heads
     else:
         raise TypeError(f"head_dim is missing, and hidden_size {hidden_size} is no multiple of the {num_heads} heads")
+    rope = _rope(fields)
     has_kv_heads = fields.get("num_key_value_heads") is not None or family != "llama"
     return ModelConfig(
         family=family,
@@ -204,8 +222,8 @@ def _from_fields(fields: Mapping[str, Any], family: Family, eos_token_ids: tuple
         num_kv_heads=_positive(fields, "num_key_value_heads") if has_kv_heads else num_heads,
         head_dim=head_dim,
         rms_norm_eps=_number(fields, "rms_norm_eps", 1e-6),
-        rope=_rope(fields),
-        max_context=_positive(fields, "max_position_embeddings"),
+        rope=rope,
+        max_context=_max_context(fields, rope),
         tied_head=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
@@ -240,10 +258,36 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
                 original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
             ),
         )
-    raise UnsupportedError(
-        f"RoPE scaling {kind!r}; planish has default, linear and llama3 (for a Qwen model, remove an added yarn "
-        "rope_scaling from config.json to use its native context)"
+    if kind == "yarn":
+        return RopeConfig(theta, _yarn(parameters))
+    raise UnsupportedError(f"RoPE scaling {kind!r}; planish has default, linear, llama3 and yarn")
+
+
+def _yarn(parameters: Mapping[str, Any]) -> YarnRopeScaling:
+    given = {key: value for key, value in parameters.items() if value is not None}
+    factor = _number(given, "factor")
+
+    def stretch(share: float) -> float:
+        return max(1.0, 0.1 * share * math.log(factor) + 1.0)
+
+    by_mscale = stretch(_number(given, "mscale", 1.0)) / stretch(_number(given, "mscale_all_dim", 1.0))
+    default = by_mscale if {"mscale", "mscale_all_dim"} <= given.keys() else stretch(1.0)
+    return YarnRopeScaling(
+        factor=factor,
+        original_max_position_embeddings=_positive(given, "original_max_position_embeddings"),
+        beta_fast=_number(given, "beta_fast", 32.0),
+        beta_slow=_number(given, "beta_slow", 1.0),
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=_number(given, "attention_factor", default),
     )
+
+
+def _max_context(fields: Mapping[str, Any], rope: RopeConfig) -> int:
+    written = _positive(fields, "max_position_embeddings")
+    if not isinstance(rope.scaling, YarnRopeScaling):
+        return written
+    # Who adds YaRN to a model, as Qwen's cards say to, leaves max_position_embeddings at the length without it.
+    return max(written, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
 
 
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:

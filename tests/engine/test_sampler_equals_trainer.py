@@ -23,6 +23,7 @@ from planish.testing import tiny_model
 from planish.types import Datum, EncodedTextChunk, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 CPU = torch.device("cpu")
+YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def trained_adapter(decoder: Decoder, rank: int = 8, **options: bool) -> Adapter:
@@ -112,7 +113,7 @@ def test_float32(tmp_path, family, temperature):
     ("family", "options"),
     [
         pytest.param("llama", {"layers": 6, "vocab_size": 320}, marks=pytest.mark.slow),
-        ("qwen2", {}),
+        ("qwen2", {"rope_scaling": YARN_SCALING}),
         ("qwen3", {"kv_heads": 4}),
     ],
 )

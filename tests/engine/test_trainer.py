@@ -22,6 +22,7 @@ from planish.testing import tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
 
 CPU = torch.device("cpu")
+YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 SAMPLED_LOSSES = ["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 
 
@@ -179,10 +180,13 @@ def plain_loss(name: str):
     return {f.__name__: f for f in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)}[name]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "rope_scaling"),
+    [("llama", None), ("mistral", None), ("qwen2", None), ("qwen3", None), ("qwen2", YARN_SCALING)],
+)
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
-def test_gradients_equal_transformers_and_peft(tmp_path, family: str, loss_fn: str):
-    path = tiny_model(tmp_path, family=family, tied=False)
+def test_gradients_equal_transformers_and_peft(tmp_path, family: str, rope_scaling, loss_fn: str):
+    path = tiny_model(tmp_path, family=family, tied=False, rope_scaling=rope_scaling)
     decoder = Decoder.load(path, torch.float32, CPU)
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     data = with_policy_logprobs(trainer, adapter, group_datums())

@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.rope import RotaryEmbedding
 from planish.model.weights import load_weights
 from planish.testing import tiny_model
 from planish.types import LoraConfig
@@ -23,6 +25,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS = [
     ("llama", {}),
     ("llama", {"tied": False, "kv_heads": 4, "shards": 2}),
@@ -31,6 +34,7 @@ VARIANTS = [
     ("mistral", {"tied": False, "head_dim": 24}),
     ("qwen2", {}),
     ("qwen2", {"tied": False}),
+    ("qwen2", {"rope_scaling": YARN_SCALING}),
     ("qwen3", {}),
     ("qwen3", {"tied": False, "head_dim": 32}),
 ]
@@ -75,6 +79,29 @@ def test_logits_equal_transformers(tmp_path, family, options):
     ours = logits_of(decoder, tokens)
     assert theirs.std() > 0.5
     assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"factor": 0.5},
+        {"attention_factor": 1.25},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+        {"mscale": 0.5},
+        {"beta_fast": 8, "beta_slow": 2.5, "truncate": False},
+        {"beta_fast": 4, "beta_slow": 4, "truncate": False},
+        {"original_max_position_embeddings": 32768, "rope_theta": 1e6},
+    ],
+)
+def test_yarn_is_that_of_transformers_to_the_bit(tmp_path, options):
+    tiny_model(tmp_path, family="qwen3", head_dim=128, rope_scaling=YARN_SCALING | options)
+    config = ModelConfig.from_directory(tmp_path)
+    ours = RotaryEmbedding(config.rope, config.head_dim, 2048, CPU)
+    theirs = Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(tmp_path))
+    cos, sin = theirs(torch.zeros(1), torch.arange(2048)[None])
+    assert torch.equal(ours.cos, cos[0, :, :64])
+    assert torch.equal(ours.sin, sin[0, :, :64])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -1,11 +1,12 @@
 import dataclasses
 import json
+import math
 
 import pytest
 from transformers import AutoConfig
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
-from planish.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeConfig
+from planish.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeConfig, YarnRopeScaling
 from planish.testing import EOS_TOKEN_ID, tiny_model
 
 LLAMA3_SCALING = {
@@ -162,6 +163,15 @@ def test_linear_scaling_under_its_older_key(tmp_path):
     assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
 
 
+def test_yarn_added_to_a_qwen_as_its_card_says_stretches_the_context(tmp_path):
+    added = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    config = ModelConfig.from_directory(write(tmp_path, QWEN25_05B, rope_scaling=added))
+    assert config.max_context == 131072
+    assert config.rope == RopeConfig(
+        1000000.0, YarnRopeScaling(4.0, 32768, 32.0, 1.0, True, attention_factor=0.1 * math.log(4) + 1)
+    )
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_transformers_writes_is_read(tmp_path, family):
     config = ModelConfig.from_directory(tiny_model(tmp_path, family, head_dim=24, layers=3, kv_heads=1))
@@ -199,7 +209,6 @@ def test_a_model_without_end_of_sequence_has_none(tmp_path):
         (MISTRAL_NEMO, {"sliding_window": "absent"}, "sliding_window is 4096"),
         (LLAMA_32_1B, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (LLAMA_32_1B, {"rope_interleaved": True}, "rope_interleaved"),
-        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         (LLAMA_32_1B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         (LLAMA_32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA_32_1B, {"num_local_experts": 8}, "num_local_experts"),
@@ -225,6 +234,12 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, fields, c
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "mscale": 0}},
+            "mscale is 0",
+        ),
         ({"eos_token_id": 128256}, "outside the vocabulary"),
         ({"eos_token_id": "end"}, "not token ids"),
     ],
