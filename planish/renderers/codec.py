@@ -9,12 +9,16 @@ lacks is written as ordinary text (formats name those they cannot do without); t
 The tokenizer is asked as it is first. Only if a guarded id comes out (a text that names a special token) the text is
 tokenised again by a private copy of the tokenizer that has no such tokens; switching them off in the tokenizer itself
 (`split_special_tokens`) would change it for other threads, and does not reach added tokens that are not special.
+
+Tokenizers made from SentencePiece (Mistral 7B, Llama 2) put a blank before every text. Where the text goes on after another,
+which a format tokenises apart, another private copy writes it without.
 """
 
 import json
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -37,7 +41,7 @@ class Codec:
     tokenizer: Any
     guarded: dict[int, str] = field(init=False, repr=False)
     _control_ids: dict[str, int | None] = field(init=False, repr=False, default_factory=dict)
-    _plain: "PlainCopy | None" = field(init=False, repr=False, default=None)
+    _copies: "dict[tuple[bool, bool], PlainCopy]" = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         missing = [name for name in ("encode", "decode", "convert_tokens_to_ids") if not hasattr(self.tokenizer, name)]
@@ -77,28 +81,34 @@ class Codec:
                 )
             self.guarded[id_] = text
 
-    def encode(self, pieces: Iterable[Piece]) -> list[int]:
+    def encode(self, pieces: Iterable[Piece], after: int | None = None) -> list[int]:
+        """The ids of `pieces`; `after`: the id before them, None where they begin a sequence."""
         ids: list[int] = []
+
+        def text() -> list[int]:
+            return self.encode_text("".join(run), ids[-1] if ids else after)
+
         run: list[str] = []
         for piece in pieces:
             id_ = self.control_id(piece.text) if isinstance(piece, Control) else None
             if id_ is None:
                 run.append(piece.text if isinstance(piece, Control) else piece)
                 continue
-            ids += self.encode_text("".join(run))
+            ids += text()
             run.clear()
             ids.append(id_)
-        return ids + self.encode_text("".join(run))
+        return ids + text()
 
-    def encode_text(self, text: str) -> list[int]:
-        """The ids of ordinary text; no guarded id is among them."""
+    def encode_text(self, text: str, after: int | None = None) -> list[int]:
+        """The ids of ordinary text; no guarded id is among them. `after` as in `encode`."""
         if not text:
             return []
         text = whole_characters(text)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        going_on = self._copy(guards=False, goes_on=True) if self._would_add_blank(after) else None
+        ids = going_on.encode(text) if going_on else self.tokenizer.encode(text, add_special_tokens=False)
         if self._is_plain(ids):
             return ids
-        plain = self._plain_copy()
+        plain = self._copy(guards=True, goes_on=going_on is not None)
         if plain is not None:
             ids = plain.encode(text)
             if self._is_plain(ids):
@@ -133,25 +143,48 @@ class Codec:
     def _is_plain(self, ids: Iterable[int]) -> bool:
         return self.guarded.keys().isdisjoint(ids)
 
-    def _plain_copy(self) -> "PlainCopy | None":
+    def _would_add_blank(self, after: int | None) -> bool:
+        """Whether the tokenizer would put a blank before a text where it would not in one piece with what is before it."""
+        if after is None or after == getattr(self.tokenizer, "bos_token_id", None):
+            return False
+        at_begin, after_mark = self._blanks
+        return at_begin and not (after_mark and after in self.guarded)
+
+    @cached_property
+    def _blanks(self) -> tuple[bool, bool]:
+        """Whether the tokenizer puts a blank before a text that begins, and before one that follows a special token."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if self._plain is None and isinstance(backend, Tokenizer):
-            self._plain = PlainCopy.of(backend, self.guarded)
-        return self._plain
+        mark = next(iter(self.guarded.values()), None)
+
+        def adds(before: str) -> bool:
+            if not isinstance(backend, Tokenizer):
+                return False
+            written = "".join(backend.encode(f"{before}a", add_special_tokens=False).tokens)
+            return written.removeprefix(before)[:1] in ("▁", "Ġ")
+
+        return adds(""), mark is not None and adds(mark)
+
+    def _copy(self, *, guards: bool, goes_on: bool) -> "PlainCopy | None":
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if (guards, goes_on) not in self._copies and isinstance(backend, Tokenizer):
+            self._copies[guards, goes_on] = PlainCopy.of(backend, self.guarded if guards else (), goes_on)
+        return self._copies.get((guards, goes_on))
 
 
 @dataclass(frozen=True)
 class PlainCopy:
-    """A tokenizer without its guarded tokens; the other added tokens stay themselves."""
+    """A tokenizer without its guarded tokens, or without blanks of its own; the other added tokens stay themselves."""
 
     tokenizer: Tokenizer
     renumbered: dict[int, int]
     """Ids of added tokens here -> their own. `Tokenizer.from_str` numbers added tokens anew, without gaps."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, guarded: Container[int]) -> Self:
+    def of(cls, tokenizer: Tokenizer, guarded: Container[int], goes_on: bool = False) -> Self:
         spec = json.loads(tokenizer.to_str())
         spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] not in guarded]
+        if goes_on:
+            _take_blanks(spec)
         copy = Tokenizer.from_str(json.dumps(spec))
         copy.no_truncation()
         copy.no_padding()
@@ -160,6 +193,20 @@ class PlainCopy:
 
     def encode(self, text: str) -> list[int]:
         return [self.renumbered.get(id_, id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+def _take_blanks(spec: dict[str, Any]) -> None:
+    """Change a tokenizer.json so that no blank is put before a text."""
+    normalizer, splitter = spec.get("normalizer") or {}, spec.get("pre_tokenizer") or {}
+    if "normalizers" in normalizer:
+        normalizer["normalizers"] = [part for part in normalizer["normalizers"] if part["type"] != "Prepend"]
+    elif normalizer.get("type") == "Prepend":
+        spec["normalizer"] = None
+    for part in splitter.get("pretokenizers", [splitter]):
+        if part.get("type") == "Metaspace":
+            part["prepend_scheme"] = "never"
+        elif part.get("type") == "ByteLevel":
+            part["add_prefix_space"] = False
 
 
 def split_text(text: str, marks: Sequence[str]) -> list[Piece]:

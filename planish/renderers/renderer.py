@@ -11,7 +11,7 @@ A Renderer is a tokenizer with a chat format. Its invariants, whatever the forma
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -81,12 +81,12 @@ class Renderer:
         check_characters(prefill or "", "prefill")
         ids = self.codec.encode(self.format.opening())
         for turn in self.format.turns(checked):
-            header, output = self._encode_turn(turn)
+            header, output = self._encode_turn(turn, _last(ids))
             ids += header
             ids += output
-        ids += self.codec.encode(self.format.suffix(checked, role))
+        ids += self.codec.encode(self.format.suffix(checked, role), _last(ids))
         if prefill:
-            ids += self.codec.encode(self.format.prefill(prefill))
+            ids += self.codec.encode(self.format.prefill(prefill), _last(ids))
         return ModelInput.from_ints(ids)
 
     def build_continuation(self, messages: Messages, answer: int, sampled: Sequence[int]) -> list[int] | None:
@@ -108,10 +108,14 @@ class Renderer:
         following.append(Turn(self.format.suffix(checked, "assistant"), (), None, sampled=True))
         if ending.announced and as_text(following[0].header) != ending.announced:
             return None
-        units = [self._encode_turn(turn) for turn in following]
         if ending.announced:
-            units[0] = ([], self.codec.encode(following[0].output))
-        return ending.missing + [id_ for header, output in units for id_ in header + output]
+            following[0] = replace(following[0], header=())
+        ids = [*sampled, *ending.missing]
+        for turn in following:
+            header, output = self._encode_turn(turn, _last(ids))
+            ids += header
+            ids += output
+        return ids[len(sampled) :]
 
     def build_supervised_example(
         self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
@@ -128,12 +132,12 @@ class Renderer:
         ids = self.codec.encode(self.format.opening())
         weights = [0.0] * len(ids)
         for turn, is_target in self._targets(checked, trained, everything):
-            header, output = self._encode_turn(turn)
+            header, output = self._encode_turn(turn, _last(ids))
             ids += header
             ids += output
             weights += [float(everything)] * len(header) + [float(is_target)] * len(output)
         if trained[-1]:
-            overlap = self.codec.encode(self.format.overlap(checked[-1]))
+            overlap = self.codec.encode(self.format.overlap(checked[-1]), _last(ids))
             ids += overlap
             weights += [1.0] * len(overlap)
         return ModelInput.from_ints(ids), torch.tensor(weights, dtype=torch.float32)
@@ -223,18 +227,22 @@ class Renderer:
         if body != text:
             return Ending([], announced)
         end = stop.removesuffix(announced)
-        return Ending([] if text.endswith(end) else self.codec.encode([end]))
+        return Ending([] if text.endswith(end) else self.codec.encode([end], _last(sampled)))
 
-    def _encode_turn(self, turn: Turn) -> tuple[list[int], list[int]]:
-        header = self.codec.encode(turn.header)
+    def _encode_turn(self, turn: Turn, after: int | None) -> tuple[list[int], list[int]]:
+        header = self.codec.encode(turn.header, after)
         if turn.sampled:
-            return header, self.codec.encode(turn.output)
+            return header, self.codec.encode(turn.output, _last(header) if header else after)
         # A token may span the border (a line break of the header and one of the text); it counts to the text.
-        whole = self.codec.encode((*turn.header, *turn.output))
+        whole = self.codec.encode((*turn.header, *turn.output), after)
         border = 0
         while border < len(header) and whole[border] == header[border]:
             border += 1
         return whole[:border], whole[border:]
+
+
+def _last(ids: Sequence[int]) -> int | None:
+    return ids[-1] if ids else None
 
 
 def _turn_ends(messages: Sequence[Checked]) -> list[int]:

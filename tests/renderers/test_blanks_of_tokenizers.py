@@ -1,0 +1,83 @@
+"""Tokenizers made from SentencePiece put a blank before every text; what renderers tokenise apart has none but its own."""
+
+import json
+
+import pytest
+from family_tokenizers import CORPUS
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from planish.renderers import get_renderer
+from planish.renderers.termination import Termination
+
+MARKS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+MESSAGES = [
+    {"role": "user", "content": "What is 6 times 7?"},
+    {"role": "assistant", "content": "It is 42."},
+    {"role": "user", "content": "  Fine </s> yes\n"},
+    {"role": "assistant", "content": "42"},
+]
+TEXT = "User: What is 6 times 7?\n\nAssistant: It is 42.\n\nUser:   Fine </s> yes\n\n\nAssistant:"
+
+
+def spm_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """As in Llama 2 and Mistral 7B: a blank before each text ("each"), or before the first one ("first")."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if kind == "first":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(undo)
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=MARKS + BYTES, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    spec = json.loads(tokenizer.to_str())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in MARKS]  # bytes are plain
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module", params=["first", "each"])
+def tokenizer(request) -> PreTrainedTokenizerFast:
+    return spm_tokenizer(request.param)
+
+
+def written(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    """Every blank of the tokens, where decoding hides the first."""
+    assert ids[0] == tokenizer.bos_token_id
+    decoded = [str(tokenizer.convert_ids_to_tokens(id_)) for id_ in ids[1:]]
+    for name in BYTES:
+        decoded = [chr(int(token[3:5], 16)) if token == name else token for token in decoded]
+    return "".join(decoded).replace("▁", " ")
+
+
+def test_a_transcript_has_its_own_blanks_alone(tokenizer):
+    renderer = get_renderer("role_colon", tokenizer)
+    prompt = renderer.build_generation_prompt(MESSAGES[:3]).to_ints()
+    assert written(tokenizer, prompt) == f" {TEXT}"
+    assert prompt.count(tokenizer.eos_token_id) == 0
+    example, weights = renderer.build_supervised_example(MESSAGES)
+    assert written(tokenizer, example.to_ints()) == f" {TEXT} 42\n\nUser:"
+    assert example.to_ints()[: len(prompt)] == prompt
+    trained = [id_ for id_, weight in zip(example.to_ints(), weights.tolist(), strict=True) if weight]
+    message, termination = renderer.parse_response(trained)
+    assert (message["content"], termination) == ("42", Termination.STOP_SEQUENCE)
+
+
+def test_a_continuation_goes_on_without_a_blank(tokenizer):
+    renderer = get_renderer("role_colon", tokenizer)
+    prompt = renderer.build_generation_prompt(MESSAGES[:1]).to_ints()
+    whole = renderer.build_generation_prompt(MESSAGES[:3]).to_ints()
+    answer = renderer.build_supervised_example(MESSAGES[:2])[0].to_ints()[len(prompt) :]
+    for sampled in (answer, answer[: -len(renderer.codec.encode(["User:"], answer[-1]))]):
+        continuation = renderer.build_continuation(MESSAGES[:3], 1, sampled)
+        assert continuation is not None
+        assert written(tokenizer, prompt + sampled + continuation) == written(tokenizer, whole)
+
+
+def test_after_a_mark_a_text_is_as_the_tokenizer_has_it_there(tokenizer):
+    renderer = get_renderer("qwen3_instruct", tokenizer)
+    text = "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
+    ids = renderer.build_generation_prompt([{"role": "user", "content": "hi there"}]).to_ints()
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
