@@ -10,11 +10,12 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from planish.errors import EngineClosedError
+from planish.errors import EngineClosedError, StorageError
 from planish.server.answers import Page, SessionRecord, SessionSpec, Tenant
 from planish.server.crash_points import crash_point
 from planish.server.errors import Gone, NotFound
@@ -32,7 +33,7 @@ from planish.server.records import (
     text_of,
 )
 from planish.server.samplers import Samplers
-from planish.server.store import Store
+from planish.server.store import Store, Transaction
 from planish.server.training import Training
 
 ENDED = "its session ended"
@@ -102,7 +103,8 @@ class Sessions:
         for task in self._clearing:
             task.cancel()
         await asyncio.gather(*self._clearing, return_exceptions=True)
-        await self.write_seen()
+        with suppress(StorageError):  # a full disk is not waited for
+            await self._store.write(self._take_seen())
 
     async def _clear(self, session_id: str) -> None:
         models = [model for model in self._training.all() if model.row.session == session_id]
@@ -140,12 +142,15 @@ class Sessions:
 
     async def write_seen(self) -> None:
         """When each was heard of last, for the next start."""
+        await self._store.keep(self._take_seen())
+
+    def _take_seen(self) -> Callable[[Transaction], None]:
         seen, self._seen = self._seen, {}
         for session_id, when in seen.items():
             if session_id in self._open:
                 self._open[session_id] = replace(self._open[session_id], seen=when)
         pairs = [(when, session_id) for session_id, when in seen.items()]
-        await self._store.keep(lambda transaction: change_each(transaction, SessionRow, "seen", pairs))
+        return lambda transaction: change_each(transaction, SessionRow, "seen", pairs)
 
     async def page(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
         where = "tenant = ?"

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from core_client import TENANT, Client, gradient, run, running, sample, state
+from core_client import TENANT, Client, gradient, make_core, run, running, sample, state
 
 from planish.server.answers import Done
 from planish.server.errors import Unavailable
@@ -82,5 +82,24 @@ def test_what_has_expired_goes_from_a_disk_that_is_full(model_dir, data_dir, mon
             await asyncio.wait_for(core.retention.round(), 10)
             monkeypatch.undo()
             assert not any((weights / name).exists() for name in "ab")
+
+    run(scenario())
+
+
+def test_a_full_disk_does_not_keep_a_server_from_stopping(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        core = make_core(model_dir, data_dir)
+        await core.start()
+        client = await Client.start(core)
+
+        def refuse(place: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as full:
+            full.setattr("planish.server.store.crash_point", refuse)
+            await core.heartbeat(TENANT, client.session_id)
+            await asyncio.wait_for(core.stop(1), 10)
+        async with running(model_dir, data_dir) as core:
+            await core.heartbeat(TENANT, client.session_id)
 
     run(scenario())
