@@ -92,7 +92,7 @@ class Training:
     def wake(self, model: Model) -> None:
         """Something may be ready in the model's lane."""
         model.changed.set()
-        if model.worker is None and model.lane.is_ready and not self.is_stopping:
+        if model.worker is None and model.row.closed is None and model.lane.is_ready and not self.is_stopping:
             model.worker = asyncio.create_task(self._work(model), name=f"model {model.id}")
 
     async def load(self, model_id: str) -> None:

@@ -15,6 +15,7 @@ from planish.server.answers import Done, Failed, TryAgain
 from planish.server.errors import BadRequest, Gone, NotFound
 from planish.server.records import ModelRow, select
 from planish.server.settings import ServerSettings
+from planish.server.training import Training
 from planish.service import CreateModel, ForwardBackward, LoadWeights, Operation, SaveWeights, SaveWeightsForSampler
 from planish.types import Datum, LoraConfig, ModelInput
 from planish.wire.training import output_from_message
@@ -312,5 +313,31 @@ def test_a_creation_that_fails_is_told_and_leaves_nothing(model_dir, data_dir):
             with pytest.raises(ValueError, match="could not be created"):
                 await core.model_info(TENANT, bad.model_id)
             await client.model(base_model=None, from_path=sampler_path)
+
+    run(scenario())
+
+
+def test_no_room_is_made_in_memory_for_what_waited_behind_a_creation_that_failed(model_dir, data_dir, monkeypatch):
+    loaded = []
+    load = Training.load
+
+    async def loading(training: Training, model_id: str) -> None:
+        loaded.append(model_id)
+        await load(training, model_id)
+
+    monkeypatch.setattr(Training, "load", loading)
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "s")))["path"]
+            bad = CreateModel(f"{client.session_id}:train:9", from_path=path, with_optimizer=True)
+            created = await core.create_model(TENANT, bad)
+            behind = await core.submit_training(TENANT, 1, adam(bad.model_id))
+            for accepted in (created, behind):
+                assert isinstance(await client.answer(accepted.request_id), Failed)
+            await model.step()
+            assert loaded == [model.model_id, bad.model_id]
 
     run(scenario())
