@@ -90,8 +90,12 @@ class Submission:
         await self._sessions.touch(tenant, session_of(model_id))
         accepted = Accepted(f"{model_id}:0", model_id)
         journaled = await self._requests.encoded(operation, 0)
+        # Looked up first: one that is written after it is found among the requests, or by `accept`.
+        is_taken = bool(await self._store.read(lambda db: select(db, ModelRow, "id = ?", [model_id])))
         if await self._requests.repeats(accepted.request_id, journaled.digest):
             return accepted
+        if is_taken:
+            raise BadRequest(f"model_seq_id: {model_id!r} was used before; count on")
         row = await self._model_row(tenant, operation)
         await _whole(self._journal_model(row, journaled))
         return accepted
@@ -170,9 +174,6 @@ class Submission:
         return rows[0]
 
     async def _model_row(self, tenant: Tenant, operation: CreateModel) -> ModelRow:
-        taken = await self._store.read(lambda db: select(db, ModelRow, "id = ?", [operation.model_id]))
-        if taken:
-            raise BadRequest(f"model_seq_id: {operation.model_id!r} was used before; count on")
         base_model, lora = operation.base_model, operation.lora
         if operation.from_path is not None:
             check_source(operation.from_path)

@@ -317,6 +317,26 @@ def test_a_creation_that_fails_is_told_and_leaves_nothing(model_dir, data_dir):
     run(scenario())
 
 
+def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
+            repeats = core.requests.repeats
+
+            async def then_the_first_is_written(request_id: str, digest: bytes) -> bool:
+                found = await repeats(request_id, digest)
+                monkeypatch.undo()
+                await core.create_model(TENANT, create)
+                return found
+
+            monkeypatch.setattr(core.requests, "repeats", then_the_first_is_written)
+            accepted = await core.create_model(TENANT, create)
+            assert isinstance(await client.answer(accepted.request_id), Done)
+
+    run(scenario())
+
+
 def test_no_room_is_made_in_memory_for_what_waited_behind_a_creation_that_failed(model_dir, data_dir, monkeypatch):
     loaded = []
     load = Training.load
