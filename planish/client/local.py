@@ -32,13 +32,15 @@ def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]
     return RemoteService(base_url, api_key, user_metadata)
 
 
-def chosen_url(base_url: str | None, engine_options: Mapping[str, Any]) -> str | None:
-    """`base_url`, or what the environment says; None is an engine in this process. UserError if both are asked for."""
+def chosen_url(base_url: str | None, api_key: str | None, engine_options: Mapping[str, Any]) -> str | None:
+    """`base_url`, or what the environment says; None is this process. UserError if both are meant, or a key of no server is given."""
     source, url = ("base_url", base_url) if base_url is not None else (URL_VARIABLE, os.environ.get(URL_VARIABLE))
     given = [name for name, value in engine_options.items() if value not in (None, "auto")]
     if url and given:
         raise UserError(
-            f"{source}={url!r} names a server, and {', '.join(given)} would set up an engine in this process; "
+            f"{source}={url!r} names a server, and {', '.join(given)} is for an engine in this process; "
             "leave one of them out (the server has such options of its own)"
         )
+    if api_key is not None and not url:
+        raise UserError("api_key is for a server, and base_url is missing; give both, or neither")
     return url or None

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
-import re
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,7 +31,7 @@ from urllib.parse import quote
 from planish.client.remote_checks import check
 from planish.client.remote_http import is_this_machine
 from planish.client.remote_lane import Entry, Lane
-from planish.client.remote_link import Link, checked_url
+from planish.client.remote_link import Link, checked_key, checked_url
 from planish.client.remote_patience import PATIENCE_SECONDS
 from planish.client.remote_samplers import Drawing, RemoteSampler
 from planish.client.remote_session import RemoteSession
@@ -63,8 +61,6 @@ from planish.wire.records import capabilities_from_json, checkpoint_from_json, l
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_KEY_VARIABLES = ("PLANISH_API_KEY", "TINKER_API_KEY")
-_KEY = re.compile(r"[\x21-\x7e]+")
 _PAGE = 1000
 
 
@@ -82,7 +78,7 @@ class RemoteService:
         `patience_seconds`: for so long a server may be away, to be restarted, before what waits for it fails.
         """
         url = checked_url(base_url)
-        self._link = Link(url, _key(api_key), patience_seconds, compress=not is_this_machine(url))
+        self._link = Link(url, checked_key(api_key), patience_seconds, compress=not is_this_machine(url))
         self._thread = LoopThread("planish-remote", self._link)
         try:
             self._session = self._thread.call(RemoteSession.begin, self._link, user_metadata or {})
@@ -320,14 +316,6 @@ def _checkpoints(page: Fields) -> list[Checkpoint]:
         for fields in page.objects("checkpoints")
         if fields.text("checkpoint_type") != "external"
     ]
-
-
-def _key(given: str | None) -> str | None:
-    named = [("api_key", given), *((name, os.environ.get(name)) for name in _KEY_VARIABLES)]
-    source, key = next(((source, key) for source, key in named if key), ("", None))
-    if key is not None and not _KEY.fullmatch(key):
-        raise UserError(f"{source} holds something that is no key: give printable characters without blanks")
-    return key
 
 
 def _weak_close(service: RemoteService) -> Callable[[], None]:

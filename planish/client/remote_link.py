@@ -8,6 +8,8 @@ one that says "later" is waited for as long as it says so.
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import suppress
@@ -33,6 +35,8 @@ _MIN_POLL_SECONDS = 0.5
 _MIN_COMPRESSED = 64 * 1024
 _MAX_POSTS = 64
 _NO_ENDPOINT = (404, 405)
+_KEY_VARIABLES = ("PLANISH_API_KEY", "TINKER_API_KEY")
+_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass
@@ -178,3 +182,12 @@ def checked_url(base_url: str) -> str:
         _ = parts.port
         return base_url.strip().rstrip("/").removesuffix(API)
     raise UserError(f"base_url={base_url!r}: its port is no number from 0 to 65535")
+
+
+def checked_key(given: str | None) -> str | None:
+    """The key, or that of the environment; UserError for what is none."""
+    named = [("api_key", given), *((name, os.environ.get(name)) for name in _KEY_VARIABLES)]
+    source, key = next(((source, key) for source, key in named if key), ("", None))
+    if key is not None and not _KEY.fullmatch(key):
+        raise UserError(f"{source} holds something that is no key: give printable characters without blanks")
+    return key

@@ -71,10 +71,8 @@ class ServiceClient:
                     "base_url and api_key are those of a session, and service is one already; give one of them"
                 )
             made = service
-        elif url := chosen_url(base_url, {"models": models, "data_dir": data_dir, **settings}):
+        elif url := chosen_url(base_url, api_key, {"models": models, "data_dir": data_dir, **settings}):
             made = connect(url, api_key, metadata)
-        elif api_key is not None:
-            raise UserError("api_key is for a server, and base_url is missing; give both, or neither")
         else:
             made = start_engine(models, data_dir, settings)
         self._owns_service = service is None

@@ -7,7 +7,6 @@ same reader that streams over the server's /v1 endpoints.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,12 +138,9 @@ def listening(
     model: str, renderer_name: str | None, base_url: str | None, api_key: str | None, data_dir: Path | None
 ) -> Iterator[Voice]:
     """The voice of a base model, a checkpoint, or the newest checkpoint of a run directory."""
-    url = chosen_url(base_url, {"data_dir": data_dir})
-    if url is None and api_key is not None:
-        raise UserError("--api-key is for a server, and --base-url is missing; give both, or neither")
-    key = api_key or os.environ.get("PLANISH_API_KEY") or os.environ.get("TINKER_API_KEY")
+    url = chosen_url(base_url, api_key, {"data_dir": data_dir})
     with as_user_errors("--base-url"):
-        service = connect(url, key, {}) if url else start_engine(None, data_dir, {})
+        service = connect(url, api_key, {}) if url else start_engine(None, data_dir, {})
     try:
         with as_user_errors("--model"):
             voice = _voice(service, weights_of(model), renderer_name, streams=url is None)

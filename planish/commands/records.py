@@ -8,7 +8,6 @@ through the server only, since it has notes of its own about each checkpoint.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,10 @@ from urllib.parse import quote
 
 import orjson
 
+from planish.client.local import chosen_url
 from planish.client.remote_errors import ServerUnreachableError, body_of, refusal
 from planish.client.remote_http import Http, NoAnswerError
-from planish.client.remote_link import API, checked_url
+from planish.client.remote_link import API, checked_key, checked_url
 from planish.engine.checkpoints import CheckpointStore, data_directory, record_of
 from planish.errors import CheckpointError, StorageError, UnsupportedError, UserError, as_user_errors
 from planish.service import CheckpointInfo
@@ -205,12 +205,8 @@ class LocalRecords:
 
 def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None) -> Records:
     """A server's if one is named, here or in the environment, else those of this machine."""
-    url = base_url or os.environ.get("PLANISH_BASE_URL")
-    if url and data_dir is not None:
-        raise UserError("--data-dir is a directory of this machine, and a server has its own; give one of both")
-    if not url:
-        return LocalRecords(data_dir)
-    return ServerRecords(url, api_key or os.environ.get("PLANISH_API_KEY") or os.environ.get("TINKER_API_KEY"))
+    url = chosen_url(base_url, api_key, {"data_dir": data_dir})
+    return LocalRecords(data_dir) if url is None else ServerRecords(url, checked_key(api_key))
 
 
 def downloaded(records: Records, path: str, out: Path, option: str) -> list[Path]:

@@ -311,7 +311,7 @@ def test_the_environment_names_a_server(server, monkeypatch):
     monkeypatch.setenv("PLANISH_BASE_URL", server.url)
     with ServiceClient() as client:
         assert [model.model_name for model in client.get_server_capabilities().supported_models] == ["tiny"]
-    with pytest.raises(UserError, match=r"PLANISH_BASE_URL=.* and models would set up an engine"):
+    with pytest.raises(UserError, match=r"PLANISH_BASE_URL=.* and models is for an engine"):
         ServiceClient(models={"tiny": "/nowhere"})
 
 

@@ -177,7 +177,9 @@ def test_nobody_can_be_published_to_here(local: Place, capsys):
     [
         (["runs", "--base-url", "nothing"], "planish: --base-url 'nothing': give"),
         (["runs", "--base-url", "http://127.0.0.1:9"], "no server answers"),
-        (["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"], "--data-dir"),
+        (["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"], "and --data-dir is for"),
+        (["runs", "--base-url", "http://127.0.0.1:9", "--api-key", "ключ"], "--api-key holds something that is no key"),
+        (["runs", "--api-key", ALICE], "--api-key is for a server, and --base-url is missing"),
         (["checkpoints", "delete", "--yes", "weights/a", "--base-url", "http://127.0.0.1:9"], "tinker://"),
         (["checkpoints", "delete", "--yes", "weights/a"], "tinker://"),
     ],
