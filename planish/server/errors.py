@@ -10,12 +10,13 @@
     |- TooManyRequests 429   a limit of the key; the SDK sends the same request again later
     `- Unavailable 503   no disk space, stopping, or too much under way; the SDK sends the same request again later
 
-UserError and its kin (planish.errors) are 400 too; `status_of` knows every error.
+Any other ValueError, UserError and its kin among them, is 400 too; `status_of` knows every error.
 """
 
 from __future__ import annotations
 
 from planish.errors import CheckpointError, EngineClosedError, PlanishError, StorageError, UnknownModelError, UserError
+from planish.wire.bodies import BodyTooLargeError
 
 _STOPPING_SECONDS = 5.0
 
@@ -81,7 +82,9 @@ def status_of(error: BaseException) -> int:
     match error:
         case ServerError():
             return error.status
-        case UserError():
+        case BodyTooLargeError():
+            return 413
+        case ValueError():  # also plain ones, as the constructors of planish.types raise
             return 400
         case StorageError() | EngineClosedError():
             return 503

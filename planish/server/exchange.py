@@ -27,7 +27,7 @@ from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.answers import Page, Tenant
 from planish.server.core import ServerCore
 from planish.server.errors import ServerError, Unauthorized, Unavailable, status_of
-from planish.wire.bodies import BodyTooLargeError, open_body, too_large
+from planish.wire.bodies import open_body, too_large
 from planish.wire.client_errors import ERROR_CLASS, name_of
 from planish.wire.fields import Fields
 
@@ -242,7 +242,7 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
 
 def refused(error: PlanishError) -> Response:
     """The answer to a request that failed: a sentence, and for our own client the kind of error."""
-    status = 413 if isinstance(error, BodyTooLargeError) else status_of(error)
+    status = status_of(error)
     if status >= 500:
         _log.warning("answered %d: %s", status, error)
     headers = {}

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from planish.errors import UserError
 from planish.server.errors import NotFound, ServerError, status_of
-from planish.wire.bodies import BodyTooLargeError
 
 _log = logging.getLogger("planish.server")
 
@@ -44,7 +43,7 @@ class ModelNotFoundError(NotFound):
 
 def error_body(error: Exception) -> dict[str, Any]:
     """What the client is told; the server's log is told what is nobody's business but the server's."""
-    status = _status(error)
+    status = status_of(error)
     message = str(error)
     if status == 500:
         _log.error("an OpenAI-compatible request failed", exc_info=error)
@@ -57,11 +56,4 @@ def error_body(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception) -> Response:
     wait = error.retry_after if isinstance(error, ServerError) else None
     headers = {} if wait is None else {"Retry-After": f"{wait:g}"}
-    return Response(orjson.dumps(error_body(error)), _status(error), headers, media_type="application/json")
-
-
-def _status(error: Exception) -> int:
-    """ValueError is how the engine refuses what cannot be drawn."""
-    if isinstance(error, BodyTooLargeError):
-        return 413
-    return 400 if isinstance(error, ValueError) else status_of(error)
+    return Response(orjson.dumps(error_body(error)), status_of(error), headers, media_type="application/json")

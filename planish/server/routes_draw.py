@@ -134,7 +134,7 @@ def _result(index: int, outcome: Done | Failed) -> Frame:
 
 
 def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
-    status = 400 if isinstance(error, ValueError) else status_of(error)
+    status = status_of(error)
     return {
         "index": index,
         "last": True,
