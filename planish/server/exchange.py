@@ -224,12 +224,8 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
     """A route under /api/v1 for those who have a key."""
 
     async def answer(request: Request) -> Response:
-        state: HttpState = request.app.state.http
         try:
-            if not state.settings.has_keys:
-                refuse_web_pages(request)
-            tenant = state.core.authenticate(request.headers.get("x-api-key"))
-            return await handler(Exchange(request, state, tenant))
+            return await handler(exchange_of(request, request.headers.get("x-api-key")))
         except PlanishError as error:
             return refused(error)
         except ValueError as error:  # as the constructors of planish.types refuse what users give them
@@ -238,6 +234,14 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
             return refused(UserError("the connection was closed before the body was whole"))
 
     return Route(API + path, answer, methods=[method])
+
+
+def exchange_of(request: Request, key: str | None) -> Exchange:
+    """The request of whoever has this key. Unauthorized if nobody has, or where no key is asked for and it is that of a web page."""
+    state: HttpState = request.app.state.http
+    if not state.settings.has_keys:
+        _refuse_web_pages(request)
+    return Exchange(request, state, state.core.authenticate(key))
 
 
 def refused(error: PlanishError) -> Response:
@@ -267,7 +271,7 @@ def paged(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, An
     return {name: [to_json(item) for item in page.items], "cursor": cursor}
 
 
-def refuse_web_pages(request: Request) -> None:
+def _refuse_web_pages(request: Request) -> None:
     """Unauthorized for what a page in a browser of this machine sends, from its own site or from a name that leads here."""
     host = request.url.hostname or ""
     is_foreign = request.headers.get("origin") is not None and request.headers.get("x-api-key") is None

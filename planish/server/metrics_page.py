@@ -23,7 +23,7 @@ from starlette.routing import Route
 from planish.errors import PlanishError
 from planish.server.access import given_key
 from planish.server.errors import Unauthorized
-from planish.server.exchange import HttpState, refuse_web_pages, refused
+from planish.server.exchange import Exchange, exchange_of, refused
 from planish.server.measurements import Measurements
 
 READER = "metrics"
@@ -34,23 +34,20 @@ def metrics_route(http: CollectorRegistry) -> Route:
     """`http`: what is measured of requests; all else is asked of the core when the page is read."""
 
     async def metrics(request: Request) -> Response:
-        state: HttpState = request.app.state.http
         try:
-            _check_reader(request, state)
+            exchange = exchange_of(request, given_key(request.headers))
+            _check_reader(exchange)
         except PlanishError as error:
             return refused(error)
-        core = await state.core.measurements()
-        content = generate_latest(http) + generate_latest(_Families(core))  # type: ignore[arg-type]
+        measured = await exchange.core.measurements()
+        content = generate_latest(http) + generate_latest(_Families(measured))  # type: ignore[arg-type]
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return Route("/metrics", metrics, methods=["GET"])
 
 
-def _check_reader(request: Request, state: HttpState) -> None:
-    if not state.settings.has_keys:
-        refuse_web_pages(request)
-        return
-    if state.core.authenticate(given_key(request.headers)).name != READER:
+def _check_reader(exchange: Exchange) -> None:
+    if exchange.state.settings.has_keys and exchange.tenant.name != READER:
         raise Unauthorized(
             f"this page is for whoever runs the server: a key that is named {READER} in the file of keys opens it"
         )

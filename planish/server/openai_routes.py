@@ -17,9 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from planish.server.access import given_key
 from planish.server.answers import Tenant
 from planish.server.core import ServerCore
-from planish.server.exchange import SAMPLE_BODY, Exchange, HttpState, answered, refuse_web_pages
+from planish.server.exchange import SAMPLE_BODY, Exchange, answered, exchange_of
 from planish.server.openai_answers import ClientGoneError
 from planish.server.openai_chat import chat_completions
 from planish.server.openai_completions import completions
@@ -58,12 +59,8 @@ def _guarded(handler: Callable[[Exchange], Awaitable[Response]]) -> Callable[[Re
     """For those who have a key; every error as OpenAI's clients read it."""
 
     async def answer(request: Request) -> Response:
-        state: HttpState = request.app.state.http
         try:
-            if not state.settings.has_keys:
-                refuse_web_pages(request)
-            tenant = state.core.authenticate(_key(request))
-            return await handler(Exchange(request, state, tenant))
+            return await handler(exchange_of(request, given_key(request.headers)))
         except (ClientDisconnect, ClientGoneError):
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
@@ -72,24 +69,19 @@ def _guarded(handler: Callable[[Exchange], Awaitable[Response]]) -> Callable[[Re
     return answer
 
 
-def _key(request: Request) -> str | None:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
-
-
 async def _list_models(models: OpenAIModels, exchange: Exchange) -> Response:
     found = await exchange.core.checkpoints(exchange.tenant)
     entries = [
-        *(_entry(model.model_name, 0, "planish") for model in exchange.core.capabilities().supported_models),
-        *(_entry(item.tinker_path, int(item.time.timestamp()), "planish") for item in found.items),
+        *(_entry(model.model_name, 0) for model in exchange.core.capabilities().supported_models),
+        *(_entry(item.tinker_path, int(item.time.timestamp())) for item in found.items),
     ]
     return answered({"object": "list", "data": entries})
 
 
 async def _one_model(models: OpenAIModels, exchange: Exchange) -> Response:
     model = await models.find(exchange.tenant, exchange.path("model"))
-    return answered(_entry(model.name, int(model.made), "planish"))
+    return answered(_entry(model.name, int(model.made)))
 
 
-def _entry(name: str, created: int, owner: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": owner}
+def _entry(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "planish"}
