@@ -13,7 +13,6 @@ T = TypeVar("T")
 
 Media = Literal["protobuf", "json"]
 Category = Literal["user", "server", "unknown"]
-QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,6 @@ class Failed:
 @dataclass(frozen=True)
 class TryAgain:
     """Not done yet."""
-
-    queue_state: QueueState = "active"
-    queue_state_reason: str | None = None
 
 
 Outcome = Done | Failed | TryAgain
@@ -105,4 +101,3 @@ class TrainingRun:
     user_metadata: Mapping[str, str]
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
-    corrupted: bool = False

@@ -24,18 +24,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from planish.server.age_files import CheckpointFiles
-from planish.server.answers import (
-    Accepted,
-    Done,
-    Failed,
-    Outcome,
-    Page,
-    SessionRecord,
-    SessionSpec,
-    Tenant,
-    TrainingRun,
-    TryAgain,
-)
+from planish.server.answers import Accepted, Outcome, Page, SessionRecord, SessionSpec, Tenant, TrainingRun
 from planish.server.checkpoint_catalog import CheckpointCatalog
 from planish.server.engine_calls import NOBODYS_SAMPLE, EngineCalls
 from planish.server.errors import Gone, NotFound, stopping
@@ -65,20 +54,6 @@ from planish.server.under_way import UnderWay
 from planish.service import CheckpointInfo, CreateModel, CreateSampler, HostedService, Operation, Sample, SamplerInfo
 from planish.types import Checkpoint, GetInfoResponse, GetServerCapabilitiesResponse, SampleResponse
 from planish.wire.models import SessionPlace
-
-__all__ = [
-    "Accepted",
-    "Done",
-    "Failed",
-    "Outcome",
-    "Page",
-    "ServerCore",
-    "SessionRecord",
-    "SessionSpec",
-    "Tenant",
-    "TrainingRun",
-    "TryAgain",
-]
 
 _log = logging.getLogger(__name__)
 

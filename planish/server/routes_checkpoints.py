@@ -128,7 +128,7 @@ def _run(exchange: Exchange, run: TrainingRun) -> dict[str, Any]:
         "base_model": run.base_model,
         "model_owner": run.model_owner,
         "is_lora": True,
-        "corrupted": run.corrupted,
+        "corrupted": False,
         "lora_rank": run.lora_rank,
         "last_request_time": run.last_request_time.isoformat(),
         "last_checkpoint": None if last is None else _checkpoint(exchange, last),

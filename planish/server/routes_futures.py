@@ -27,9 +27,8 @@ async def retrieve_future(exchange: Exchange) -> Response:
             return await exchange.compute(done.content, lambda: _result(done, exchange.takes_protobuf))
         case Failed(message, category, error_class):
             return answered({"error": message, "category": category, ERROR_CLASS: error_class})
-        case TryAgain(state, reason):
-            answer = {"type": "try_again", "request_id": request_id, "queue_state": state}
-            return answered(answer if reason is None else {**answer, "queue_state_reason": reason}, 408)
+        case TryAgain():
+            return answered({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
 
 
 async def _outcome(exchange: Exchange, request_id: str) -> Outcome:
