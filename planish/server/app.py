@@ -48,7 +48,8 @@ _GROUPS = (
     routes_downloads,
     routes_refused,
 )
-_STOP_SECONDS = 30.0
+STOP_SECONDS = 30
+"""For what runs, before the journal has to keep it."""
 
 _log = logging.getLogger("planish.server")
 
@@ -66,7 +67,7 @@ def create_app(core: ServerCore, settings: HttpSettings | None = None, more: Seq
             yield
         finally:
             app.state.http.stopping.set()
-            await core.stop(_STOP_SECONDS)
+            await core.stop(STOP_SECONDS)
 
     health = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", API + "/healthz")]
     app = Starlette(

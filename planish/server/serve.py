@@ -33,7 +33,7 @@ from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.server import openai_routes, routes_draw
 from planish.server.access import Access, RequestMetrics
-from planish.server.app import create_app
+from planish.server.app import STOP_SECONDS, create_app
 from planish.server.core import ServerCore
 from planish.server.engine_calls import NOBODYS_SAMPLE
 from planish.server.exchange import HttpSettings
@@ -46,7 +46,6 @@ from planish.server.tenancy import read_keys
 
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 
-_STOP_SECONDS = 30
 _KEEP_ALIVE_SECONDS = 120
 """Of a connection without a request: longer than clients keep theirs, or one would send on a connection that is being closed."""
 _BACKLOG = 2048
@@ -126,7 +125,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_STOP_SECONDS,
+                timeout_graceful_shutdown=STOP_SECONDS,
             )
         )
         self.was_ready = False
