@@ -130,9 +130,3 @@ class EngineCalls:
             if "shutdown" in str(error):
                 raise EngineClosedError("the server stops") from error
             raise
-
-
-def failed_future(error: Exception) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future

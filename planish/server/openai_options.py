@@ -127,8 +127,6 @@ def optional(fields: Fields, read: Callable[[str], T], name: str, default: Any) 
     """A field, or the default if it is absent; an error names it as OpenAI does."""
     try:
         return fields.optional(read, name, default)
-    except WrongParameterError:
-        raise
     except UserError as error:
         raise WrongParameterError(name, str(error)) from None
 

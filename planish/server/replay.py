@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from planish.errors import EngineClosedError, UserError
 from planish.server import journal
 from planish.server.answers import Failed
 from planish.server.crash_points import crash_point
-from planish.server.engine_calls import EngineCalls, failed_future
+from planish.server.engine_calls import EngineCalls
 from planish.server.journal import Row
 from planish.server.journal_codec import result_of
 from planish.server.measurements import Counters
@@ -35,7 +37,7 @@ from planish.service import (
     PublishSampler,
     UnloadModel,
 )
-from planish.types import AdamParams, OptimStepResponse
+from planish.types import AdamParams, Datum, OptimStepResponse
 from planish.wire.client_errors import named_error
 
 _log = logging.getLogger(__name__)
@@ -101,10 +103,10 @@ class Replay:
         if kind not in ("forward_backward", "optim_step"):
             return
         model.is_dirty = kind == "forward_backward"
-        error = named_error(why.message, why.error_class)
-        missing = ForwardBackwardLater(model.id, failed_future(error), "cross_entropy")
+        missing: Future[Sequence[Datum]] = Future()
+        missing.set_exception(named_error(why.message, why.error_class))
         with suppress(ValueError):
-            await self._engine.perform(missing)
+            await self._engine.perform(ForwardBackwardLater(model.id, missing, "cross_entropy"))
         if kind == "optim_step":
             with suppress(ValueError):
                 await self._engine.perform(OptimStep(model.id, AdamParams()))

@@ -14,7 +14,7 @@ from planish.server.errors import BadRequest, Gone
 from planish.server.private_names import source_path
 from planish.server.records import SamplerRow, put, select
 from planish.server.requests import Requests
-from planish.server.samplers import Sampler, Samplers
+from planish.server.samplers import Samplers
 from planish.server.sessions import Sessions
 from planish.server.store import Store
 from planish.server.submission import Submission
@@ -76,7 +76,7 @@ class SamplerCreation:
             async with self._samplers.held(sampler):
                 pass
         except Exception as error:
-            await self._discard(sampler, str(error))
+            await self._samplers.close(sampler, f"it could not be made ({error})")
             raise
 
     async def _row(self, tenant: Tenant, operation: CreateSampler) -> SamplerRow:
@@ -106,6 +106,3 @@ class SamplerCreation:
             created=now,
             used=now,
         )
-
-    async def _discard(self, sampler: Sampler, reason: str) -> None:
-        await self._samplers.close(sampler, f"it could not be made ({reason})")
