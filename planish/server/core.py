@@ -19,8 +19,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import fields
+from copy import deepcopy
 from pathlib import Path
 
 from planish.server.age_files import CheckpointFiles
@@ -158,10 +157,10 @@ class ServerCore:
 
     async def measurements(self) -> Measurements:
         """What was done since the start, and how much of everything there is now."""
-        counters, residency, requests = self._counters, self.residency, self.requests
+        residency, requests = self.residency, self.requests
         snapshots = await self._store.read(lambda db: count(db, ModelRow, "snapshot IS NOT NULL"))
         return Measurements(
-            **{field.name: copy(getattr(counters, field.name)) for field in fields(counters)},
+            counters=deepcopy(self._counters),
             queued=requests.queued(),
             sequences=self.sampling_gate.used,
             waiting_sequences=self.sampling_gate.waiting,

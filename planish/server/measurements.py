@@ -14,18 +14,30 @@ from dataclasses import dataclass, field
 class Counters:
     """What has happened. Belongs to the event loop."""
 
+    # By tenant.
     sampled_tokens: Counter[str] = field(default_factory=Counter)
     prompt_tokens: Counter[str] = field(default_factory=Counter)
+    """Of prompts that samples were drawn for."""
     cached_prompt_tokens: Counter[str] = field(default_factory=Counter)
+    """Those of them that the prefix cache knew."""
     trained_tokens: Counter[str] = field(default_factory=Counter)
+    """Of data that went forward, or forward and backward."""
+
     accepted: Counter[str] = field(default_factory=Counter)
+    """Requests, by kind."""
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Requests, by kind and state: done, failed or refused."""
     draws: int = 0
+    """Sample requests given to the engine,"""
     sequences_at_draws: int = 0
+    """and the sum of how many sequences it had then: their quotient is the mean batch."""
     snapshots: int = 0
     replayed: int = 0
+    """Requests that were done again to bring a model back."""
     loads: int = 0
+    """Of adapters into memory."""
     unloads: int = 0
+    """Of adapters that were idle or in the way."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +54,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Measurements:
-    # Counters, by tenant.
-    sampled_tokens: Mapping[str, int]
-    prompt_tokens: Mapping[str, int]
-    """Of prompts that samples were drawn for."""
-    cached_prompt_tokens: Mapping[str, int]
-    """Those of them that the prefix cache knew."""
-    trained_tokens: Mapping[str, int]
-    """Of data that went forward, or forward and backward."""
-
-    # Counters.
-    accepted: Mapping[str, int]
-    """Requests, by kind."""
-    answered: Mapping[tuple[str, str], int]
-    """Requests, by kind and state: done, failed or refused."""
-    draws: int
-    """Sample requests given to the engine,"""
-    sequences_at_draws: int
-    """and the sum of how many sequences it had then: their quotient is the mean batch."""
-    snapshots: int
-    replayed: int
-    """Requests that were done again to bring a model back."""
-    loads: int
-    """Of adapters into memory."""
-    unloads: int
-    """Of adapters that were idle or in the way."""
+    counters: Counters
 
     # Gauges.
     queued: Mapping[tuple[str, str], int]

@@ -24,7 +24,7 @@ from planish.errors import PlanishError
 from planish.server.access import given_key
 from planish.server.errors import Unauthorized
 from planish.server.exchange import Exchange, exchange_of, refused
-from planish.server.measurements import Measurements
+from planish.server.measurements import Counters, Measurements
 
 READER = "metrics"
 """The tenant whose key opens the page."""
@@ -65,23 +65,24 @@ class _Families:
 
 def families(measured: Measurements) -> Iterator[Metric]:
     """Each measurement with its name and its help."""
+    counted = measured.counters
     for name, text, by_tenant in _TENANT_COUNTERS:
-        yield _counter(name, text, ("tenant",), {(tenant,): n for tenant, n in by_tenant(measured).items()})
+        yield _counter(name, text, ("tenant",), {(tenant,): n for tenant, n in by_tenant(counted).items()})
     yield _counter(
         "planish_requests_accepted",
         "Requests by kind",
         ("kind",),
-        {(kind,): n for kind, n in measured.accepted.items()},
+        {(kind,): n for kind, n in counted.accepted.items()},
     )
-    yield _counter("planish_requests_answered", "Requests by kind and state", ("kind", "state"), measured.answered)
+    yield _counter("planish_requests_answered", "Requests by kind and state", ("kind", "state"), counted.answered)
     yield SummaryMetricFamily(
         "planish_batch_sequences",
         "Sequences that the engine draws at once, seen whenever it gets a request",
-        count_value=measured.draws,
-        sum_value=measured.sequences_at_draws,
+        count_value=counted.draws,
+        sum_value=counted.sequences_at_draws,
     )
     for name, text, value in _COUNTERS:
-        yield CounterMetricFamily(name, text, value=value(measured))
+        yield CounterMetricFamily(name, text, value=value(counted))
     queued = GaugeMetricFamily("planish_requests_queued", "Accepted and not answered", labels=("kind", "tenant"))
     for labels, count in measured.queued.items():
         queued.add_metric(labels, count)
@@ -97,17 +98,17 @@ def _counter(name: str, text: str, labels: Iterable[str], counts: Mapping[tuple[
     return family
 
 
-_TENANT_COUNTERS: tuple[tuple[str, str, Callable[[Measurements], Mapping[str, int]]], ...] = (
-    ("planish_sampled_tokens", "Tokens drawn", lambda m: m.sampled_tokens),
-    ("planish_prompt_tokens", "Tokens of prompts that samples were drawn for", lambda m: m.prompt_tokens),
-    ("planish_cached_prompt_tokens", "Those of them that the prefix cache knew", lambda m: m.cached_prompt_tokens),
-    ("planish_trained_tokens", "Tokens of data that went forward, or forward and backward", lambda m: m.trained_tokens),
+_TENANT_COUNTERS: tuple[tuple[str, str, Callable[[Counters], Mapping[str, int]]], ...] = (
+    ("planish_sampled_tokens", "Tokens drawn", lambda c: c.sampled_tokens),
+    ("planish_prompt_tokens", "Tokens of prompts that samples were drawn for", lambda c: c.prompt_tokens),
+    ("planish_cached_prompt_tokens", "Those of them that the prefix cache knew", lambda c: c.cached_prompt_tokens),
+    ("planish_trained_tokens", "Tokens of data that went forward, or forward and backward", lambda c: c.trained_tokens),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Measurements], int]], ...] = (
-    ("planish_snapshots", "Snapshots of models", lambda m: m.snapshots),
-    ("planish_replayed_requests", "Requests done again to bring a model back", lambda m: m.replayed),
-    ("planish_adapter_loads", "Adapters that came into memory", lambda m: m.loads),
-    ("planish_adapter_unloads", "Adapters that left it, idle or in the way", lambda m: m.unloads),
+_COUNTERS: tuple[tuple[str, str, Callable[[Counters], int]], ...] = (
+    ("planish_snapshots", "Snapshots of models", lambda c: c.snapshots),
+    ("planish_replayed_requests", "Requests done again to bring a model back", lambda c: c.replayed),
+    ("planish_adapter_loads", "Adapters that came into memory", lambda c: c.loads),
+    ("planish_adapter_unloads", "Adapters that left it, idle or in the way", lambda c: c.unloads),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Measurements], int]], ...] = (
     ("planish_sequences_running", "Sequences with the engine", lambda m: m.sequences),
