@@ -10,11 +10,10 @@ from pathlib import Path
 
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
-from planish.server.exchange import is_loopback
+from planish.server.exchange import HttpSettings, is_loopback
 from planish.server.logs import LEVELS, LogFormat
 from planish.server.settings import ServerSettings
 
-DEFAULT_DATA_DIR = Path("~/.local/share/planish/server")
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(|[KMGT]iB)")
 _GIB = 1 << 30
@@ -26,14 +25,14 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    data_dir: Path = DEFAULT_DATA_DIR
+    data_dir: Path = Path("~/.local/share/planish/server")
     models: Mapping[str, str] = field(default_factory=dict)
     """Names and their directories or .gguf files; the embedded model is served besides if it is on this machine, or is all there is."""
     api_key_file: Path | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
     settings: ServerSettings = field(default_factory=ServerSettings)
     hub_tokenizers: bool = False
-    poll_seconds: float = 22.0
+    poll_seconds: float = HttpSettings.poll_seconds
     log_format: LogFormat | None = None
     """None: text on a terminal, else JSON."""
     log_level: str = "info"
@@ -51,12 +50,13 @@ class ServeOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `planish serve`."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one, which is told at the start")
+    default = ServeOptions
+    parser.add_argument("--host", default=default.host, help="address to listen on (%(default)s: this machine only)")
+    parser.add_argument("--port", type=int, default=default.port, help="0: any free one, which is told at the start")
     parser.add_argument(
         "--data-dir",
         type=Path,
-        default=DEFAULT_DATA_DIR,
+        default=default.data_dir,
         metavar="DIR",
         help="checkpoints, journal and database; made if it is not there (%(default)s)",
     )
@@ -79,11 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(field.name for field in fields(ServerSettings)),
     )
     parser.add_argument("--log-format", choices=("text", "json"), help="by default text on a terminal, else json")
-    parser.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is logged (%(default)s)")
+    parser.add_argument(
+        "--log-level", choices=LEVELS, default=default.log_level, help="the least that is logged (%(default)s)"
+    )
     parser.add_argument(
         "--poll-seconds",
         type=float,
-        default=22.0,
+        default=default.poll_seconds,
         metavar="S",
         help="how long a request for a result is held (%(default)s); less if a proxy in between is impatient",
     )
