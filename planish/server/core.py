@@ -26,12 +26,12 @@ from planish.server.age_files import CheckpointFiles
 from planish.server.answers import Accepted, Outcome, Page, SessionRecord, SessionSpec, Tenant, TrainingRun
 from planish.server.checkpoint_catalog import CheckpointCatalog
 from planish.server.engine_calls import NOBODYS_SAMPLE, EngineCalls
-from planish.server.errors import Gone, NotFound, stopping
+from planish.server.errors import Gone, stopping
 from planish.server.fair_gate import FairGate
 from planish.server.limits import Limits
 from planish.server.measurements import Counters, Measurements, resident_bytes
 from planish.server.publishing import Publishing
-from planish.server.records import ModelRow, SamplerRow, count, select
+from planish.server.records import ModelRow, count
 from planish.server.recovery import Recovery
 from planish.server.replay import Replay
 from planish.server.requests import Requests
@@ -279,12 +279,8 @@ class ServerCore:
         return await self._sampling.draw(tenant.name, sampler, operation)
 
     async def sampler_info(self, tenant: Tenant, sampler_id: str) -> SamplerInfo:
-        rows = await self._store.read(
-            lambda db: select(db, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name])
-        )
-        if not rows:
-            raise NotFound(f"sampler_id={sampler_id[:200]!r}: there is no such sampler")
-        return SamplerInfo(sampler_id, rows[0].base_model, rows[0].model_path)
+        row = await self.samplers.row(tenant, sampler_id)
+        return SamplerInfo(sampler_id, row.base_model, row.model_path)
 
     async def training_runs(self, tenant: Tenant, limit: int, offset: int) -> Page[TrainingRun]:
         """Newest first."""

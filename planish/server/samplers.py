@@ -14,9 +14,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from planish.errors import UserError
+from planish.server.answers import Tenant
 from planish.server.crash_points import crash_point
 from planish.server.engine_calls import EngineCalls
-from planish.server.records import SamplerRow, change
+from planish.server.errors import NotFound
+from planish.server.records import SamplerRow, change, select
 from planish.server.residency import Residency, Resident
 from planish.server.store import Store
 from planish.server.under_way import UnderWay
@@ -106,6 +108,15 @@ class Samplers:
     def get(self, sampler_id: str) -> Sampler | None:
         """One that is open."""
         return self._samplers.get(sampler_id)
+
+    async def row(self, tenant: Tenant, sampler_id: str) -> SamplerRow:
+        """Of any sampler that the tenant ever made. NotFound if there is none."""
+        rows = await self._store.read(
+            lambda db: select(db, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name])
+        )
+        if not rows:
+            raise NotFound(f"sampling_session_id={sampler_id[:200]!r}: there is no such sampling session")
+        return rows[0]
 
     def all(self) -> list[Sampler]:
         return list(self._samplers.values())

@@ -145,7 +145,8 @@ class Submission:
     async def submit_sample(self, tenant: Tenant, seq_id: int, operation: Sample) -> Accepted:
         sampler = self._samplers.get(operation.sampler_id)
         if sampler is None or sampler.row.tenant != tenant.name:
-            raise await self._no_sampler(tenant, operation.sampler_id)
+            row = await self._samplers.row(tenant, operation.sampler_id)
+            raise Gone(f"sampling_session_id={row.id!r} is closed: {row.closed}")
         await self._sessions.touch(tenant, sampler.row.session)
         request_id = f"{sampler.id}:{seq_id}"
         accepted = Accepted(
@@ -284,14 +285,6 @@ class Submission:
             answer = Failed(f"{request.id} came too late: {reason}", "user")
             self._samplers.not_published(model.id, request.seq, answer.message)
             self._requests.settle(request, answer, state="refused")
-
-    async def _no_sampler(self, tenant: Tenant, sampler_id: str) -> ServerError:
-        rows = await self._store.read(
-            lambda db: select(db, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name])
-        )
-        if rows:
-            return Gone(f"sampling_session_id={sampler_id!r} is closed: {rows[0].closed}")
-        return NotFound(f"sampling_session_id={sampler_id[:200]!r}: there is no such sampling session")
 
 
 async def _whole(work: Coroutine[Any, Any, R]) -> R:
