@@ -52,10 +52,9 @@ from planish.service import (
     SaveWeightsForSampler,
     UnloadModel,
 )
-from planish.types import Checkpoint, CheckpointPath, GetInfoResponse, GetServerCapabilitiesResponse
+from planish.types import Checkpoint, CheckpointPath, GetServerCapabilitiesResponse
 from planish.wire.client_operations import Posted
 from planish.wire.fields import Fields
-from planish.wire.models import info_from_json
 from planish.wire.records import capabilities_from_json, checkpoint_from_json, lora_from_weights_info
 
 P = ParamSpec("P")
@@ -139,11 +138,6 @@ class RemoteService:
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         return self._sampler(sampler_id).ready.result()
-
-    def model_info(self, model_id: str) -> GetInfoResponse:
-        lane = self._lane(model_id)
-        posted = Posted.json("/get_info", {"model_id": lane.model_id, "type": "get_info"})
-        return lane.info or info_from_json(self._post(posted))
 
     def tokenizer_directory(self, base_model: str) -> Path:
         if base_model not in self._tokenizers:
