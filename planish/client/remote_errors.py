@@ -4,7 +4,6 @@ UserError and its kin     the call is wrong: 4xx, or a failed result of category
 ServerUnreachableError    nobody answers, or not for longer than a restart takes
 ServerFaultError          the server itself is at fault: 500, or a failed result of another category
 EngineClosedError         the session has ended
-StorageError              the server has no room
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from planish.errors import CheckpointError, EngineClosedError, PlanishError, StorageError, UserError
+from planish.errors import CheckpointError, EngineClosedError, PlanishError, UserError
 from planish.wire.client_errors import ERROR_CLASS, named_error
 
 if TYPE_CHECKING:
@@ -76,8 +75,6 @@ def _refused(status: int, message: str, body: Mapping[str, Any], default: type[U
             return named_error(message, body.get(ERROR_CLASS), default)
         case 410:
             return EngineClosedError(f"the server has let go of it: {message}; make a new ServiceClient")
-        case 507:
-            return StorageError(message)
         case _ if status < 500:
             return named_error(message, body.get(ERROR_CLASS))
     return ServerFaultError(f"the server answered {status}: {message}")
