@@ -69,7 +69,7 @@ class FairGate:
 
     @property
     def waiting(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(not request.granted.done() for queue in self._queues.values() for request in queue)
 
     @property
     def used(self) -> int:

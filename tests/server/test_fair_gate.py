@@ -79,11 +79,12 @@ def test_who_does_not_wait_any_more_gives_way():
     async def scenario() -> None:
         gate = FairGate(1)
         first = await gate.turn("a", 1, 1)
-        gone, stays = (asyncio.create_task(gate.turn("a", 1, 1)) for _ in range(2))
+        gone, stays, gone_too = (asyncio.create_task(gate.turn("a", 1, 1)) for _ in range(3))
         await quiet()
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
+        for task in (gone, gone_too):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         assert gate.waiting == 1
         first.give_back()
         last = asyncio.create_task(gate.turn("a", 1, 1))
