@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 API = "/api/v1"
 _MIN_POLL_SECONDS = 0.5
 _MIN_COMPRESSED = 64 * 1024
-_MAX_POSTS = 64
+_MOST_ASKED = 64
+"""Requests that the server has at once, apart from those for results."""
 _NO_ENDPOINT = (404, 405)
 _KEY_VARIABLES = ("PLANISH_API_KEY", "TINKER_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -48,7 +49,7 @@ class Link:
     patience: float = PATIENCE_SECONDS
     compress: bool = False
     """Large bodies by zstd: for a server that is not on this machine."""
-    _posts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_POSTS))
+    _asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_ASKED))
 
     def __post_init__(self) -> None:
         headers = {"Accept": JSON} | ({"X-API-Key": self.api_key} if self.api_key else {})
@@ -84,8 +85,7 @@ class Link:
         options: dict[str, Any] = {"content": content, "headers": headers}
         if silence is not None:
             options["timeout"] = silence
-        async with self._posts:
-            return await self._answered("POST", posted.path, patience, returned, **options)
+        return await self._answered("POST", posted.path, patience, returned, **options)
 
     async def frames(self, request: Callable[[], Posted | None]) -> AsyncIterator[Frame]:
         """The frames of an answer that goes on. When it breaks off, it is asked for by what `request` gives then; None is the end.
@@ -159,7 +159,8 @@ class Link:
         repeated = False
         while True:
             try:
-                response = await self._calling.request(method, API + path, **options)
+                async with self._asking:
+                    response = await self._calling.request(method, API + path, **options)
             except NoAnswerError as error:
                 await patience.after_silence(error)
             else:

@@ -107,6 +107,19 @@ def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, 
     assert {"/api/v1/forward_backward", "/api/v1/optim_step", "/api/v1/planish/draw"} <= counts.keys()
 
 
+def test_who_is_told_to_come_later_keeps_nobody_from_asking(server, monkeypatch):
+    monkeypatch.setattr("planish.client.remote_link._MOST_ASKED", 1)
+    with ServiceClient(base_url=server.url) as client:
+        waiting, other = (client.create_lora_training_client("tiny", rank=4) for _ in range(2))
+        with failing(server, lambda path: later(429) if path.endswith("/optim_step") else None):
+            waiting.forward_backward([datum()], "cross_entropy").result(WAIT)
+            stepped = waiting.optim_step(AdamParams())
+            time.sleep(0.05)
+            other.forward([datum()], "cross_entropy").result(5)
+            assert not stepped.done()
+        stepped.result(WAIT)
+
+
 def test_without_batches_of_samples_the_results_are_the_same(server, undisturbed):
     """As on another server of the protocol."""
     missing = Response('{"detail": "Not Found"}', 404, media_type="application/json")
