@@ -8,8 +8,9 @@
     sampling   asample
     models     create_model, save_weights, load_weights and their kin
     records    sessions, training runs, checkpoints, samplers
+    client_operations, client_frames, client_errors    what planish's own client sends, and is told besides
 
-Server and client share it. Each function reads or writes one thing, and has its inverse beside it. Whatever does not fit raises UserError
+Server and client share it. Each function reads or writes one thing; its inverse, where somebody needs it, stands beside it. Whatever does not fit raises UserError
 that names the field; a field that is not known is refused unless it is empty, so that an option of a later client is never
 ignored in silence.
 """

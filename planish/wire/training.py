@@ -146,16 +146,6 @@ def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
     }
 
 
-def output_from_json(fields: Fields) -> ForwardBackwardOutput:
-    outputs = [
-        {name: tensor_from_json(datum.object(name)) for name in datum} for datum in fields.objects("loss_fn_outputs")
-    ]
-    metrics = fields.object("metrics")
-    return ForwardBackwardOutput(
-        fields.text("loss_fn_output_type"), outputs, {name: metrics.number(name) for name in metrics}
-    )
-
-
 def optim_step_from_json(fields: Fields) -> OptimStep:
     with fields:
         place = place_from_json(fields)

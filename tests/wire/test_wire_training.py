@@ -127,13 +127,6 @@ def test_output_round_trip(output):
     assert plain(training.output_from_message(training.output_to_message(output))) == plain(output)
 
 
-def test_output_round_trip_in_json():
-    outputs = [{"logprobs": TensorData([-1.5, -0.25], "float32")}]
-    output = ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": 1.75})
-    body = orjson.dumps(training.output_to_json(output))
-    assert plain(training.output_from_json(Fields.of(body))) == plain(output)
-
-
 @pytest.mark.parametrize("optional", [{}, {"learning_rate": 0.5, "beta1": 0.1, "grad_clip_norm": 1.0}])
 def test_what_the_sdk_sends_for_optim_step(optional):
     request = OptimStepRequest(optim_params=sdk.AdamParams(**optional), model_id="m", seq_id=3)
