@@ -172,7 +172,7 @@ class RemoteService:
         with self._giving:
             self._is_closed = True
         try:
-            for answer in list(self._open) if finish else []:
+            for answer in list(self._open) if finish and self._thread.is_alive() else []:
                 with suppress(Exception):
                     answer.result()
         finally:

@@ -3,6 +3,8 @@
 import http.server
 import itertools
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -345,6 +347,27 @@ def test_a_session_is_kept_alive_and_ended(server, monkeypatch):
     asked = server.network.paths[before:]
     assert asked.count("/api/v1/session_heartbeat") >= 6
     assert sum(path.endswith("/finish") for path in asked) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_the_child_of_a_fork_does_not_wait_for_what_its_parent_asked(server):
+    with ServiceClient(base_url=server.url) as client:
+        training_client = client.create_lora_training_client("tiny", rank=4)
+        with failing(server, lambda path: later(429) if path.endswith("/forward") else None):
+            answer = training_client.forward([datum()], "cross_entropy")
+            child = os.fork()
+            if not child:
+                client.close()
+                os._exit(17)
+            give_up = time.monotonic() + 10
+            while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < give_up:
+                time.sleep(0.01)
+            if ended[0] == 0:
+                os.kill(child, signal.SIGKILL)
+                ended = os.waitpid(child, 0)
+        assert answer.result(WAIT).metrics
+    assert os.waitstatus_to_exitcode(ended[1]) == 17
 
 
 def test_a_session_that_the_server_has_ended_says_so(server):
