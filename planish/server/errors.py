@@ -77,6 +77,12 @@ def stopping() -> Unavailable:
     return Unavailable("the server is stopping; it goes on with what it accepted at its next start", _STOPPING_SECONDS)
 
 
+def retry_headers(error: BaseException) -> dict[str, str]:
+    """Those of an answer with this error: when to ask again, if that is known."""
+    wait = error.retry_after if isinstance(error, ServerError) else None
+    return {} if wait is None else {"Retry-After": f"{wait:g}"}
+
+
 def status_of(error: BaseException) -> int:
     """The HTTP status that says what `error` says."""
     match error:

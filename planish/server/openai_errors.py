@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
 from planish.errors import UserError
-from planish.server.errors import NotFound, ServerError, status_of
+from planish.server.errors import NotFound, retry_headers, status_of
+from planish.server.exchange import answered
 
 _log = logging.getLogger("planish.server")
 
@@ -54,6 +54,4 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> Response:
-    wait = error.retry_after if isinstance(error, ServerError) else None
-    headers = {} if wait is None else {"Retry-After": f"{wait:g}"}
-    return Response(orjson.dumps(error_body(error)), status_of(error), headers, media_type="application/json")
+    return answered(error_body(error), status_of(error), retry_headers(error))
