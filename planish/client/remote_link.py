@@ -25,7 +25,8 @@ from planish.client.remote_patience import PATIENCE_SECONDS, Patience
 from planish.client.remote_thread import in_pool
 from planish.errors import UserError
 from planish.wire.client_frames import Frame, FrameReader
-from planish.wire.client_operations import JSON, PROTOBUF, Posted
+from planish.wire.client_operations import JSON, Posted
+from planish.wire.messages import PROTOBUF
 
 if TYPE_CHECKING:
     from httpx2 import Response

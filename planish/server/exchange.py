@@ -26,10 +26,11 @@ from starlette.routing import Route
 from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.answers import Page, Tenant
 from planish.server.core import ServerCore
-from planish.server.errors import ServerError, Unauthorized, Unavailable, status_of
+from planish.server.errors import Unauthorized, Unavailable, retry_headers, status_of
 from planish.wire.bodies import open_body, too_large
 from planish.wire.client_errors import ERROR_CLASS, name_of
 from planish.wire.fields import Fields
+from planish.wire.messages import PROTOBUF
 
 T = TypeVar("T")
 
@@ -110,11 +111,11 @@ class Exchange:
 
     @property
     def is_protobuf(self) -> bool:
-        return "application/x-protobuf" in self.request.headers.get("content-type", "")
+        return PROTOBUF in self.request.headers.get("content-type", "")
 
     @property
     def takes_protobuf(self) -> bool:
-        return "application/x-protobuf" in self.request.headers.get("accept", "")
+        return PROTOBUF in self.request.headers.get("accept", "")
 
     @property
     def knows_external(self) -> bool:
@@ -249,10 +250,7 @@ def refused(error: PlanishError) -> Response:
     status = status_of(error)
     if status >= 500:
         _log.warning("answered %d: %s", status, error)
-    headers = {}
-    if isinstance(error, ServerError) and error.retry_after is not None:
-        headers["Retry-After"] = f"{error.retry_after:g}"
-    return answered({"detail": str(error), ERROR_CLASS: name_of(error)}, status, headers)
+    return answered({"detail": str(error), ERROR_CLASS: name_of(error)}, status, retry_headers(error))
 
 
 def answered(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

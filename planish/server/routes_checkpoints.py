@@ -138,7 +138,7 @@ def _run(exchange: Exchange, run: TrainingRun) -> dict[str, Any]:
 
 
 _RUN = "/training_runs/{run_id}"
-_CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
+CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
 
 ROUTES = [
     endpoint("/training_runs", training_runs, "GET"),
@@ -146,10 +146,10 @@ ROUTES = [
     endpoint(_RUN + "/checkpoints", run_checkpoints, "GET"),
     endpoint("/checkpoints", checkpoints, "GET"),
     # Ids hold a slash, so these come before the one that ends with an id.
-    endpoint(_CHECKPOINT + "/publish", publish, "POST"),
-    endpoint(_CHECKPOINT + "/publish", unpublish, "DELETE"),
-    endpoint(_CHECKPOINT + "/ttl", set_ttl, "PUT"),
-    endpoint(_CHECKPOINT, delete_checkpoint, "DELETE"),
+    endpoint(CHECKPOINT + "/publish", publish, "POST"),
+    endpoint(CHECKPOINT + "/publish", unpublish, "DELETE"),
+    endpoint(CHECKPOINT + "/ttl", set_ttl, "PUT"),
+    endpoint(CHECKPOINT, delete_checkpoint, "DELETE"),
     endpoint("/weights_info", weights_info),
     endpoint("/copy_weights", copy_weights),
 ]

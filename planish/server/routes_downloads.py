@@ -25,7 +25,7 @@ from planish.errors import PlanishError
 from planish.server.age_files import CheckpointFiles
 from planish.server.errors import NoSuchBaseModel, NotFound
 from planish.server.exchange import API, Exchange, answered, endpoint, refused
-from planish.server.routes_checkpoints import checkpoint_path
+from planish.server.routes_checkpoints import CHECKPOINT, checkpoint_path
 
 _VALID_SECONDS = 3600
 _BLOCK = 1 << 20
@@ -144,11 +144,10 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template*",
 )
-_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
 
 ROUTES = [
-    endpoint(_CHECKPOINT + "/external_weights_urls", external_weights_urls, "GET"),
-    endpoint(_CHECKPOINT + "/archive", archive, "GET"),
+    endpoint(CHECKPOINT + "/external_weights_urls", external_weights_urls, "GET"),
+    endpoint(CHECKPOINT + "/archive", archive, "GET"),
     endpoint("/tokenizer", tokenizer, "GET"),
     Route(API + "/downloads/{token}/{name}", download, methods=["GET"]),
 ]

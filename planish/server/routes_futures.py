@@ -13,10 +13,9 @@ from planish.server.answers import Done, Failed, Outcome, TryAgain
 from planish.server.exchange import Exchange, answered, endpoint, nothing
 from planish.server.external_weights import shown_path
 from planish.wire.client_errors import ERROR_CLASS
+from planish.wire.messages import PROTOBUF
 from planish.wire.sampling import sample_response_from_message, sample_response_to_json
 from planish.wire.training import output_from_message, output_to_json
-
-_PROTOBUF = "application/x-protobuf"
 
 
 async def retrieve_future(exchange: Exchange) -> Response:
@@ -41,7 +40,7 @@ def _result(done: Done, takes_protobuf: bool) -> Response:
     if done.media == "json":
         return Response(_with_shown_path(done), media_type="application/json")
     if takes_protobuf:
-        return Response(done.content, media_type=_PROTOBUF)
+        return Response(done.content, media_type=PROTOBUF)
     if done.kind == "sample":
         return answered(sample_response_to_json(sample_response_from_message(done.content)))
     return answered(output_to_json(output_from_message(done.content)))

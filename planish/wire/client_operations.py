@@ -26,6 +26,7 @@ from planish.service import (
 )
 from planish.types import LoadWeightsResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
 from planish.wire.fields import Fields
+from planish.wire.messages import PROTOBUF
 from planish.wire.models import (
     create_from_weights_to_json,
     create_model_to_json,
@@ -43,7 +44,7 @@ from planish.wire.training import (
     output_from_message,
 )
 
-JSON, PROTOBUF = "application/json", "application/x-protobuf"
+JSON = "application/json"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
+PROTOBUF = "application/x-protobuf"
+"""The media type of a body."""
 _PACKAGE = "planish.wire"
 
 # "name": "type field = number; ...". `T? f` is an optional field, `T* f` a repeated one, `{T} f` a map from strings to T, and

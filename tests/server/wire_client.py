@@ -17,13 +17,13 @@ from planish.server.answers import Accepted, Done, Failed, Outcome, TryAgain
 from planish.service import CreateModel, CreateSampler, Operation, Sample, UnloadModel
 from planish.wire.client_operations import (
     JSON,
-    PROTOBUF,
     Posted,
     create_model_request,
     create_sampler_request,
     sample_request,
     training_request,
 )
+from planish.wire.messages import PROTOBUF
 
 _RETRIED = (408, 429, 503)
 _PAUSE_SECONDS = 0.05
