@@ -97,8 +97,8 @@ class OptimStep(Operation[OptimStepResponse]):
 
 
 @dataclass(frozen=True)
-class SaveWeights(Operation[SaveWeightsResponse]):
-    """A training checkpoint: adapter, optimizer, step."""
+class _Save:
+    """A checkpoint with a name."""
 
     model_id: str
     name: str
@@ -110,6 +110,11 @@ class SaveWeights(Operation[SaveWeightsResponse]):
         if self.ttl_seconds is not None:
             _keep_whole(self, "ttl_seconds")
         _keep_flag(self, "overwrite")
+
+
+@dataclass(frozen=True)
+class SaveWeights(_Save, Operation[SaveWeightsResponse]):
+    """A training checkpoint: adapter, optimizer, step."""
 
 
 @dataclass(frozen=True)
@@ -122,19 +127,8 @@ class LoadWeights(Operation[LoadWeightsResponse]):
 
 
 @dataclass(frozen=True)
-class SaveWeightsForSampler(Operation[SaveWeightsForSamplerResponse]):
+class SaveWeightsForSampler(_Save, Operation[SaveWeightsForSamplerResponse]):
     """A named sampler checkpoint: the adapter alone. Without `overwrite`, a name is taken again by equal weights only."""
-
-    model_id: str
-    name: str
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.ttl_seconds is not None:
-            _keep_whole(self, "ttl_seconds")
-        _keep_flag(self, "overwrite")
 
 
 @dataclass(frozen=True)
