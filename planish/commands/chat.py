@@ -16,13 +16,13 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from planish.commands.chat_session import ChatSession, Draws, Ended
 from planish.commands.chat_voice import Piece, listening
+from planish.commands.runs import add_place_arguments
 from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
 
@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (%(default)s)")
     parser.add_argument("--seed", type=int, metavar="N", help="the same lines give the same answers")
-    parser.add_argument("--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this process)")
-    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
-    parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="checkpoints of this machine (default: PLANISH_DATA)"
-    )
+    add_place_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from planish.client.service_client import ServiceClient
+from planish.commands.runs import add_place_arguments
 from planish.console import StepDisplay
 from planish.errors import UserError, as_user_errors
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
@@ -34,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy ({default.temperature:g})")
     parser.add_argument("--seed", type=int, metavar="S", help=f"of the draws ({default.seed})")
     parser.add_argument("--renderer", choices=FORMATS, help="chat format (default: the checkpoint's, or the model's)")
-    parser.add_argument("--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this process)")
-    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="of this machine's checkpoints (PLANISH_DATA)")
+    add_place_arguments(parser)
     parser.add_argument(
         "--concurrency", type=int, default=CONCURRENCY, metavar="N", help="questions at a time (%(default)s)"
     )

@@ -20,12 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Whose records are meant, and how they are printed."""
-    parser.add_argument(
-        "--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this machine's own)"
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="of this machine (default: PLANISH_DATA)")
+    add_place_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """A server and its key, or a directory of this machine, as `chosen_url` takes them."""
+    parser.add_argument("--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this machine)")
+    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="of this machine's checkpoints (default: PLANISH_DATA)"
+    )
 
 
 def limit_of(arguments: argparse.Namespace) -> int | None:
