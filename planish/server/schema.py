@@ -1,4 +1,5 @@
-"""The tables. Times are seconds since 1970; `ended` and `closed` rows are kept until they have aged (retention.py).
+"""The tables. Times are seconds since 1970; `ended` and `closed` rows are kept until they have aged (retention.py), those of models for
+good.
 
 A request's id is made of what identifies it: `{model}:{seq_id}` for training (the creation is number 0), `{sampler}:{seq_id}` for
 sampling. Its state:

@@ -4,7 +4,7 @@ forward_backward, forward and optim_step go to the engine one behind the other. 
 noted first, so that it can be done again although the checkpoint may be gone by then. What writes one notes first that its name
 was free, so that doing it again does not find its own work and refuse.
 
-An error that is raised here comes from before the engine had the request.
+An error that is raised here says that the engine has not done the request.
 """
 
 from __future__ import annotations
