@@ -270,6 +270,10 @@ class ServerCore:
         """Waits for the model's creation if that is under way."""
         return await self._runs.info(tenant, model_id)
 
+    async def check_sample(self, base_model: str, operation: Sample) -> None:
+        """ValueError if no sampler of the base model could ever serve it."""
+        await self._sampling.check(base_model, operation)
+
     async def draw(self, tenant: Tenant, operation: Sample) -> SampleResponse:
         """A sample that is not journaled, for whoever holds a connection. Gone if its sampler was let go."""
         self._check_open()

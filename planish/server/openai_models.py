@@ -28,7 +28,7 @@ from planish.server.errors import Gone, NotFound
 from planish.server.openai_errors import ModelNotFoundError
 from planish.server.openai_options import check_size
 from planish.server.openai_texts import TokenTexts
-from planish.service import CreateSampler, HostedService, Sample
+from planish.service import CreateSampler, Sample
 from planish.tokenizer import load_tokenizer
 from planish.types import CheckpointPath, SampleResponse
 from planish.wire.models import SessionPlace
@@ -98,10 +98,9 @@ class _Account:
 
 
 class OpenAIModels:
-    def __init__(self, core: ServerCore, service: HostedService, directories: Mapping[str, Path]) -> None:
-        """`service` is the core's; `directories` has the base models that are served."""
+    def __init__(self, core: ServerCore, directories: Mapping[str, Path]) -> None:
+        """`directories` has the base models that are served."""
         self.core = core
-        self._service = service
         self._directories = directories
         self._texts: dict[str, BaseTexts] = {}
         self._loading = asyncio.Lock()
@@ -140,7 +139,7 @@ class OpenAIModels:
         check_size(operations, model.texts.max_context)
         self.core.limits.check(tenant.name, 0)
         for operation in operations:
-            await asyncio.to_thread(self._service.check_sample, model.base_model, operation)
+            await self.core.check_sample(model.base_model, operation)
         return await self._sampler(tenant, model)
 
     async def draw(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:

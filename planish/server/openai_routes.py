@@ -26,15 +26,14 @@ from planish.server.openai_chat import chat_completions
 from planish.server.openai_completions import completions
 from planish.server.openai_errors import error_response
 from planish.server.openai_models import OpenAIModels
-from planish.service import HostedService
 from planish.wire.fields import Fields
 
 Endpoint = Callable[[OpenAIModels, Tenant, Request, Fields], Awaitable[Response]]
 
 
-def routes(core: ServerCore, service: HostedService, directories: Mapping[str, Path]) -> list[Route]:
-    """`service` is the core's engine; `directories` has the base models that are served."""
-    models = OpenAIModels(core, service, directories)
+def routes(core: ServerCore, directories: Mapping[str, Path]) -> list[Route]:
+    """`directories` has the base models that are served."""
+    models = OpenAIModels(core, directories)
     return [
         _posted("/v1/chat/completions", chat_completions, models),
         _posted("/v1/completions", completions, models),

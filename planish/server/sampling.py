@@ -54,11 +54,10 @@ class Sampling:
         """Base models that are in memory."""
         self._is_stopping = False
 
-    async def check(self, sampler: Sampler, operation: Sample) -> None:
-        """ValueError if the request could never be served."""
+    async def check(self, base_model: str, operation: Sample) -> None:
+        """ValueError if no sampler of the base model could ever serve the request."""
         stop = operation.sampling_params.stop
         reads_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
-        base_model = sampler.row.base_model
         if reads_text or operation.prompt.length > _INLINE_TOKENS or base_model not in self._loaded:
             await self._engine.check_sample(base_model, operation)
             self._loaded.add(base_model)

@@ -107,7 +107,7 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
     context = max(ModelConfig.from_directory(path).max_context for path in models.values())
     http = HttpSettings(options.poll_seconds, models, context, has_keys=prepared.keys is not None)
     registry = CollectorRegistry()
-    more = [*routes_draw.ROUTES, *openai_routes.routes(core, engine, models), metrics_route(registry)]
+    more = [*routes_draw.ROUTES, *openai_routes.routes(core, models), metrics_route(registry)]
     app = create_app(core, http, more)
     app.add_middleware(Access, metrics=RequestMetrics(registry), authenticate=core.authenticate)
     return app

@@ -152,7 +152,7 @@ class Submission:
         accepted = Accepted(
             request_id, sample_sequence_ids=[f"{request_id}:{index}" for index in range(operation.num_samples)]
         )
-        await self._sampling.check(sampler, operation)
+        await self._sampling.check(sampler.row.base_model, operation)
         journaled = await self._requests.encoded(operation, seq_id)
         await _whole(self._journal_sample(sampler, _row(tenant, sampler.id, seq_id, journaled), journaled))
         return accepted

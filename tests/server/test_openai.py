@@ -100,7 +100,7 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
         {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32", deterministic=True)
     )
     core = ServerCore(engine, data, list(models), KEYS)
-    more = [*routes_draw.ROUTES, *openai_routes.routes(core, engine, models)]
+    more = [*routes_draw.ROUTES, *openai_routes.routes(core, models)]
     app = create_app(core, HttpSettings(tokenizer_directories=models), more)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="warning", timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -533,7 +533,7 @@ def test_a_checkpoint_that_is_saved_again_leaves_those_alone_that_wait(model_dir
     async def scenario() -> None:
         async with running(model_dir, tmp_path, ServerSettings(sampling_slots=1)) as core:
             model = await (await Client.start(core)).model()
-            models = OpenAIModels(core, core._engine._service, {core_client.BASE: model_dir})
+            models = OpenAIModels(core, {core_client.BASE: model_dir})
             operation = sample("", n=1)
 
             async def saved() -> str:
@@ -549,5 +549,24 @@ def test_a_checkpoint_that_is_saved_again_leaves_those_alone_that_wait(model_dir
             turn.give_back()
             assert all(response.sequences for response in await asyncio.gather(*waiting))
             assert [sampler.id for sampler in core.samplers.all()] == [new]
+
+    run(scenario())
+
+
+def test_a_model_that_is_loaded_leaves_threads_to_others(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with core_client.running(model_dir, data_dir) as core:
+            models = OpenAIModels(core, {core_client.BASE: model_dir})
+            served = await models.find(TENANT, core_client.BASE)
+            operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
+            is_loaded = threading.Event()
+            monkeypatch.setattr(core._engine._service, "check_sample", lambda *_: is_loaded.wait(20))
+            asked = [asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)]
+            try:
+                await asyncio.sleep(0.1)
+                assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 5)
+            finally:
+                is_loaded.set()
+                await asyncio.gather(*asked)
 
     run(scenario())
