@@ -351,11 +351,16 @@ class DeviceOwner:
 def _prepared(error: BaseException, base: BaseModel) -> None:
     """Make it fit to be kept by who asked, with the remedy where torch says only what it lacks."""
     let_go(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    if _lacks_memory(error):
         error.add_note(
             f"The memory of {base.device} is full: lower micro_batch_tokens (now {base.trainer.settings.micro_batch_tokens:,}) for training, "
             f"kv_cache_bytes (now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now {base.sampler.settings.max_batch:,}) for sampling"
         )
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """A GPU's, or main memory, for want of which torch raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _fail_all(jobs: Sequence[Job], error: Exception) -> None:

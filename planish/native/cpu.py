@@ -330,15 +330,20 @@ def attend_backward(
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """The function of this type; tensors are given by address."""
+    """The function of this type; tensors are given by address.
+
+    MemoryError if there was none for what it computes in between; what it was to write then holds anything.
+    """
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    _function(name, dtype)(*given, torch.get_num_threads())
+    missing = _function(name, dtype)(*given, torch.get_num_threads())
+    if missing:
+        raise MemoryError(f"main memory is full: {name} needed {f'{missing:,} bytes' if missing > 1 else 'some'} more")
 
 
 @cache
-def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
     found = loaded()
     assert found is not None
     function = found[f"{name}_{_SUFFIX[dtype]}"]
-    function.argtypes, function.restype = [_KINDS[kind] for kind in _SIGNATURES[name]], None
+    function.argtypes, function.restype = [_KINDS[kind] for kind in _SIGNATURES[name]], ctypes.c_int64
     return function

@@ -320,4 +320,5 @@ def _size(answer: Done | Failed) -> int:
 def failure(error: Exception) -> Failed:
     """What a client is told of an error."""
     category: Category = "user" if isinstance(error, ValueError) else "server"
-    return Failed(str(error) or type(error).__name__, category, name_of(error))
+    said = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+    return Failed(said, category, name_of(error))

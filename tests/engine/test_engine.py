@@ -425,20 +425,28 @@ def test_an_error_that_is_kept_keeps_no_memory(engine, monkeypatch):
     assert not any(found() is not None for found in hidden)
 
 
-def test_an_error_for_want_of_a_gpu_s_memory_says_what_to_lower(engines, monkeypatch):
+@pytest.mark.parametrize(
+    "lack",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError("main memory is full"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_an_error_for_want_of_memory_says_what_to_lower(engines, monkeypatch, lack):
     engine = engines(micro_batch_tokens=64, kv_cache_bytes=1 << 30)
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
 
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise type(lack)(*lack.args)
 
     with monkeypatch.context() as patch:
         patch.setattr("planish.model.head._stored_logits", full)
         patch.setattr(engine._models.get("llama").sampler._head, "logits", full)
         for operation in (request("s"), ForwardBackward("a", [datum()], "cross_entropy")):
             error = engine.submit(operation).exception(WAIT)
-            assert isinstance(error, torch.OutOfMemoryError)
+            assert type(error) is type(lack)
             (note,) = error.__notes__
             assert "micro_batch_tokens (now 64)" in note
             assert "kv_cache_bytes (now 1,073,741,824)" in note

@@ -13,7 +13,7 @@ from planish.server.answers import Done, Failed, TryAgain
 from planish.server.checkpoint_catalog import CheckpointCatalog
 from planish.server.errors import BadRequest, Gone, Unavailable
 from planish.server.replay import Replay
-from planish.server.requests import Request
+from planish.server.requests import Request, failure
 from planish.server.samplers import Sampler
 from planish.server.sampling import Sampling
 from planish.server.settings import ServerSettings
@@ -325,3 +325,9 @@ def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir
             assert (await model.step())["adam_step"] == 1
 
     run(scenario())
+
+
+def test_an_error_is_told_with_what_was_noted_about_it():
+    error = MemoryError("main memory is full")
+    error.add_note("lower max_batch")
+    assert failure(error).message == "main memory is full\nlower max_batch"

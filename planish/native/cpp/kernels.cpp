@@ -17,72 +17,84 @@
 #include "products.h"
 #include "tiles.h"
 
+// What Python is told: how many bytes of memory could not be had (room.h).
+using Told = int64_t;
+template <class F>
+Told told(F f) {
+    Shortage shortage;
+    shortage.guard(f);
+    return shortage.bytes();
+}
+
 // One name for each type: `_f` float32, `_h` bf16.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define FOR_TYPES(S, X)                                                                                                                      \
-    EXPORT void rms_norm_##S(const float* x, const X* y, const float* w, float eps, float* x_out, X* out, float* scale, int64_t rows,       \
+    EXPORT Told rms_norm_##S(const float* x, const X* y, const float* w, float eps, float* x_out, X* out, float* scale, int64_t rows,       \
                              int64_t d, int threads) {                                                                                       \
-        rms_norm<X, X>(x, y, w, eps, x_out, out, scale, rows, d, threads);                                                                   \
+        return told([&] { rms_norm<X, X>(x, y, w, eps, x_out, out, scale, rows, d, threads); });                                             \
     }                                                                                                                                        \
-    EXPORT void rms_norm_backward_##S(const X* g, const float* x, const float* w, const float* scale, const float* add, float* out,         \
+    EXPORT Told rms_norm_backward_##S(const X* g, const float* x, const float* w, const float* scale, const float* add, float* out,         \
                                       int64_t rows, int64_t d, int threads) {                                                                \
-        rms_norm_backward<X>(g, x, w, scale, add, out, rows, d, threads);                                                                    \
+        return told([&] { rms_norm_backward<X>(g, x, w, scale, add, out, rows, d, threads); });                                              \
     }                                                                                                                                        \
-    EXPORT void rotate_##S(const X* x, int64_t stride, const float* cos, const float* sin, float sign, X* out, int64_t rows, int64_t heads, \
+    EXPORT Told rotate_##S(const X* x, int64_t stride, const float* cos, const float* sin, float sign, X* out, int64_t rows, int64_t heads, \
                            int64_t e, int threads) {                                                                                         \
-        rotate<X>(x, stride, cos, sin, sign, out, rows, heads, e, threads);                                                                  \
+        return told([&] { rotate<X>(x, stride, cos, sin, sign, out, rows, heads, e, threads); });                                            \
     }                                                                                                                                        \
-    EXPORT void swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) { swiglu<X>(gate_up, out, rows, d, threads); }   \
-    EXPORT void swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                        \
-        swiglu_backward<X>(grad, gate_up, out, rows, d, threads);                                                                            \
+    EXPORT Told swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                                                 \
+        return told([&] { swiglu<X>(gate_up, out, rows, d, threads); });                                                                     \
     }                                                                                                                                        \
-    EXPORT void normalizers_##S(const X* logits, const int64_t* tokens, const float* exact, int64_t k, const float* temperature,            \
+    EXPORT Told swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                        \
+        return told([&] { swiglu_backward<X>(grad, gate_up, out, rows, d, threads); });                                                      \
+    }                                                                                                                                        \
+    EXPORT Told normalizers_##S(const X* logits, const int64_t* tokens, const float* exact, int64_t k, const float* temperature,            \
                                 float* weights, float* out, int64_t rows, int64_t v, int threads) {                                          \
-        normalizers<X>(logits, tokens, exact, k, temperature, weights, out, rows, v, threads);                                               \
+        return told([&] { normalizers<X>(logits, tokens, exact, k, temperature, weights, out, rows, v, threads); });                         \
     }                                                                                                                                        \
-    EXPORT void normalizers_backward_##S(X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature,                \
+    EXPORT Told normalizers_backward_##S(X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature,                \
                                          const float* log_total, const int64_t* first, const int64_t* targets, const float* grads,          \
                                          int64_t rows, int64_t v, int threads) {                                                             \
-        normalizers_backward<X>(logits, tokens, exact, k, temperature, log_total, first, targets, grads, rows, v, threads);                  \
+        return told(                                                                                                                         \
+            [&] { normalizers_backward<X>(logits, tokens, exact, k, temperature, log_total, first, targets, grads, rows, v, threads); });    \
     }                                                                                                                                        \
-    EXPORT void keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride,       \
+    EXPORT Told keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride,       \
                          int64_t heads, int64_t e, int) {                                                                                    \
-        keep<X>(own, rows, n, k, k_stride, v, v_stride, heads, e);                                                                           \
+        return told([&] { keep<X>(own, rows, n, k, k_stride, v, v_stride, heads, e); });                                                     \
     }                                                                                                                                        \
-    EXPORT void attend_##S(const Attention* a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {                             \
-        attend<X>(*a, n_blocks, q, out, lse, threads);                                                                                       \
+    EXPORT Told attend_##S(const Attention* a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {                             \
+        return told([&] { attend<X>(*a, n_blocks, q, out, lse, threads); });                                                                 \
     }                                                                                                                                        \
-    EXPORT void attend_backward_##S(const Attention* a, const int64_t* part_ends, int64_t parts, const X* grad,                             \
+    EXPORT Told attend_backward_##S(const Attention* a, const int64_t* part_ends, int64_t parts, const X* grad,                             \
                                     const X* q, const X* out, const float* lse, const X* k0, X* grad_q, X* grad_k, X* grad_v,           \
                                     float* sums, int64_t size, int threads) {                                                                \
-        attend_backward<X>(*a, part_ends, parts, grad, q, out, lse, k0, grad_q, grad_k, grad_v, sums, size, threads);             \
+        return told([&] { attend_backward<X>(*a, part_ends, parts, grad, q, out, lse, k0, grad_q, grad_k, grad_v, sums, size, threads); });\
     }                                                                                                                                       \
-    EXPORT void pack_panels_##S(const Packing<X>* matrices, int64_t count, int64_t turned, int threads) {                                   \
-        pack_panels(matrices, count, turned, threads);                                                                                      \
+    EXPORT Told pack_panels_##S(const Packing<X>* matrices, int64_t count, int64_t turned, int threads) {                                   \
+        return told([&] { pack_panels(matrices, count, turned, threads); });                                                                \
     }                                                                                                                                       \
-    EXPORT void product_##S(const X* panels, const X* x, const X* bias, X* out, int64_t rows, int64_t n, int64_t k, int threads) {          \
-        product(panels, x, bias, out, rows, n, k, threads);                                                                                 \
+    EXPORT Told product_##S(const X* panels, const X* x, const X* bias, X* out, int64_t rows, int64_t n, int64_t k, int threads) {          \
+        return told([&] { product(panels, x, bias, out, rows, n, k, threads); });                                                           \
     }                                                                                                                                       \
-    EXPORT void add_lora_##S(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in, X* out, const int64_t* sizes, int64_t linears, \
+    EXPORT Told add_lora_##S(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in, X* out, const int64_t* sizes, int64_t linears, \
                              X* low, int threads) {                                                                                         \
-        add_lora(adapters, n, x, in, out, sizes, linears, low, threads);                                                                    \
+        return told([&] { add_lora(adapters, n, x, in, out, sizes, linears, low, threads); });                                              \
     }                                                                                                                                       \
-    EXPORT void lora_backward_##S(const LoraRows<X>* adapters, int64_t n, const X* grad, const int64_t* sizes, int64_t linears, X* low_grad,\
+    EXPORT Told lora_backward_##S(const LoraRows<X>* adapters, int64_t n, const X* grad, const int64_t* sizes, int64_t linears, X* low_grad,\
                                   X* grad_x, int64_t in, int threads) {                                                                     \
-        lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads);                                                    \
+        return told([&] { lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads); });                              \
     }                                                                                                                                       \
-    EXPORT void lora_gradients_##S(const X* x, int64_t in, const X* low, const X* grad, const int64_t* sizes, int64_t linears,              \
+    EXPORT Told lora_gradients_##S(const X* x, int64_t in, const X* low, const X* grad, const int64_t* sizes, int64_t linears,              \
                                    const X* low_grad, int64_t rank, float* grad_a, float* grad_bs, int64_t rows, int threads) {             \
-        lora_gradients(x, in, low, grad, sizes, linears, low_grad, rank, grad_a, grad_bs, rows, threads);                                   \
+        return told([&] { lora_gradients(x, in, low, grad, sizes, linears, low_grad, rank, grad_a, grad_bs, rows, threads); });             \
     }                                                                                                                                       \
-    EXPORT void head_low_##S(const HeadRows<X>* adapters, int64_t n, const X* x, int64_t in, X* low, int64_t low_stride, int64_t rows,      \
+    EXPORT Told head_low_##S(const HeadRows<X>* adapters, int64_t n, const X* x, int64_t in, X* low, int64_t low_stride, int64_t rows,      \
                              int threads) {                                                                                                 \
-        head_low(adapters, n, x, in, low, low_stride, rows, threads);                                                                       \
+        return told([&] { head_low(adapters, n, x, in, low, low_stride, rows, threads); });                                                 \
     }                                                                                                                                       \
-    EXPORT void add_head_##S(const HeadRows<X>* adapters, int64_t n, const X* low, int64_t low_stride, X* logits, int64_t v, int threads) { \
-        add_head(adapters, n, low, low_stride, logits, v, threads);                                                                         \
+    EXPORT Told add_head_##S(const HeadRows<X>* adapters, int64_t n, const X* low, int64_t low_stride, X* logits, int64_t v, int threads) { \
+        return told([&] { add_head(adapters, n, low, low_stride, logits, v, threads); });                                                   \
     }                                                                                                                                       \
-    EXPORT void decode_##S(const Pass<X>* pass, X* out, int threads) { decode(*pass, out, threads); }
+    EXPORT Told decode_##S(const Pass<X>* pass, X* out, int threads) { return told([&] { decode(*pass, out, threads); }); }
 
 FOR_TYPES(f, float)
 FOR_TYPES(h, uint16_t)
@@ -132,17 +144,17 @@ EXPORT void on_huge_pages(uintptr_t address, int64_t bytes) {
     const uintptr_t first = (address + PAGE - 1) / PAGE * PAGE, last = (address + bytes) / PAGE * PAGE;
     if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 }
-EXPORT void invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int64_t k, int threads) {
-    invert(weights, uniforms, tokens, rows, v, k, threads);
+EXPORT Told invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int64_t k, int threads) {
+    return told([&] { invert(weights, uniforms, tokens, rows, v, k, threads); });
 }
-EXPORT void draw_f(const float* logits, const int64_t* rows, const float* temperature, const double* uniforms, int64_t* tokens, float* normalizer,
+EXPORT Told draw_f(const float* logits, const int64_t* rows, const float* temperature, const double* uniforms, int64_t* tokens, float* normalizer,
                    int64_t n, int64_t v, int threads) {
-    draw(logits, rows, temperature, uniforms, tokens, normalizer, n, v, threads);
+    return told([&] { draw(logits, rows, temperature, uniforms, tokens, normalizer, n, v, threads); });
 }
-EXPORT void likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_t k, int64_t* tokens, float* values, float* wide, int64_t rows,
+EXPORT Told likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_t k, int64_t* tokens, float* values, float* wide, int64_t rows,
                         int64_t v, int threads) {
-    likeliest(*exact, logits, k, tokens, values, wide, rows, v, threads);
+    return told([&] { likeliest(*exact, logits, k, tokens, values, wide, rows, v, threads); });
 }
-EXPORT void single_logits_h(const ExactLogits* exact, const int64_t* rows, const int64_t* tokens, float* out, int64_t pairs, int threads) {
-    single_logits(*exact, rows, tokens, out, pairs, threads);
+EXPORT Told single_logits_h(const ExactLogits* exact, const int64_t* rows, const int64_t* tokens, float* out, int64_t pairs, int threads) {
+    return told([&] { single_logits(*exact, rows, tokens, out, pairs, threads); });
 }

@@ -123,11 +123,13 @@ class Operand<float> {
 template <class F>
 void parallel(int64_t n, int64_t work, int threads, F f) {
     if (threads < 2 || work < (1 << 14) || n < 2) return f(0, n);
+    Shortage shortage;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int t = 0; t < threads; t++) {
         int64_t a = n * t / threads, b = n * (t + 1) / threads;
-        if (a < b) f(a, b);
+        if (a < b) shortage.guard([&] { f(a, b); });
     }
+    shortage.raise();
 }
 
 // f(size) with a size from 1 to MOST as a constant of its type.
