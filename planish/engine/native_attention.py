@@ -23,7 +23,8 @@ from planish.engine.sampling_attention import PrefillSpan, SampleSlot
 from planish.native import cpu
 from planish.native.cpu import AttentionPlan, KeptAttention
 
-_BLOCK_ROWS = 16
+ATTENDED_ROWS = 16
+"""Rows whose scores a thread has at once: float32, of a group of heads, for all positions that they see."""
 _LANE = 8
 """Most rows of one prompt in a block: fewer than a cache would hold, so that few prompts still keep all threads busy."""
 _PARTS = 24
@@ -36,8 +37,8 @@ class NativeForest:
     def __init__(self, packed: Packed) -> None:
         blocks, ranges = [], []
         for segment in packed.segments:
-            for start in range(segment.start, segment.end, _BLOCK_ROWS):
-                stop = min(start + _BLOCK_ROWS, segment.end)
+            for start in range(segment.start, segment.end, ATTENDED_ROWS):
+                stop = min(start + ATTENDED_ROWS, segment.end)
                 spans = [*segment.ancestors, (segment.start, stop)]
                 blocks.append((start, stop - start, len(ranges), len(spans)))
                 ranges += spans
@@ -102,8 +103,8 @@ class NativePrefill:
         self._spans = spans
         blocks, owners, rows, visible = [], [], [], []
         for span in spans:
-            for first in range(0, span.count, _BLOCK_ROWS):
-                count = min(_BLOCK_ROWS, span.count - first)
+            for first in range(0, span.count, ATTENDED_ROWS):
+                count = min(ATTENDED_ROWS, span.count - first)
                 blocks.append((len(rows), count, len(owners), 1))
                 owners.append((span.pool, span.slot, span.start + first + count))
                 rows += range(span.row + first, span.row + first + count)

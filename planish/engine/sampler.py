@@ -13,6 +13,7 @@ it finds the sampler's logprobs again.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -29,6 +30,7 @@ from planish.engine.drawing import SORTING_BYTES, draw, top_logprobs
 from planish.engine.graph_passes import GraphPasses
 from planish.engine.heap import let_go
 from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape, held_bytes
+from planish.engine.native_attention import ATTENDED_ROWS
 from planish.engine.passes import Passes, PlainPasses, Rows
 from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.engine.prefix_cache import PrefixCache
@@ -62,14 +64,16 @@ class SamplerSettings:
     """Most prompt tokens computed in one step."""
 
     def step_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-        """Estimate of what a step takes besides: activations of prompts, and what tokens are drawn from."""
+        """Estimate of what a step takes besides: activations of prompts, the scores of attention, and what tokens are drawn from."""
         # Float32 logits of the step, those that are drawn from, and those of the prompts' ends.
         drawing = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
-        if device.type != "cpu":  # a CPU filters row by row
-            drawing += SORTING_BYTES
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        if device.type == "cpu":  # whose threads are at most as many as it has
+            scores = 4 * ATTENDED_ROWS * (queries // keys) * config.max_context * (os.cpu_count() or 1)
+        else:  # a CPU filters row by row
+            scores, drawing = 0, drawing + SORTING_BYTES
         narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
-        return drawing + self.prefill_tokens * (8 * config.hidden_size + dtype.itemsize * narrow)
+        return drawing + scores + self.prefill_tokens * (8 * config.hidden_size + dtype.itemsize * narrow)
 
 
 class Sampler:

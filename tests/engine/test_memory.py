@@ -1,6 +1,7 @@
 """How a device's memory is divided, on machines that are only numbers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,3 +248,14 @@ def test_float32_logits_count_where_a_gpu_s_micro_batch_is_chosen(shaped, gpu):
         TrainerSettings(16384).activation_bytes(config, torch.bfloat16, torch.device(kind)) for kind in ("cpu", "cuda")
     ]
     assert kept[1] - kept[0] == 2 * 16384 * 151_936
+
+
+def test_on_a_cpu_a_step_has_the_scores_of_a_long_context(shaped, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    short = ModelConfig.from_directory(shaped("Qwen3-8B"))
+    long = replace(short, max_context=short.max_context + 100_000)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    settings = SamplerSettings()
+    more = settings.step_bytes(long, torch.float32, cpu) - settings.step_bytes(short, torch.float32, cpu)
+    assert more == 4 * 16 * 4 * 100_000 * 4  # threads, rows, heads of queries that share keys, positions, bytes
+    assert settings.step_bytes(long, torch.float32, gpu) == settings.step_bytes(short, torch.float32, gpu)
