@@ -167,6 +167,10 @@ class DrawnToken:
     """The likeliest tokens with their logprobs, as many as `topk_sample_logprobs` asks for."""
 
 
+MAX_SAMPLES = 4096
+"""Of one request: each has an id in the acceptance of a server, and a number of its own to be drawn by."""
+
+
 @dataclass(frozen=True)
 class Sample(Operation[SampleResponse]):
     sampler_id: str
@@ -189,7 +193,14 @@ class Sample(Operation[SampleResponse]):
     """
 
     def __post_init__(self) -> None:
-        _keep_whole(self, "num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+        _keep_whole(
+            self,
+            "num_samples",
+            remedy=f"a whole number from 1 to {MAX_SAMPLES}; more take several requests",
+            low=1,
+            high=MAX_SAMPLES,
+        )
+        _keep_whole(self, "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
         if self.prompt_logprobs_last_n is not None:
             _keep_whole(self, "prompt_logprobs_last_n")
         _keep_flag(self, "prompt_logprobs")
@@ -199,11 +210,11 @@ class Sample(Operation[SampleResponse]):
             raise UserError(f"target_prompt_logprobs is a {kind}; give TensorData.from_numpy(...) of int64")
 
 
-def _keep_whole(operation: Any, *names: str) -> None:
-    """The fields as ints of Python's, also where they are numpy's. UserError for what is no whole number."""
+def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **bounds: int) -> None:
+    """The fields as ints of Python's, also where they are numpy's. UserError for what is no whole number, or out of bounds."""
     for name in names:
         try:
-            value = whole_number(name, getattr(operation, name), "a whole number")
+            value = whole_number(name, getattr(operation, name), remedy, **bounds)
         except ValueError as error:
             raise UserError(str(error)) from None
         object.__setattr__(operation, name, value)

@@ -26,6 +26,8 @@ StopReason = Literal["stop", "length"]
 
 _LEAST_TEMPERATURE = 1e-30
 """Logits of 3e8 divided by it are float32 numbers."""
+_SEED = "a whole number from -2**63 to 2**64 - 1, or None"
+"""As torch's generators take them."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             _keep_whole(self, "max_tokens", "a whole number of at least 1, or None", low=1)
         if self.seed is not None:
-            _keep_whole(self, "seed", "a whole number, or None")
+            _keep_whole(self, "seed", _SEED, high=2**64 - 1)
         _keep_number(self, "temperature", low=0.0)
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
@@ -175,9 +177,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         _keep_whole(self, "rank", "a whole number from 1 to 256", low=1, high=256)
         if self.seed is not None:
-            # What torch's generators take.
-            low, high = -(2**63), 2**64 - 1
-            _keep_whole(self, "seed", "a whole number from -2**63 to 2**64 - 1, or None", low=low, high=high)
+            _keep_whole(self, "seed", _SEED, high=2**64 - 1)
         for name in ("train_unembed", "train_mlp", "train_attn"):
             object.__setattr__(self, name, bool(getattr(self, name)))
         if not (self.train_unembed or self.train_mlp or self.train_attn):
@@ -400,14 +400,19 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return replace(params, seed=seed)
 
 
-def whole_number(name: str, value: Any, remedy: str, low: float = -math.inf, high: float = math.inf) -> int:
-    """`value` as an int of Python's, also where it is numpy's. ValueError names it, with the remedy."""
+def whole_number(name: str, value: Any, remedy: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+    """`value` as an int of Python's, also where it is numpy's; of 64 bits, as neither a request nor a tensor holds more.
+
+    ValueError names it, with the remedy.
+    """
+    if _is_int(value) and not -(2**63) <= value <= 2**64 - 1:
+        raise ValueError(f"{name} has more than 64 bits: give {remedy}")
     if not _is_int(value) or not low <= value <= high:
         raise ValueError(f"{name}={value!r}: give {remedy}")
     return int(value)
 
 
-def _keep_whole(options: Any, name: str, remedy: str, low: float = -math.inf, high: float = math.inf) -> None:
+def _keep_whole(options: Any, name: str, remedy: str, low: int = -(2**63), high: int = 2**63 - 1) -> None:
     value = whole_number(f"{type(options).__name__}.{name}", getattr(options, name), remedy, low, high)
     object.__setattr__(options, name, value)
 
@@ -459,7 +464,7 @@ def _stop(stop: Any) -> Any:
     if all(isinstance(item, str) for item in items) and all(items):
         return tuple(items)
     if all(_is_int(item) for item in items):
-        return tuple(int(item) for item in items)
+        return tuple(whole_number("SamplingParams.stop", item, "token ids of the model's vocabulary") for item in items)
     raise ValueError(
         f"SamplingParams.stop={stop!r}: give a string, a list of non-empty strings, a list of token ids, or None"
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -232,7 +232,7 @@ def test_options_out_of_range_name_themselves(cls, arguments):
             {"max_tokens": np.int64(5), "seed": np.int64(3), "temperature": np.float32(0.5)},
             {int, float},
         ),
-        (SamplingParams, {"seed": 2**200, "temperature": 1, "top_p": 1, "min_p": 0}, {int, float}),
+        (SamplingParams, {"seed": 2**64 - 1, "temperature": 1, "top_p": 1, "min_p": 0}, {int, float}),
         (AdamParams, {"learning_rate": np.float32(1e-3), "beta1": np.float32(0.5), "beta2": 0}, {float}),
         (LoraConfig, {"rank": np.int64(4), "seed": np.int64(4), "train_unembed": np.bool_(True)}, {int, bool}),
         (Sample, {**SAMPLE, "num_samples": np.int64(2), "topk_sample_logprobs": np.int8(2)}, {int, bool}),
@@ -294,3 +294,11 @@ def test_checkpoint_paths_are_read_back():
 def test_other_paths_are_refused(path):
     with pytest.raises(ValueError, match="tinker://"):
         CheckpointPath.parse(path)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "seed", "top_k", "stop"])
+def test_numbers_that_no_request_can_hold_are_refused_when_they_are_given(name):
+    """In process they were taken, and a client of a server said that an integer exceeds 64 bits."""
+    for number in (2**64, -(2**63) - 1, 10**5000):
+        with pytest.raises(ValueError, match=f"^SamplingParams.{name} has more than 64 bits: give"):
+            SamplingParams(**cast("Any", {name: [number] if name == "stop" else number}))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from planish.engine.prompt_scores import asked
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
+
+MAX_ANSWER = 512 << 20
+"""Bytes of one answer, as arrays and as a message."""
 
 
 def max_tokens_of(op: Sample, config: ModelConfig) -> int:
@@ -24,8 +28,6 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
     if not tokens:
         raise UserError("prompt is empty; give at least one token (the model's BOS token, for instance)")
     _check_vocabulary("prompt", tokens, config.vocab_size)
-    if op.num_samples < 1:
-        raise UserError(f"num_samples={op.num_samples}: give at least 1")
     if len(tokens) > config.max_context:
         raise UserError(
             f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
@@ -40,6 +42,7 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
         )
     _check_stop_ids(op.sampling_params.stop, config.vocab_size)
     _check_questions(op, len(tokens), config.vocab_size)
+    _check_answer(op, len(tokens), max_tokens)
 
 
 def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
@@ -82,3 +85,16 @@ def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
         wanted = targets.to_numpy()
         if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
             raise UserError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")
+
+
+def _check_answer(op: Sample, prompt_tokens: int, max_tokens: int) -> None:
+    """What is drawn is kept until the last sample has ended."""
+    targets = op.target_prompt_logprobs
+    size = op.num_samples * max_tokens * (8 + 8 * op.topk_sample_logprobs)
+    size += prompt_tokens * (4 + 8 * op.topk_prompt_logprobs + 12 * op.prompt_alt_tokens_k)
+    size += 4 * math.prod(targets.shape or ()) if targets is not None else 0
+    if size > MAX_ANSWER:
+        raise UserError(
+            f"the answer could have {size >> 20:,} MiB, and {MAX_ANSWER >> 20} are given at most; lower num_samples, max_tokens, "
+            "topk_sample_logprobs, topk_prompt_logprobs or prompt_alt_tokens_k"
+        )

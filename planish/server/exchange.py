@@ -78,8 +78,6 @@ class HttpSettings:
     """How long a request for a result is held. Clients give up at 45 s, and ask again at once after a shorter wait."""
     tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
     """Where the tokenizer of each base model is, by the model's name."""
-    longest_context: int = 1 << 17
-    """In tokens, of all base models."""
     has_keys: bool = True
     """Whether a key is asked for. Without keys, whoever reaches the server may use it, but no web page."""
 

@@ -21,7 +21,6 @@ from planish.errors import PlanishError, UserError
 from planish.server.answers import Accepted, Done, Failed, TryAgain
 from planish.server.errors import NotFound, ServerError, status_of
 from planish.server.exchange import SAMPLE_BODY, Exchange, endpoint, nothing
-from planish.server.routes_sampling import check_answer
 from planish.wire.client_errors import ERROR_CLASS, name_of
 from planish.wire.client_frames import MEDIA, Frame
 from planish.wire.fields import Fields
@@ -35,8 +34,7 @@ _log = logging.getLogger("planish.server")
 
 async def draw(exchange: Exchange) -> Response:
     async with exchange.body(SAMPLE_BODY) as body:
-        context = exchange.state.settings.longest_context
-        requests = await exchange.compute(body, lambda: _requests(Fields.of(body), context))
+        requests = await exchange.compute(body, lambda: _requests(Fields.of(body)))
     return StreamingResponse(_frames(exchange, requests), media_type=MEDIA)
 
 
@@ -51,7 +49,7 @@ async def release(exchange: Exchange) -> Response:
     return nothing()
 
 
-def _requests(fields: Fields, context: int) -> list[SampleRequest | PlanishError]:
+def _requests(fields: Fields) -> list[SampleRequest | PlanishError]:
     """A request that cannot be read is refused alone."""
     with fields:
         found: list[SampleRequest | PlanishError] = []
@@ -59,7 +57,6 @@ def _requests(fields: Fields, context: int) -> list[SampleRequest | PlanishError
         for one in fields.objects("requests"):
             try:
                 request = sample_request_from_json(one.alone())
-                check_answer(request.operation, context)
                 asked += targets_of(request.operation)
                 check_filled("requests", asked)
                 found.append(request)

@@ -28,7 +28,6 @@ from starlette.applications import Starlette
 from planish.engine.engine import Engine
 from planish.engine.memory import DeviceMemory
 from planish.errors import UserError
-from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.server import openai_routes, routes_draw
@@ -104,8 +103,7 @@ def _prepared(options: ServeOptions) -> _Prepared:
 def _application(engine: Engine, prepared: _Prepared) -> Starlette:
     options, models = prepared.options, prepared.models
     core = ServerCore(engine, prepared.data_dir, list(models), prepared.keys, options.settings)
-    context = max(ModelConfig.from_directory(path).max_context for path in models.values())
-    http = HttpSettings(options.poll_seconds, models, context, has_keys=prepared.keys is not None)
+    http = HttpSettings(options.poll_seconds, models, has_keys=prepared.keys is not None)
     registry = CollectorRegistry()
     more = [*routes_draw.ROUTES, *openai_routes.routes(core, models), metrics_route(registry)]
     app = create_app(core, http, more)

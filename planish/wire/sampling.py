@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from planish.errors import UnsupportedError, UserError
-from planish.service import Sample
+from planish.service import MAX_SAMPLES, Sample
 from planish.types import (
     PromptAltTokens,
     SampledSequence,
@@ -40,8 +40,6 @@ from planish.wire.tensors import (
 )
 
 UNDEFINED_LOGPROB = -99999.0
-MAX_SAMPLES = 4096
-"""Of one request: each has an id in the acceptance."""
 _MAX_TARGETS = 1 << 22
 """Of a CSR tensor of targets, which is journaled filled up."""
 

@@ -645,7 +645,7 @@ def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):
     [
         (request([]), "prompt is empty"),
         (request([999]), "999"),
-        (request([1], n=0), "num_samples"),
+        (request([1] * 100, n=4096, max_tokens=400, topk_sample_logprobs=48), "could have 612 MiB, and 512"),
         (request(tokens(2000), max_tokens=100), "2000.*48.*100"),
         (request(tokens(3000)), "3000.*2048"),
         (request([1], stop=[5000]), "stop"),

@@ -129,7 +129,7 @@ def client_of(data: Path, model: Path, keys: dict[str, str] | None) -> TestClien
     engine = Engine({BASE: str(model)}, data, EngineSettings(dtype="float32"))
     app = create_app(
         ServerCore(engine, data, [BASE], keys),
-        HttpSettings(2.0, {BASE: model}, 2048, has_keys=keys is not None),
+        HttpSettings(2.0, {BASE: model}, has_keys=keys is not None),
         routes_draw.ROUTES,
     )
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
