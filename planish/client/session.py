@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from planish.errors import EngineClosedError, UserError
@@ -25,7 +24,7 @@ class Session:
         self._id = secrets.token_hex(8)
         self._models = itertools.count()
         self._samplers = itertools.count()
-        self._tokenizers: dict[Path, PreTrainedTokenizerBase] = {}
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self._lock = threading.Lock()
 
     def new_model_id(self) -> str:
@@ -35,12 +34,11 @@ class Session:
         return f"{self._id}:sample:{next(self._samplers)}"
 
     def tokenizer(self, base_model: str) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer, as `transformers` loads it; one object for all clients."""
+        """The base model's tokenizer, as `transformers` loads it; one object for all clients, which stays when the service is closed."""
         with self._lock:
-            directory = self.service.tokenizer_directory(base_model)
-            if directory not in self._tokenizers:
-                self._tokenizers[directory] = load_tokenizer(directory)
-            return self._tokenizers[directory]
+            if base_model not in self._tokenizers:
+                self._tokenizers[base_model] = load_tokenizer(self.service.tokenizer_directory(base_model))
+            return self._tokenizers[base_model]
 
 
 def refuse_to_pickle(self: object) -> NoReturn:

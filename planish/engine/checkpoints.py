@@ -153,6 +153,11 @@ class CheckpointStore:
 
         return self._undisturbed(path, read)
 
+    def has_run(self, run_id: str) -> bool:
+        """Whether anything was ever saved of this run."""
+        check_name("run_id", run_id)
+        return (self.directory / run_id).is_dir()
+
     def records(self, run_id: str | None = None) -> list[Checkpoint]:
         """Checkpoints that can be used, newest first."""
         if run_id is not None:

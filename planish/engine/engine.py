@@ -78,6 +78,8 @@ class Engine:
         self._store = CheckpointStore(data_directory(data_dir))
         self._tenants: dict[str, Tenant] = {}
         self._handles: dict[str, SamplerHandle] = {}
+        self._runs: set[str] = set()
+        """Ids of all models that were made here."""
         self._is_closed = False
         disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
         self._owner = DeviceOwner(TrainingOperations(self._store, disk), on_end=disk.shutdown)
@@ -85,8 +87,7 @@ class Engine:
         weakref.finalize(self, self._owner.stop, False).atexit = False
 
     def submit(self, operation: Operation[R]) -> Future[R]:
-        if self._is_closed:
-            raise EngineClosedError("the engine is closed; make a new ServiceClient")
+        self._check_open()
         future: Future[R] = Future()
         job = self._job(operation, future)
         # Until it is answered: of `ServiceClient().create_sampling_client(...).sample(...)` the caller holds the future alone.
@@ -97,6 +98,7 @@ class Engine:
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """The models that can be named, and those that are loaded under another name, such as a directory."""
+        self._check_open()
         usable = [entry for entry in list_models(self._models.mapping) if entry.problem is None]
         contexts = {entry.name: _context_of(entry.path) for entry in usable} | self._models.loaded_contexts()
         return GetServerCapabilitiesResponse([SupportedModel(name, context) for name, context in contexts.items()])
@@ -109,17 +111,25 @@ class Engine:
         return self._tenant(model_id).info()
 
     def tokenizer_directory(self, base_model: str) -> Path:
+        self._check_open()
         return self._models.directory(base_model)
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
+        self._check_open()
+        if run_id is not None and run_id not in self._runs and not self._store.has_run(run_id):
+            raise CheckpointError(
+                f"training_run_id={run_id!r}: there is no such run here, nor a checkpoint of it under {self._store.directory}"
+            )
         return self._store.records(run_id)
 
     def checkpoint_info(self, path: str) -> CheckpointInfo:
+        self._check_open()
         parsed = CheckpointPath.parse(path)
         manifest = self._store.manifest(parsed)
         return CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
 
     def delete_checkpoint(self, path: str) -> None:
+        self._check_open()
         self._store.delete(CheckpointPath.parse(path))
 
     # What a server needs besides.
@@ -197,6 +207,10 @@ class Engine:
                 return Job(op, future, tenant=self._tenant(op.model_id))
         raise TypeError(f"{type(op).__name__} is no operation of this engine")
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed; make a new ServiceClient")
+
     def _tenant(self, model_id: str) -> Tenant:
         tenant = self._tenants.get(model_id)
         if tenant is None:
@@ -234,6 +248,7 @@ class Engine:
         tenant = Tenant(op.model_id, base, name, layout, dict(op.user_metadata))
         if self._tenants.setdefault(op.model_id, tenant) is not tenant:
             raise UserError(f"model_id={op.model_id!r} is in use; give another")
+        self._runs.add(op.model_id)
         return Job(op, future, tenant=tenant, loaded=loaded)
 
     def _create_sampler(self, op: CreateSampler, future: Future[Any]) -> Job:

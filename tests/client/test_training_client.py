@@ -411,6 +411,18 @@ def test_state_goes_on_where_it_was(service_client, another_client, training_cli
     assert path not in [checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints]
 
 
+def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(service_client, training_client, another_client):
+    rest = service_client.create_rest_client()
+    assert rest.list_checkpoints(training_client.model_id).result().checkpoints == []
+    with pytest.raises(CheckpointError, match="'nope'"):
+        rest.list_checkpoints("nope")
+    path = training_client.save_state("a").result(WAIT).path
+    elsewhere = another_client.create_rest_client()
+    assert len(elsewhere.list_checkpoints(training_client.model_id).result().checkpoints) == 1
+    rest.delete_checkpoint_from_tinker_path(path)
+    assert rest.list_checkpoints(training_client.model_id).result().checkpoints == []
+
+
 def test_errors_have_the_same_class_near_and_far(service_client, training_client):
     unlikely = datum(logprobs=[-1e4] * 6, advantages=[1.0] * 6)
     torn = training_client.forward_backward([unlikely], "importance_sampling"), training_client.optim_step(STEP)
@@ -458,15 +470,30 @@ def test_async_forms_of_checkpoints(service_client, training_client):
 
 def test_after_close_everything_is_refused(service_client, training_client):
     sampling_client = training_client.save_weights_and_get_sampling_client()
+    path = training_client.save_state("a").result(WAIT).path
+    rest = service_client.create_rest_client()
     service_client.close()
     for call in (
         lambda: sampling_client.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)),
         lambda: training_client.optim_step(STEP),
         lambda: service_client.create_lora_training_client("tiny"),
+        service_client.get_server_capabilities,
+        training_client.get_tokenizer,
+        rest.list_user_checkpoints,
+        lambda: rest.list_checkpoints(training_client.model_id),
+        lambda: rest.get_weights_info_by_tinker_path(path),
+        lambda: rest.delete_checkpoint_from_tinker_path(path),
     ):
         with pytest.raises(planish.EngineClosedError, match="new ServiceClient"):
             call()
     service_client.close()
+
+
+def test_what_was_read_before_stays_after_close(service_client, training_client):
+    tokenizer, info = training_client.get_tokenizer(), training_client.get_info()
+    service_client.close()
+    assert training_client.get_tokenizer() is tokenizer
+    assert training_client.get_info() == info
 
 
 def test_close_finishes_a_custom_loss_and_what_comes_behind_it(service_client, training_client):
