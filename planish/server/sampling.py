@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -52,7 +52,10 @@ class Sampling:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loaded: set[str] = set()
         """Base models that are in memory."""
-        self._is_stopping = False
+        self._begun: set[str] = set()
+        """Those of them that are with the engine."""
+        self._left: set[asyncio.Task[None]] = set()
+        """Those that a stop leaves for the next start."""
 
     async def check(self, base_model: str, operation: Sample) -> None:
         """ValueError if no sampler of the base model could ever serve the request."""
@@ -77,15 +80,20 @@ class Sampling:
 
     def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
         self._tasks.pop(request.id, None)
-        if task.cancelled() and not self._is_stopping:
+        self._begun.discard(request.id)
+        if task.cancelled() and task not in self._left:
             self._requests.settle(request, Failed("it was cancelled", "user"))
 
     async def stop(self, seconds: float) -> None:
-        """Let what runs be finished for up to so long. What is left is drawn after the next start."""
+        """Let what the engine has be finished for up to so long. What waits for its turn, and what is left, is drawn after the next start."""
+        await self._leave(self._tasks.keys() - self._begun)
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=seconds)
-        self._is_stopping = True
-        left = list(self._tasks.values())
+        await self._leave(self._tasks)
+
+    async def _leave(self, request_ids: Iterable[str]) -> None:
+        left = [self._tasks[request_id] for request_id in request_ids]
+        self._left.update(left)
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -110,6 +118,7 @@ class Sampling:
             operation = await self._requests.operation(request)
             assert isinstance(operation, Sample)
             async with self._samplers.held(sampler), self._under_way.doing(request.id):
+                self._begun.add(request.id)
                 response = await self._draw_now(request.row.tenant, operation)
                 return result_of(request.row.kind, operation, response)
 

@@ -160,6 +160,36 @@ def test_a_stop_refuses_what_comes_and_keeps_what_waits(model_dir, data_dir):
     run(scenario())
 
 
+def test_a_stop_waits_for_what_the_engine_has_and_for_no_sample_behind_it(model_dir, data_dir):
+    """However many wait, a restart takes no longer; it took all of its 30 seconds."""
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as core:
+            client = await Client.start(core)
+            sampler = await client.sampler()
+            accepted = [
+                await core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq))
+                for seq in range(5)
+            ]
+            counters = core._sampling._counters
+            while not counters.draws:
+                await asyncio.sleep(0)
+            first = counters.draws
+            await core.stop(20)
+            core.stop = nothing  # it was
+            assert counters.draws == first
+            answers = [await core.result(TENANT, one.request_id, 0) for one in accepted[:first]]
+            assert all(isinstance(answer, Done) for answer in answers)
+        async with running(model_dir, data_dir) as core:
+            client.core = core
+            assert all([isinstance(await client.answer(one.request_id), Done) for one in accepted])
+
+    async def nothing(seconds: float) -> None:
+        return
+
+    run(scenario())
+
+
 def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, SMALL) as core:
