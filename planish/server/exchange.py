@@ -27,6 +27,7 @@ from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.answers import Page, Tenant
 from planish.server.core import ServerCore
 from planish.server.errors import Unauthorized, Unavailable, retry_headers, status_of
+from planish.server.fair_gate import FairGate
 from planish.wire.bodies import open_body, too_large
 from planish.wire.client_errors import ERROR_CLASS, name_of
 from planish.wire.fields import Fields
@@ -40,6 +41,8 @@ SMALL_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
 """Of all requests together; one alone may be packed and opened in memory, which is half of it."""
 _INLINE_BODY = 64 * 1024
+_READ_TOGETHER = 64 * MIB
+"""Of bodies above SMALL_BODY, or a single one: while it is read, a body takes many times its size."""
 _STALL_SECONDS = 30.0
 """A client that sends nothing more of its body for so long is not waited for."""
 _MAX_PAGE = 1000
@@ -89,6 +92,8 @@ class HttpState:
     core: ServerCore
     settings: HttpSettings
     room: BodyRoom = field(default_factory=BodyRoom)
+    reading: FairGate = field(default_factory=lambda: FairGate(_READ_TOGETHER))
+    """Whose large body is read next."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: whoever waits for a result is sent away at once."""
     copies: dict[tuple[Tenant, str | None], str] = field(default_factory=dict)
@@ -178,6 +183,7 @@ class Exchange:
                 if size > limit:
                     raise too_large(limit)
             packed = b"".join(pieces)
+            pieces.clear()  # or the body would be held twice
             encoding = self.request.headers.get("content-encoding", "")
             opened = await self.compute(packed, lambda: open_body(packed, encoding, limit))
             if encoding and len(opened) > _INLINE_BODY:
@@ -203,8 +209,16 @@ class Exchange:
             stopping.cancel()
 
     async def compute(self, body: bytes, work: Callable[[], T]) -> T:
-        """`work()`, in a thread if the body that it reads is large."""
-        return work() if len(body) <= _INLINE_BODY else await asyncio.to_thread(work)
+        """`work()`, in a thread if what it reads is large, and in the tenant's turn if it is very large."""
+        if len(body) <= _INLINE_BODY:
+            return work()
+        if len(body) <= SMALL_BODY:
+            return await asyncio.to_thread(work)
+        turn = await self.state.reading.turn(self.tenant.name, len(body), len(body))
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            turn.give_back()
 
 
 async def _next(stream: AsyncIterator[bytes]) -> bytes | None:

@@ -6,6 +6,7 @@ A body whose model and number can be read, but not the rest, is refused with 400
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -43,25 +44,43 @@ def accepted(acceptance: Accepted) -> Response:
     return answered(answer)
 
 
-async def submit(
-    exchange: Exchange, body: bytes, place: Place, kind: str, decode: Callable[[], Operation[Any]]
-) -> Response:
-    """Decode an operation whose place is known, and queue it. `kind` as in `Done`."""
-    try:
-        operation = await exchange.compute(body, decode)
-    except ValueError as error:
-        await exchange.core.reject(exchange.tenant, place.model_id, place.seq_id, error, kind)
-        raise
-    return accepted(await exchange.core.submit_training(exchange.tenant, place.seq_id, operation))
+@dataclass(frozen=True)
+class _Parsed:
+    """A body, of which the operation is still to be read."""
+
+    place: Place
+    kind: str
+    """As in `Done`."""
+    decode: Callable[[], Operation[Any]]
+
+
+async def submit(exchange: Exchange, body: bytes, parse: Callable[[], _Parsed]) -> Response:
+    """Read an operation, and queue it. In one go: what is parsed takes many times the memory of the body and of what comes of it."""
+
+    def read() -> tuple[Place, str, Operation[Any] | ValueError]:
+        parsed = parse()
+        try:
+            return parsed.place, parsed.kind, parsed.decode()
+        except ValueError as error:
+            return parsed.place, parsed.kind, error.with_traceback(None)
+
+    place, kind, found = await exchange.compute(body, read)
+    if isinstance(found, ValueError):
+        await exchange.core.reject(exchange.tenant, place.model_id, place.seq_id, found, kind)
+        raise found
+    return accepted(await exchange.core.submit_training(exchange.tenant, place.seq_id, found))
 
 
 def submitting(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
     """The handler of a JSON body that `decode` reads."""
 
+    def parse(body: bytes) -> _Parsed:
+        fields = Fields.of(body)
+        return _Parsed(place_from_json(fields), kind, lambda: decode(fields))
+
     async def handler(exchange: Exchange) -> Response:
         async with exchange.body(TRAINING_BODY) as body:
-            fields = await exchange.compute(body, lambda: Fields.of(body))
-            return await submit(exchange, body, place_from_json(fields), kind, lambda: decode(fields))
+            return await submit(exchange, body, lambda: parse(body))
 
     return handler
 
@@ -70,10 +89,13 @@ async def forward_backward(exchange: Exchange) -> Response:
     if not exchange.is_protobuf:
         return await _json_forward_backward(exchange)
     async with exchange.body(TRAINING_BODY) as body:
-        message = await exchange.compute(body, lambda: parse_forward_backward(body))
-        kind = "forward" if message.forward_only else "forward_backward"
-        place = place_from_message(message)
-        return await submit(exchange, body, place, kind, lambda: forward_backward_from_message(message))
+        return await submit(exchange, body, lambda: _parsed_message(body))
+
+
+def _parsed_message(body: bytes) -> _Parsed:
+    message = parse_forward_backward(body)
+    kind = "forward" if message.forward_only else "forward_backward"
+    return _Parsed(place_from_message(message), kind, lambda: forward_backward_from_message(message))
 
 
 _json_forward_backward = submitting(
@@ -92,7 +114,8 @@ async def load_weights(exchange: Exchange) -> Response:
     async with exchange.fields() as fields:
         if fields.has("model_id"):
             place = place_from_json(fields)
-            return await submit(exchange, b"", place, "load_weights", lambda: load_weights_from_json(fields))
+            parsed = _Parsed(place, "load_weights", lambda: load_weights_from_json(fields))
+            return await submit(exchange, b"", lambda: parsed)
         operation = load_weights_from_json(fields)
     assert isinstance(operation, CreateModel)
     return accepted(await exchange.core.create_model(exchange.tenant, operation))

@@ -283,6 +283,33 @@ def test_one_tenant_has_half_of_the_room_for_bodies():
     assert room.used == 50
 
 
+def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(client: TestClient):
+    """What is read takes many times the memory of the body. All at once, eight of 60 MiB took 5.5 GB."""
+    state = client.app.state.http  # type: ignore[attr-defined]
+    large, small = bytes(exchange.TRAINING_BODY // 4), bytes(exchange.SMALL_BODY)
+    reading, most, go_on = [0], [0], threading.Event()
+
+    def read() -> None:
+        reading[0] += 1
+        most[0] = max(most[0], reading[0])
+        assert go_on.wait(60)
+        reading[0] -= 1
+
+    async def scenario() -> None:
+        def compute(tenant: str, body: bytes, work: Any) -> Any:
+            request = Request({"type": "http", "method": "POST", "headers": []})
+            return exchange.Exchange(request, state, Tenant(tenant)).compute(body, work)
+
+        readers = [asyncio.create_task(compute(tenant, large, read)) for tenant in ("alice", "bob", "alice")]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(compute("alice", small, lambda: None), 60)
+        go_on.set()
+        await asyncio.gather(*readers)
+
+    asyncio.run(scenario())
+    assert most == [1]
+
+
 def test_a_body_that_stalls_is_not_waited_for(client: TestClient, monkeypatch):
     monkeypatch.setattr(exchange, "_STALL_SECONDS", 0.05)
     state, pieces = client.app.state.http, [bytes(100_000)]  # type: ignore[attr-defined]
