@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from planish.errors import UserError
 
 LOSS_OPTIONS: dict[str, dict[str, float]] = {
@@ -39,7 +41,8 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
 
 def option_value(key: str, value: Any) -> float:
     """`value` as a float; UserError unless it is a finite number."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max:
+    number = value.item() if isinstance(value, np.generic) else value
+    is_number = isinstance(number, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -sys.float_info.max <= number <= sys.float_info.max:
         raise UserError(f"loss_fn_config[{key!r}]={value!r}: give a finite number")
-    return float(value)
+    return float(number)

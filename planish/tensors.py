@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+
+from planish.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +31,26 @@ LOSS_INPUT_DTYPES: dict[str, TensorDtype] = {
 }
 
 
-@dataclass(frozen=True, eq=False, init=False)
-class TensorData:
+class HoldsArrays:
+    """A dataclass with arrays among its fields: equal where these hold the same numbers, NaN included. (`==` of two arrays is an array.)"""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return all(_same(getattr(self, name), getattr(other, name)) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other, equal_nan=True)
+    return bool(one == other)
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class TensorData(HoldsArrays):
     """A dense or CSR tensor of int64 or float32, independent of any framework.
 
     A CSR tensor (`sparse_crow_indices` and `sparse_col_indices` given) is two-dimensional, `data` holds only the listed
@@ -41,7 +61,7 @@ class TensorData:
     shape: list[int] | None
     sparse_crow_indices: list[int] | None
     sparse_col_indices: list[int] | None
-    _values: np.ndarray = field(repr=False)
+    _values: np.ndarray
 
     def __init__(
         self,
@@ -52,10 +72,10 @@ class TensorData:
         sparse_col_indices: Sequence[int] | None = None,
     ) -> None:
         if dtype not in _NUMPY_DTYPE:
-            raise ValueError(f"TensorData dtype={dtype!r}: give 'int64' or 'float32'")
+            raise UserError(f"TensorData dtype={dtype!r}: give 'int64' or 'float32'")
         values = _as_array(data if data is not None else [], dtype)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
-            raise ValueError("TensorData: sparse_crow_indices and sparse_col_indices go together; give both or neither")
+            raise UserError("TensorData: sparse_crow_indices and sparse_col_indices go together; give both or neither")
         crow = None if sparse_crow_indices is None else [int(i) for i in sparse_crow_indices]
         col = None if sparse_col_indices is None else [int(i) for i in sparse_col_indices]
         if crow is not None and col is not None:
@@ -63,13 +83,17 @@ class TensorData:
             _check_csr(values, crow, col, shape)
         elif shape is not None:
             if math.prod(shape) != values.size:
-                raise ValueError(f"TensorData: {values.size} values do not fill shape={list(shape)}")
+                raise UserError(f"TensorData: {values.size} values do not fill shape={list(shape)}")
             values = values.reshape(tuple(shape))
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "shape", list(shape) if shape is not None else list(values.shape))
         object.__setattr__(self, "sparse_crow_indices", crow)
         object.__setattr__(self, "sparse_col_indices", col)
         object.__setattr__(self, "_values", values)
+
+    def __repr__(self) -> str:
+        layout = "" if self.sparse_crow_indices is None else ", sparse"
+        return f"TensorData(dtype={self.dtype!r}, shape={self.shape}{layout})"
 
     @property
     def data(self) -> list[Any]:
@@ -78,19 +102,21 @@ class TensorData:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
+        """A copy, in its shape: whole numbers become int64, others float32."""
         if not isinstance(array, (np.ndarray, np.generic)):
-            raise ValueError(f"TensorData.from_numpy: a {type(array).__name__} is given; give an array of numpy")
+            raise UserError(f"TensorData.from_numpy: a {type(array).__name__} is given; give an array of numpy")
         kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
         if kind is None:
-            raise ValueError(
+            raise UserError(
                 f"TensorData.from_numpy: dtype {array.dtype} is neither integer nor floating point; convert it first"
             )
         return cls(data=array, dtype=kind, shape=array.shape)  # type: ignore[arg-type]
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
+        """A copy, in its shape, from whatever device and without its gradient: whole numbers become int64, others float32."""
         if not hasattr(tensor, "detach"):
-            raise ValueError(f"TensorData.from_torch: a {type(tensor).__name__} is given; give a tensor of torch")
+            raise UserError(f"TensorData.from_torch: a {type(tensor).__name__} is given; give a tensor of torch")
         dense = tensor.detach().cpu()
         return cls.from_numpy((dense.float() if dense.dtype.is_floating_point else dense).contiguous().numpy())
 
@@ -118,6 +144,7 @@ class TensorData:
         return out
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
+        """As `to_numpy`, on the CPU."""
         import torch
 
         array = self.to_numpy(pad_value)
@@ -125,6 +152,7 @@ class TensorData:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
+        """As `to_numpy`, in nested lists."""
         return self.to_numpy(pad_value).tolist()
 
     def __len__(self) -> int:
@@ -142,11 +170,11 @@ def as_tensor_data(key: str, value: Any) -> TensorData:
     if isinstance(value, (list, tuple)):
         if key not in LOSS_INPUT_DTYPES:
             known = ", ".join(sorted(LOSS_INPUT_DTYPES))
-            raise ValueError(
+            raise UserError(
                 f"loss_fn_inputs[{key!r}]: a plain list is taken only for {known}; give a TensorData or an array"
             )
         return _named(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
-    raise ValueError(
+    raise UserError(
         f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array or a list"
     )
 
@@ -155,31 +183,31 @@ def _named(key: str, build: Any) -> TensorData:
     try:
         return build()
     except ValueError as error:
-        raise ValueError(f"loss_fn_inputs[{key!r}]: {error}") from None
+        raise UserError(f"loss_fn_inputs[{key!r}]: {error}") from None
 
 
 def _as_array(data: Sequence[Any] | np.ndarray, dtype: TensorDtype) -> np.ndarray:
     try:
         array = np.asarray(data)
     except ValueError:
-        raise ValueError("nested lists of unequal lengths; give a rectangular array") from None
+        raise UserError("nested lists of unequal lengths; give a rectangular array") from None
     if array.size == 0:
         return array.astype(_NUMPY_DTYPE[dtype])
     if array.dtype.kind not in "iufb":
         kind = "None" if any(value is None for value in array.flat) else array.dtype
-        raise ValueError(f"values of kind {kind} are not numbers; replace them")
+        raise UserError(f"values of kind {kind} are not numbers; replace them")
     if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
-        raise ValueError("fractions given for an int64 tensor")
+        raise UserError("fractions given for an int64 tensor")
     # A copy if it is the caller's own: operations are queued, and must see the values of the moment they were given.
     return array.astype(_NUMPY_DTYPE[dtype], copy=array is data or array.base is not None)
 
 
 def _check_csr(values: np.ndarray, crow: list[int], col: list[int], shape: Sequence[int] | None) -> None:
     if shape is None or len(shape) != 2:
-        raise ValueError("TensorData: a CSR tensor needs a two-dimensional shape")
+        raise UserError("TensorData: a CSR tensor needs a two-dimensional shape")
     if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(col) or np.any(np.diff(crow) < 0):
-        raise ValueError(
+        raise UserError(
             "TensorData: sparse_crow_indices must rise from 0 to the number of values, one entry a row and one more"
         )
     if len(col) != values.size or any(not 0 <= c < shape[1] for c in col):
-        raise ValueError("TensorData: sparse_col_indices needs one column within the shape for each value")
+        raise UserError("TensorData: sparse_col_indices needs one column within the shape for each value")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from planish.tensors import TensorData, as_tensor_data
+from planish.errors import UserError
+from planish.tensors import HoldsArrays, TensorData, as_tensor_data
 
 if TYPE_CHECKING:
     import torch
 
 StopReason = Literal["stop", "length"]
+
+_SHOWN_TOKENS = 16
 
 _LEAST_TEMPERATURE = 1e-30
 """Logits of 3e8 divided by it are float32 numbers."""
@@ -40,8 +43,16 @@ class EncodedTextChunk:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _token_list(self.tokens, "EncodedTextChunk.tokens"))
 
+    def __repr__(self) -> str:
+        more = len(self.tokens) - _SHOWN_TOKENS
+        shown = (
+            repr(self.tokens) if more <= 0 else f"[{', '.join(map(str, self.tokens[:_SHOWN_TOKENS]))}, ... {more} more]"
+        )
+        return f"EncodedTextChunk(tokens={shown})"
+
     @property
     def length(self) -> int:
+        """Number of tokens."""
         return len(self.tokens)
 
 
@@ -55,30 +66,36 @@ class ModelInput:
         chunks = list(self.chunks)
         for chunk in chunks:
             if not isinstance(chunk, EncodedTextChunk):
-                raise ValueError(
+                raise UserError(
                     f"ModelInput.chunks holds a {type(chunk).__name__}; planish reads text only: give EncodedTextChunk(tokens=[...])"
                 )
         object.__setattr__(self, "chunks", chunks)
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | np.ndarray | torch.Tensor) -> ModelInput:
+        """One chunk of these token ids: a flat list, or an array or tensor of whole numbers with one dimension."""
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])  # type: ignore[arg-type]
 
     @classmethod
     def empty(cls) -> ModelInput:
+        """No tokens."""
         return cls(chunks=[])
 
     def to_ints(self) -> list[int]:
+        """All token ids in one list."""
         return [token for chunk in self.chunks for token in chunk.tokens]
 
     @property
     def length(self) -> int:
+        """Number of tokens."""
         return sum(chunk.length for chunk in self.chunks)
 
     def append(self, chunk: EncodedTextChunk) -> ModelInput:
+        """A longer one; this stays as it is."""
         return ModelInput(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> ModelInput:
+        """A longer one; this stays as it is."""
         return self.append(EncodedTextChunk(tokens=[token]))
 
 
@@ -99,11 +116,11 @@ class Datum:
         loss_fn_inputs: Mapping[str, TensorData | torch.Tensor | np.ndarray | Sequence[Any]] | None = None,
     ) -> None:
         if not isinstance(model_input, ModelInput):
-            raise ValueError(f"Datum.model_input is a {type(model_input).__name__}; give ModelInput.from_ints(tokens)")
+            raise UserError(f"Datum.model_input is a {type(model_input).__name__}; give ModelInput.from_ints(tokens)")
         object.__setattr__(self, "model_input", model_input)
         if loss_fn_inputs is not None and not isinstance(loss_fn_inputs, Mapping):
             kind = type(loss_fn_inputs).__name__
-            raise ValueError(f'Datum.loss_fn_inputs is a {kind}; give a dictionary such as {{"target_tokens": [...]}}')
+            raise UserError(f'Datum.loss_fn_inputs is a {kind}; give a dictionary such as {{"target_tokens": [...]}}')
         converted = {key: as_tensor_data(key, value) for key, value in (loss_fn_inputs or {}).items()}
         object.__setattr__(self, "loss_fn_inputs", converted)
 
@@ -134,7 +151,7 @@ class SamplingParams:
             _keep_whole(self, "seed", _SEED, high=2**64 - 1)
         _keep_number(self, "temperature", low=0.0)
         if 0 < self.temperature < _LEAST_TEMPERATURE:
-            raise ValueError(
+            raise UserError(
                 f"SamplingParams.temperature={self.temperature!r}: logits divided by it are no numbers; give 0, which is greedy, "
                 f"or at least {_LEAST_TEMPERATURE:g}"
             )
@@ -179,15 +196,18 @@ class LoraConfig:
         if self.seed is not None:
             _keep_whole(self, "seed", _SEED, high=2**64 - 1)
         for name in ("train_unembed", "train_mlp", "train_attn"):
-            object.__setattr__(self, name, bool(getattr(self, name)))
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise UserError(f"LoraConfig.{name}={value!r}: give True or False")
+            object.__setattr__(self, name, bool(value))
         if not (self.train_unembed or self.train_mlp or self.train_attn):
-            raise ValueError(
+            raise UserError(
                 "train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True"
             )
 
 
-@dataclass(frozen=True)
-class TopkLogprobs:
+@dataclass(frozen=True, eq=False)
+class TopkLogprobs(HoldsArrays):
     """The k likeliest tokens at each of n positions: two (n, k) arrays. Rows of NaN were not computed."""
 
     token_ids: np.ndarray
@@ -209,8 +229,8 @@ class PromptAltTokens:
     logprobs: TensorData
 
 
-@dataclass(frozen=True)
-class SampledSequence:
+@dataclass(frozen=True, eq=False)
+class SampledSequence(HoldsArrays):
     """One sample. The stop token, if one was drawn, is the last of `tokens`."""
 
     stop_reason: StopReason
@@ -234,8 +254,8 @@ class SampledSequence:
         return self.topk_logprobs_np.tolist() if self.topk_logprobs_np is not None else None
 
 
-@dataclass(frozen=True)
-class SampleResponse:
+@dataclass(frozen=True, eq=False)
+class SampleResponse(HoldsArrays):
     """What `sample` answers."""
 
     sequences: list[SampledSequence]
@@ -272,6 +292,8 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class OptimStepResponse:
+    """What `optim_step` answers."""
+
     metrics: dict[str, float] = field(default_factory=dict)
     """"grad_norm" before clipping; "adam_step", counted from 1 (not "step": loops put these beside a "step" of their own)."""
 
@@ -389,7 +411,7 @@ class CheckpointPath:
                 parts = path.removeprefix(scheme).split("/")
                 if len(parts) == 3 and all(parts) and parts[1] in _SEGMENTS:
                     return cls(parts[0], _SEGMENTS[parts[1]], parts[2])
-        raise ValueError(
+        raise UserError(
             f"checkpoint path {path!r}: expected tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>, "
             "the `path` in the result of save_state or save_weights_for_sampler"
         )
@@ -403,12 +425,12 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 def whole_number(name: str, value: Any, remedy: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
     """`value` as an int of Python's, also where it is numpy's; of 64 bits, as neither a request nor a tensor holds more.
 
-    ValueError names it, with the remedy.
+    UserError names it, with the remedy.
     """
     if _is_int(value) and not -(2**63) <= value <= 2**64 - 1:
-        raise ValueError(f"{name} has more than 64 bits: give {remedy}")
+        raise UserError(f"{name} has more than 64 bits: give {remedy}")
     if not _is_int(value) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r}: give {remedy}")
+        raise UserError(f"{name}={value!r}: give {remedy}")
     return int(value)
 
 
@@ -431,25 +453,25 @@ def _keep_number(
     span = f"{'above' if open_low else 'at least'} {low:g}"
     if high != math.inf:
         span += f" and {'below' if open_high else 'at most'} {high:g}"
-    raise ValueError(f"{type(options).__name__}.{name}={given!r}: give a finite number {span}")
+    raise UserError(f"{type(options).__name__}.{name}={given!r}: give a finite number {span}")
 
 
 def _token_list(tokens: Any, name: str) -> list[int]:
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if isinstance(values, Mapping) and "input_ids" in values:
-        raise ValueError(f"{name} is a {type(tokens).__name__}, as tokenizers give it; take its ['input_ids']")
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(
+        raise UserError(f"{name} is a {type(tokens).__name__}, as tokenizers give it; take its ['input_ids']")
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise UserError(
             f"{name} is a {type(tokens).__name__}; give a list of token ids, such as tokenizer.encode(text)"
         )
     values = list(values)
     if not set(map(type, values)) <= {int}:
         for token in values:
             if not _is_int(token):
-                raise ValueError(f"{name} holds {token!r}; give one list of token ids, which are whole numbers")
+                raise UserError(f"{name} holds {token!r}; give one list of token ids, which are whole numbers")
         values = [int(token) for token in values]
     if values and (max(values) >= 2**63 or min(values) < -(2**63)):
-        raise ValueError(
+        raise UserError(
             f"{name} holds a number of more than 64 bits, which no vocabulary has; use the model's own tokenizer"
         )
     return values
@@ -458,14 +480,15 @@ def _token_list(tokens: Any, name: str) -> list[int]:
 def _stop(stop: Any) -> Any:
     if stop is None or isinstance(stop, str):
         if stop == "":
-            raise ValueError("SamplingParams.stop is an empty string, which every text contains; give [] for no stop")
+            raise UserError("SamplingParams.stop is an empty string, which every text contains; give [] for no stop")
         return stop
-    items: list[Any] = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, bytes) else [None]
+    values = stop.tolist() if hasattr(stop, "tolist") else stop
+    items: list[Any] = list(values) if isinstance(values, Iterable) and not isinstance(values, bytes) else [None]
     if all(isinstance(item, str) for item in items) and all(items):
         return tuple(items)
     if all(_is_int(item) for item in items):
         return tuple(whole_number("SamplingParams.stop", item, "token ids of the model's vocabulary") for item in items)
-    raise ValueError(
+    raise UserError(
         f"SamplingParams.stop={stop!r}: give a string, a list of non-empty strings, a list of token ids, or None"
     )
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planish.errors import UserError
 from planish.service import Sample
 from planish.types import (
     AdamParams,
@@ -302,3 +305,55 @@ def test_numbers_that_no_request_can_hold_are_refused_when_they_are_given(name):
     for number in (2**64, -(2**63) - 1, 10**5000):
         with pytest.raises(ValueError, match=f"^SamplingParams.{name} has more than 64 bits: give"):
             SamplingParams(**cast("Any", {name: [number] if name == "stop" else number}))
+
+
+def sampled(tokens: list[int], logprobs: list[float]) -> SampledSequence:
+    topk = TopkLogprobs(np.array([tokens]), np.array([logprobs], np.float32))
+    return SampledSequence("stop", "s:0", np.array(tokens, np.int32), np.array(logprobs, np.float32), topk)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda last: TensorData([1.0, last], "float32"),
+        lambda last: TensorData([last], "float32", [2, 2], [0, 1, 1], [0]),
+        lambda last: Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2], "weights": [1.0, last]}),
+        lambda last: sampled([1, 2], [-1.0, last]),
+        lambda last: SampleResponse([sampled([1, 2], [-1.0, -1.0])], np.array([np.nan, last], np.float32)),
+    ],
+)
+def test_what_holds_arrays_is_equal_where_their_numbers_are(make):
+    assert make(2.0) == make(2.0)
+    assert make(2.0) == pickle.loads(pickle.dumps(make(2.0)))
+    assert make(math.nan) == make(math.nan)
+    assert make(2.0) != make(3.0)
+    assert make(2.0) != [2.0]
+
+
+def test_what_holds_much_is_shown_in_short():
+    tokens = list(range(100_000))
+    prompt = ModelInput.from_ints(tokens)
+    datum = Datum(prompt, {"target_tokens": tokens, "weights": [1.0] * len(tokens)})
+    sparse = TensorData(tokens, "int64", [1, 100_000], [0, 100_000], tokens)
+    assert repr(ModelInput.from_ints([1, 2])) == "ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2])])"
+    assert "[0, 1, 2, " in repr(prompt)
+    assert "99984 more" in repr(prompt)
+    assert repr(sparse) == "TensorData(dtype='int64', shape=[1, 100000], sparse)"
+    assert max(map(len, map(repr, [prompt, datum, sparse]))) < 400
+
+
+def test_what_is_wrong_with_a_value_is_an_error_of_planish():
+    wrong: list[Callable[[], object]] = [
+        lambda: LoraConfig(rank=0),
+        lambda: LoraConfig(train_mlp=None),  # type: ignore[arg-type]
+        lambda: LoraConfig(train_mlp="False"),  # type: ignore[arg-type]
+        lambda: SamplingParams(stop=torch.tensor(1)),  # type: ignore[arg-type]
+        lambda: AdamParams(learning_rate=-1),
+        lambda: CheckpointPath.parse("abc"),
+        lambda: ModelInput.from_ints({3, 1}),  # type: ignore[arg-type]
+        lambda: Datum(ModelInput.empty(), {"weights": 1.0}),  # type: ignore[arg-type]
+        lambda: TensorData([1], "int8"),  # type: ignore[arg-type]
+    ]
+    for make in wrong:
+        with pytest.raises(UserError, match="give|expected"):
+            make()

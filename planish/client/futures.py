@@ -7,10 +7,10 @@ Pending), `awaiting` (gives the result), `in_thread` or `reading` (for methods t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from functools import wraps
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,6 +24,9 @@ class Pending(Generic[T]):
         """`withdraw`: when a task that awaits this is cancelled, or Ctrl-C ends the wait for it, so is the operation."""
         self._future = future
         self._withdraw = withdraw
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Pending cannot be copied or pickled: wait for its result, and copy or send that")
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for it. TimeoutError after `timeout` seconds; the operation goes on then."""
@@ -103,7 +106,7 @@ def completed(value: T) -> Pending[T]:
     return Pending(future)
 
 
-def submitting(method: Callable[P, Pending[T]]) -> Callable[P, Awaitable[Pending[T]]]:
+def submitting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, Pending[T]]]:
     """The async form of a method that submits: awaiting it gives the Pending; the operation is in its place by then."""
 
     @wraps(method)
@@ -113,7 +116,7 @@ def submitting(method: Callable[P, Pending[T]]) -> Callable[P, Awaitable[Pending
     return _renamed(twin, method)
 
 
-def awaiting(method: Callable[P, Pending[T]]) -> Callable[P, Awaitable[T]]:
+def awaiting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """The async form of a method whose result is what is wanted."""
 
     @wraps(method)
@@ -123,7 +126,7 @@ def awaiting(method: Callable[P, Pending[T]]) -> Callable[P, Awaitable[T]]:
     return _renamed(twin, method)
 
 
-def in_thread(method: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     """The async form of a method that blocks: it runs in another thread."""
 
     @wraps(method)
@@ -133,7 +136,7 @@ def in_thread(method: Callable[P, T]) -> Callable[P, Awaitable[T]]:
     return _renamed(twin, method)
 
 
-def reading(method: Callable[P, Pending[T]]) -> Callable[P, Awaitable[T]]:
+def reading(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """The async form of a method that does its work before it returns a completed result: that runs in another thread."""
 
     @wraps(method)

@@ -20,6 +20,7 @@ class RestClient:
         self._service = service
 
     def get_server_capabilities(self) -> Pending[GetServerCapabilitiesResponse]:
+        """The base models that can be named here."""
         return completed(self._service.capabilities())
 
     get_server_capabilities_async = reading(get_server_capabilities)
@@ -51,12 +52,13 @@ class RestClient:
     get_weights_info_by_tinker_path_async = reading(get_weights_info_by_tinker_path)
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Pending[None]:
-        """`checkpoint_id`: weights/NAME or sampler_weights/NAME."""
+        """Remove it from the disk. `checkpoint_id`: weights/NAME or sampler_weights/NAME."""
         return self.delete_checkpoint_from_tinker_path(f"tinker://{training_run_id}/{checkpoint_id}")
 
     delete_checkpoint_async = reading(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Pending[None]:
+        """The same by its path, `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`."""
         self._service.delete_checkpoint(str(CheckpointPath.parse(tinker_path)))
         return completed(None)
 

@@ -84,6 +84,7 @@ class SamplingClient:
         return self._base_model
 
     async def get_base_model_async(self) -> str:
+        """As `get_base_model`."""
         return self._base_model
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -58,6 +58,7 @@ class TrainingClient:
 
     @property
     def model_id(self) -> str:
+        """Its name, which is the RUN of its checkpoints' paths."""
         return self._info.model_id
 
     def forward(
@@ -172,6 +173,7 @@ class TrainingClient:
         return self._publish().result()
 
     async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+        """As `save_weights_and_get_sampling_client`."""
         if name is not None:
             return await self.create_sampling_client_async((await self.save_weights_for_sampler(name)).path)
         return await self._publish()
@@ -188,9 +190,11 @@ class TrainingClient:
     create_sampling_client_async = in_thread(create_sampling_client)
 
     def get_info(self) -> GetInfoResponse:
+        """Its id, base model and rank."""
         return self._info
 
     async def get_info_async(self) -> GetInfoResponse:
+        """As `get_info`."""
         return self._info
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

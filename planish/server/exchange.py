@@ -241,7 +241,7 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
             return await handler(exchange_of(request, request.headers.get("x-api-key")))
         except PlanishError as error:
             return refused(error)
-        except ValueError as error:  # as the constructors of planish.types refuse what users give them
+        except ValueError as error:  # of numpy, for instance, in what a user gave
             return refused(UserError(str(error)))
         except ClientDisconnect:
             return refused(UserError("the connection was closed before the body was whole"))

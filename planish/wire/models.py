@@ -234,16 +234,13 @@ def info_from_json(fields: Fields) -> GetInfoResponse:
 
 def _lora_from_json(fields: Fields) -> LoraConfig:
     with fields:
-        try:
-            return LoraConfig(
-                fields.integer("rank"),
-                fields.optional(lambda name: fields.integer(name, high=2**64 - 1), "seed"),
-                **{name: fields.optional(fields.boolean, name, True) for name in _LORA_SWITCHES},
-            )
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"lora_config: {error}") from None
+        rank = fields.integer("rank")
+        seed = fields.optional(lambda name: fields.integer(name, high=2**64 - 1), "seed")
+        switches = {name: fields.optional(fields.boolean, name, True) for name in _LORA_SWITCHES}
+    try:
+        return LoraConfig(rank, seed, **switches)
+    except UserError as error:
+        raise UserError(f"lora_config: {error}") from None
 
 
 def _check_optimizer(fields: Fields) -> None:

@@ -193,9 +193,7 @@ def _params_from_json(fields: Fields) -> SamplingParams:
                 top_p=fields.optional(fields.number, "top_p", 1.0),
                 min_p=fields.optional(fields.number, "min_p", 0.0),
             )
-        except UserError:
-            raise
-        except (ValueError, TypeError) as error:
+        except (UserError, TypeError) as error:
             raise UserError(str(error).replace("SamplingParams.", "sampling_params.")) from None
 
 

@@ -157,10 +157,7 @@ def optim_step_from_json(fields: Fields) -> OptimStep:
             )
         with fields.object("adam_params") as given:
             params = {name: given.number(name) for name in _ADAM_FIELDS if given.has(name)}
-    try:
-        return OptimStep(place.model_id, AdamParams(**params))
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    return OptimStep(place.model_id, AdamParams(**params))
 
 
 def optim_step_to_json(operation: OptimStep, seq_id: int) -> dict[str, Any]:

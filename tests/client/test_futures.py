@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -35,6 +36,24 @@ def test_every_way_of_waiting_gives_the_result():
         ]
 
     assert asyncio.run(main()) == [3, 4, 5, 6, 7]
+
+
+def test_async_forms_are_coroutines_for_task_groups():
+    def submit(value: int) -> Pending[int]:
+        return completed(value)
+
+    async def main() -> list[int]:
+        async with asyncio.TaskGroup() as tasks:
+            first, second = tasks.create_task(awaiting(submit)(1)), tasks.create_task(reading(submit)(2))
+            third, fourth = tasks.create_task(submitting(submit)(3)), tasks.create_task(in_thread(submit)(4))
+        return [first.result(), second.result(), await third.result(), await fourth.result()]
+
+    assert asyncio.run(main()) == [1, 2, 3, 4]
+
+
+def test_a_pending_does_not_travel():
+    with pytest.raises(TypeError, match="wait for its result"):
+        pickle.dumps(completed(1))
 
 
 def test_errors_come_through_every_way():

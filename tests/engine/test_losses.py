@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,3 +129,11 @@ def test_refusals_name_the_key():
     ]:
         with pytest.raises(ValueError, match=message):
             complete_config(name, config)
+
+
+def test_options_may_be_numbers_of_numpy():
+    given: dict[str, Any] = {"temperature": np.float32(0.5), "beta": np.int64(1)}
+    assert complete_config("dro", given) == {
+        "temperature": 0.5,
+        "beta": 1.0,
+    }
