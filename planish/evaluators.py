@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from planish.errors import UserError
-from planish.interruption import only_asked_cancellation
+from planish.interruption import only_errors
 
 
 class SamplingClientEvaluator(ABC):
@@ -35,7 +35,7 @@ def evaluator_name(evaluator: Evaluator) -> str:
 def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
     """Errors that leave the block say which evaluator was asked, and when; so does a cancellation that nobody asked for."""
     try:
-        with only_asked_cancellation():
+        with only_errors():
             yield
     except Exception as error:
         error.add_note(f"in the evaluator {evaluator_name(evaluator)}, before step {step}")

@@ -171,11 +171,11 @@ def interrupts_held_back() -> Iterator[None]:
 
 
 @contextmanager
-def only_asked_cancellation() -> Iterator[None]:
-    """A cancellation that leaves the block, and that nobody asked this task for, is a RuntimeError.
+def only_errors() -> Iterator[None]:
+    """A cancellation that leaves the block, and that nobody asked this task for, is a RuntimeError, and so is SystemExit.
 
-    Code that awaits a task of its own which was cancelled lets one out. asyncio takes it for the end of the task around it, of
-    which nobody would hear.
+    Code that awaits a task of its own which was cancelled lets a cancellation out: asyncio takes it for the end of the task around it, of
+    which nobody would hear. SystemExit, of code that calls `exit()`, would end the program at once, with nothing saved.
     """
     try:
         yield
@@ -184,6 +184,8 @@ def only_asked_cancellation() -> Iterator[None]:
         if task is None or task.cancelling() > 0:
             raise
         raise RuntimeError("CancelledError: what was awaited was cancelled, and nobody asked for that here") from error
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 @contextmanager
@@ -212,6 +214,11 @@ async def at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def leaves_of(error: BaseException) -> list[BaseException]:
+    """The errors in a group and in the groups within it, each with the notes of what held it."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
+    for part in error.exceptions:
+        for note in getattr(error, "__notes__", []):
+            if note not in getattr(part, "__notes__", []):
+                part.add_note(note)
     return [leaf for part in error.exceptions for leaf in leaves_of(part)]

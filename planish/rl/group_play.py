@@ -22,7 +22,7 @@ from typing import TypeVar
 from planish import logtree
 from planish.completers import TokenCompleter, derived_seed
 from planish.errors import EngineClosedError, UserError
-from planish.interruption import only_asked_cancellation
+from planish.interruption import only_errors
 from planish.rl.rollout_strategy import RolloutStrategy
 from planish.rl.single_rollout import OnTurn, do_single_rollout
 from planish.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
@@ -170,9 +170,9 @@ def named(builder: EnvGroupBuilder) -> str:
 
 @contextmanager
 def located(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
-    """Errors that leave the block say where in which group it was; so does a cancellation that nobody asked for."""
+    """Errors that leave the block say where in which group it was; so does what would have ended the program, or a task unseen."""
     try:
-        with only_asked_cancellation():
+        with only_errors():
             yield
     except Exception as error:
         error.add_note(f"in {place} of {named(builder)}")

@@ -44,7 +44,7 @@ from planish.rl.rollout_pool import RolloutPool
 from planish.rl.rollout_strategy import strategy_from
 from planish.rl.rollouts import GroupRollout, to_its_end
 from planish.rl.training_step import TrainingStep, train_on
-from planish.rl.types import Metrics, RLDataset, RolloutError
+from planish.rl.types import EnvGroupBuilder, Metrics, RLDataset, RolloutError
 from planish.runs import CheckpointRecord, RunDirectory
 from planish.schedules import learning_rate_at
 from planish.timing import Spans, TraceFile
@@ -176,9 +176,7 @@ class Loop:
             sampling_client, self.config.max_tokens, self.config.temperature, self.context_window
         )
         for index in range(step + len(self.ahead), min(step + self.config.lag + 1, self.steps)):
-            builders = self.batches.get_batch(index)
-            if not builders:
-                raise UserError(f"the data set's batch {index} has no groups; give at least one in each")
+            builders = self.builders(index)
             playing = self.progress.sampling(index, len(builders))
             errors_of_dropped: list[RolloutError] = []
             groups = [
@@ -198,6 +196,17 @@ class Loop:
                 for group_idx, builder in enumerate(builders)
             ]
             self.ahead.append(Batch(groups, playing, errors_of_dropped))
+
+    def builders(self, index: int) -> list[EnvGroupBuilder]:
+        """The groups of a batch; its errors say of which batch they are."""
+        try:
+            builders = list(self.batches.get_batch(index) or ())
+        except Exception as error:
+            error.add_note(f"in batch {index} of {type(self.batches).__name__}")
+            raise
+        if not builders:
+            raise UserError(f"the data set's batch {index} has no groups; give at least one in each")
+        return builders
 
     def is_test_due(self, step: int) -> bool:
         """Also at the step with which a finished run goes on: its row takes the place of the one that the run ended in."""

@@ -29,6 +29,7 @@ from planish.renderers import Message, Renderer
 from planish.rl.conversation import Conversation
 from planish.rl.message_turn import Outcome, Turn, log_turn
 from planish.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
+from planish.rl.single_rollout import checked_done
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -247,8 +248,8 @@ class EnvFromMessageEnv(Env):
                 raise
             logs: Logs = {"rollout_timeout": "the environment was still at work on the answer"}
             return await self._stopped(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
+        name = f"{type(self.message_env).__name__}.step"
         if not isinstance(step, MessageStepResult):
-            name = f"{type(self.message_env).__name__}.step"
             raise UserError(f"{name} gave a {type(step).__name__} in turn {self._turns}; give a MessageStepResult")
         replies = self._conversation.replies(turn.message, step.next_messages)
         outcome = Outcome(
@@ -258,7 +259,7 @@ class EnvFromMessageEnv(Env):
             next_stop_condition=step.next_stop_condition,
             replies=step.next_messages if replies is None else replies,
         )
-        if step.episode_done:
+        if checked_done(step.episode_done, name, f" in turn {self._turns}"):
             return replace(outcome, stop=step.stop_reason or StopReason.COMPLETED)
         self._conversation.update(turn.message, turn.action, step.next_messages)
         return outcome

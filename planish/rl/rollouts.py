@@ -144,9 +144,12 @@ async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIter
     """Call `cleanup` after the block, once. An error of it does not hide one of the block, and does not undo a group where
     failures are tolerated."""
 
-    async def clean() -> None:
+    async def cleaning() -> None:
         with located("cleanup", builder):
-            await to_its_end(builder.cleanup())
+            await builder.cleanup()
+
+    async def clean() -> None:
+        await to_its_end(cleaning())
 
     try:
         yield

@@ -59,6 +59,7 @@ async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn
             "messages is wrapped: EnvFromMessageEnv(renderer, env)"
         )
     observation, stop = first
+    check_observation(observation, f"{type(env).__name__}.initial_observation gave a prompt that")
     takes_extra = accepts_extra(env)
     transitions: list[Transition] = []
     while True:
@@ -133,9 +134,28 @@ def checked_result(result: Any, env: Env, turn: int) -> StepResult:
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
         raise UserError(f"{name} gave a {kind} in turn {turn}; give a planish.rl.types.StepResult")
     reward = checked_reward(result.reward, name, f" in turn {turn}")
+    is_done = checked_done(result.episode_done, name, f" in turn {turn}")
+    if not is_done:
+        check_observation(result.next_observation, f"{name} gave a next_observation, in turn {turn}, that")
     if result.stop_reason is not None and result.stop_reason not in set(StopReason):
         raise UserError(f"{name} gave stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}")
-    return replace(result, reward=reward, metrics=checked_metrics(result.metrics, f"{name}, in turn {turn},"))
+    metrics = checked_metrics(result.metrics, f"{name}, in turn {turn},")
+    return replace(result, reward=reward, episode_done=is_done, metrics=metrics)
+
+
+def check_observation(observation: Any, what: str) -> None:
+    if not isinstance(observation, ModelInput):
+        raise UserError(
+            f"{what} is a {type(observation).__name__}; give a ModelInput, such as ModelInput.from_ints(tokens)"
+        )
+
+
+def checked_done(episode_done: Any, name: str, where: str) -> bool:
+    """Whether the episode is over; UserError for None, which is no answer, and for text, which Python takes for True."""
+    value = episode_done.item() if hasattr(episode_done, "item") else episode_done
+    if value not in (0, 1):
+        raise UserError(f"{name} gave episode_done={episode_done!r}{where}; give True or False")
+    return bool(value)
 
 
 def checked_reward(reward: Any, name: str, where: str = "") -> float:

@@ -45,6 +45,10 @@ async def train(config: Config, service_client: Any, pull: Pull | None = None) -
             f"dataset_builder gave a {type(built).__name__}; give two data sets, to train on and to test on (or None)"
         )
     train_set, test_set = built
+    if train_set is None:
+        raise UserError(
+            "dataset_builder gave None to train on; give a data set (the second one, for tests, may be None)"
+        )
     batches = planned(train_set, config)
     steps = len(batches) if config.max_steps is None else min(len(batches), config.max_steps)
     if steps == 0:

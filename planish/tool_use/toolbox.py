@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UserError
-from planish.interruption import only_asked_cancellation
+from planish.interruption import only_errors
 from planish.renderers import Message, ToolCall, UnparsedToolCall
 from planish.renderers.codec import whole_characters
 from planish.rl.group_play import lone_error
@@ -103,7 +103,7 @@ class Toolbox:
         try:
             arguments = read_arguments(call["function"]["arguments"])
             async with clock:
-                with only_asked_cancellation():
+                with only_errors():
                     return await tool.run(ToolInput(arguments, call.get("id")))
         except Exception as error:
             if clock.expired():

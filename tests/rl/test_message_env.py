@@ -72,6 +72,15 @@ def test_a_step_that_returns_nothing_is_named(make):
         play(make(Forgetful()), HI)
 
 
+def test_an_episode_is_done_or_not(make):
+    class Undecided(Counting):
+        async def step(self, message):
+            return MessageStepResult(1.0, cast(Any, None), [])
+
+    with pytest.raises(UserError, match=r"Undecided.step gave episode_done=None in turn 1; give True or False"):
+        play(make(Undecided()), HI)
+
+
 def test_the_reason_of_the_environment_is_kept(make):
     @dataclass
     class Stopping(Counting):

@@ -292,6 +292,42 @@ def test_a_cancellation_that_nobody_asked_for_is_a_failure(where):
     assert (len(group.trajectories_G), builder.cleaned) == (4, 1)
 
 
+@pytest.mark.parametrize("where", ["step", "make_envs", "compute_group_rewards", "cleanup"])
+def test_an_environment_does_not_end_the_program(where):
+    """A grader that runs what a model wrote meets `exit()`."""
+
+    class Leaving(Plain):
+        async def step(self, action, *, extra=None):
+            leave("step")
+            return await super().step(action, extra=extra)
+
+    class Exits(Group):
+        def _env(self, what):
+            return Leaving()
+
+        async def make_envs(self):
+            leave("make_envs")
+            return await super().make_envs()
+
+        async def compute_group_rewards(self, trajectory_group, env_group):
+            leave("compute_group_rewards")
+            return await super().compute_group_rewards(trajectory_group, env_group)
+
+        async def cleanup(self):
+            await super().cleanup()
+            leave("cleanup")
+
+    def leave(here):
+        if here == where:
+            raise SystemExit(3)
+
+    builder = Exits()
+    with pytest.raises(RuntimeError, match="SystemExit: 3") as caught:
+        play(builder)
+    assert "Exits(" in caught.value.__notes__[0]
+    assert builder.cleaned == 1
+
+
 def test_environments_that_play_together_may_let_out_a_cancellation():
     builder = Duel(plan=[["cancelled", ""], ["hangs", ""]])
     assert len(play(builder, RetryOnFailure()).rollout_errors) == 1

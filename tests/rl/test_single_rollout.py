@@ -128,6 +128,12 @@ def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
         ({"stop_reason": "bored"}, "stop_reason='bored'; there are completed, "),
         ({"metrics": {"answer": "42"}}, "Answering.step, in turn 1, gave the metric answer='42'; give a number"),
         ({"metrics": None}, "gave None as metrics"),
+        ({"episode_done": None}, "Answering.step gave episode_done=None in turn 1; give True or False"),
+        ({"episode_done": "False"}, "episode_done='False'"),
+        (
+            {"episode_done": False, "next_observation": [1, 2]},
+            "next_observation, in turn 1, that is a list; give a ModelInput",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_a_turn_is_refused(answer, message):
@@ -152,6 +158,15 @@ def test_a_beginning_of_another_kind_is_refused():
 
     with pytest.raises(UserError, match=r"Messages.initial_observation gave a list.*EnvFromMessageEnv"):
         play(Messages())
+
+
+def test_a_prompt_of_another_kind_is_refused():
+    class Numbers(Answering):
+        async def initial_observation(self) -> Any:
+            return [1, 2], [10]
+
+    with pytest.raises(UserError, match=r"Numbers.initial_observation gave a prompt that is a list; give a ModelInput"):
+        play(Numbers())
 
 
 def test_every_answer_is_told_before_the_environment_acts():

@@ -4,17 +4,19 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import chz
 import digest_service
 import pytest
 from digest_service import FakeService, FakeTrainingClient
 from digit_env import DigitsBuilder
-from eventful_env import AtGroup, EventfulBuilder, nothing
+from eventful_env import AtGroup, Eventful, EventfulBuilder, nothing
 
 from planish.errors import CheckpointError, NonFiniteError, UserError
 from planish.evaluators import SamplingClientEvaluator
@@ -87,6 +89,46 @@ def test_an_error_says_where_and_what_was_done_is_saved(service, tmp_path):
     train(service, tmp_path, builder)
     assert steps_of(tmp_path) == [0, 1, 2, 3]
     assert service.clients[-1].weights == whole.clients[-1].weights
+
+
+def test_a_data_set_that_raises_says_in_which_batch_and_what_was_done_is_saved(service, tmp_path, monkeypatch):
+    def get_batch(self, index):
+        return [gone[index]] if index == 2 else made(self, index)
+
+    gone, made = {}, Eventful.get_batch
+    monkeypatch.setattr(Eventful, "get_batch", get_batch)
+    with pytest.raises(KeyError) as caught:
+        train(service, tmp_path)
+    assert "in batch 2 of Eventful" in caught.value.__notes__
+    assert saved(tmp_path) == [("000002", 2)]
+
+
+def test_a_builder_without_a_data_set_is_told_so(service, tmp_path):
+    @chz.chz
+    class Empty(RLDatasetBuilder):
+        async def __call__(self) -> Any:
+            return None, None
+
+    with pytest.raises(UserError, match="gave None to train on"):
+        train(service, tmp_path, Empty())
+
+
+def test_of_several_errors_at_once_the_first_says_where_too(service, tmp_path):
+    async def several() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(asyncio.to_thread(broken))
+
+    with pytest.raises(RuntimeError, match="the sandbox is gone") as caught:
+        train(service, tmp_path, EventfulBuilder(happening=AtGroup(5, several)))
+    assert "in group 1 of step 2" in caught.value.__notes__
+    assert saved(tmp_path) == [("000002", 2)]
+
+
+def test_an_environment_that_exits_is_an_error_and_what_was_done_is_saved(service, tmp_path):
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        train(service, tmp_path, EventfulBuilder(happening=AtGroup(5, partial(sys.exit, 3))))
+    assert saved(tmp_path) == [("000002", 2)]
 
 
 def test_an_error_within_an_update_saves_nothing(service, tmp_path):

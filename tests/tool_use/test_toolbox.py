@@ -204,8 +204,9 @@ def test_a_tool_that_gives_no_text_is_named(value, message, execution):
         asyncio.run(Toolbox([Given(value)], execution).run([call("given"), call("given")]))
 
 
-def test_a_tool_that_lets_out_a_cancellation_has_failed():
-    """As a client of a tool server does whose own task was cancelled."""
-    [result] = asyncio.run(Toolbox([Given(asyncio.CancelledError())]).run([call("given")]))
+@pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3)])
+def test_a_tool_that_lets_out_what_is_no_exception_has_failed(raised):
+    """As a client of a tool server does whose own task was cancelled, and a program that calls `exit()`."""
+    [result] = asyncio.run(Toolbox([Given(raised)]).run([call("given")]))
     assert result.is_error
-    assert "CancelledError" in str(result.message["content"])
+    assert type(raised).__name__ in str(result.message["content"])
