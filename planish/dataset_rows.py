@@ -150,3 +150,9 @@ def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
         f"the data set {dataset}: the hub did not give {asked} ({first_line}); check the name, or give a local "
         "directory with train.jsonl and test.jsonl"
     )
+
+
+def check_shuffle_seed(shuffle_seed: int | None) -> None:
+    """UserError for one that no generator of numpy takes."""
+    if shuffle_seed is not None and shuffle_seed < 0:
+        raise UserError(f"shuffle_seed={shuffle_seed}: give a whole number of at least 0, or None for no shuffling")

@@ -100,7 +100,10 @@ class RunDirectory:
         Raises UserError when another process holds it, or when the run in it had other options than `config` (those in
         `may_change` aside).
         """
-        self.path = Path(path).expanduser()
+        if not str(path):
+            raise UserError("log_path is empty; give the run a directory")
+        # Absolute: an environment may change the working directory.
+        self.path = Path(path).expanduser().absolute()
         self._lock = hold_directory(self.path, "log_path", "this run")
         try:
             self._check_config(_plain(config), may_change)

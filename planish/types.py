@@ -422,6 +422,19 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return replace(params, seed=seed)
 
 
+LONGEST_TTL_SECONDS = 10 * 365 * 86400
+"""Ten years."""
+
+TTL_REMEDY = f"whole seconds from 1 to {LONGEST_TTL_SECONDS} (ten years), or None to keep it"
+
+
+def is_ttl(seconds: object) -> bool:
+    """Whether it can be a checkpoint's time to live; None is for ever."""
+    if not isinstance(seconds, int) or isinstance(seconds, bool):
+        return seconds is None
+    return 1 <= seconds <= LONGEST_TTL_SECONDS
+
+
 def whole_number(name: str, value: Any, remedy: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
     """`value` as an int of Python's, also where it is numpy's; of 64 bits, as neither a request nor a tensor holds more.
 

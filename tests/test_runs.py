@@ -127,6 +127,15 @@ def test_fields_that_are_none_are_left_out(tmp_path):
     ]
 
 
+def test_a_directory_stays_where_it_was_when_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory("runs/mine", CONFIG) as run:
+        monkeypatch.chdir("/")
+        assert run.path == tmp_path / "runs" / "mine"
+    with pytest.raises(UserError, match="log_path is empty"):
+        RunDirectory("", CONFIG)
+
+
 def test_other_options_are_refused_by_name(tmp_path):
     with RunDirectory(tmp_path, CONFIG) as run:
         run.log(0, {"a": 1.0})

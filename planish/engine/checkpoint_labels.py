@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from planish.errors import UserError
-from planish.types import CheckpointPath
+from planish.types import TTL_REMEDY, CheckpointPath, is_ttl
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
-_MAX_TTL_SECONDS = 10 * 365 * 86400
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def is_name(name: object) -> bool:
 
 
 def check_name(argument: str, name: object) -> None:
-    """ValueError unless `is_name`."""
+    """UserError unless `is_name`."""
     if not is_name(name):
         raise UserError(
             f"{argument}={name!r}: give up to 200 letters, digits and _ . - : without a slash, not beginning with a dot or dash"
@@ -44,22 +43,20 @@ def check_name(argument: str, name: object) -> None:
 
 
 def check_label(label: Label) -> None:
-    """ValueError for a label that cannot be right."""
+    """UserError for a label that cannot be right."""
     check_name("name", label.path.name)
     check_ttl(label.ttl_seconds)
     check_metadata(label.user_metadata)
 
 
 def check_ttl(ttl: object) -> None:
-    """ValueError unless it is a time to live in seconds, or None."""
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int) or not 1 <= ttl <= _MAX_TTL_SECONDS):
-        raise UserError(
-            f"ttl_seconds={ttl!r}: give whole seconds from 1 to {_MAX_TTL_SECONDS} (ten years), or None to keep it"
-        )
+    """UserError unless it is a time to live in seconds, or None."""
+    if not is_ttl(ttl):
+        raise UserError(f"ttl_seconds={ttl!r}: give {TTL_REMEDY}")
 
 
 def check_metadata(user_metadata: object) -> None:
-    """ValueError unless it is a mapping of strings to strings."""
+    """UserError unless it is a mapping of strings to strings."""
     if user_metadata is None:
         return
     if not isinstance(user_metadata, Mapping) or not all(

@@ -42,7 +42,7 @@ from planish.recipes.grpo import (
 from planish.renderers import Renderer, get_text_content
 from planish.rl.config import RL_LOSSES
 from planish.runs import RunDirectory
-from planish.types import SampledSequence
+from planish.types import TTL_REMEDY, SampledSequence, is_ttl
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"model_name": "Qwen/Qwen3-8B", "batch_size": 128, "group_size": 16},
@@ -251,11 +251,14 @@ def check(config: Config) -> None:
         batch_size=(config.batch_size >= 1, "a whole number of at least 1"),
         group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
         max_tokens=(config.max_tokens >= 1, "a whole number of at least 1"),
-        temperature=(config.temperature > 0, "a number above 0: greedy answers to a problem are all the same"),
+        temperature=(
+            0 < config.temperature < math.inf,
+            "a number above 0: greedy answers to a problem are all the same",
+        ),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
         max_steps=(config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
-        ttl_seconds=(config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
+        ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
         eval_every=(
             config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0),

@@ -33,7 +33,7 @@ from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
 from planish.runs import RunDirectory
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import check_rows
-from planish.types import ForwardBackwardOutput
+from planish.types import TTL_REMEDY, ForwardBackwardOutput, is_ttl
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -257,7 +257,7 @@ def check(config: Config) -> None:
         num_epochs=(config.num_epochs >= 1, "a whole number of at least 1"),
         max_steps=(config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
-        ttl_seconds=(config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
+        ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_examples=(config.eval_examples >= 0, "a whole number, 0 for none"),
         learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )

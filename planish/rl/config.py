@@ -14,6 +14,7 @@ from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.schedules import SCHEDULES
+from planish.types import TTL_REMEDY, is_ttl
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
 
@@ -171,8 +172,8 @@ def check_all_but_reference(config: Config) -> None:
         "eval_every": (config.eval_every >= 0, "a whole number, 0 for never"),
         "save_every": (config.save_every >= 0, "a whole number, 0 for only the last"),
         "rolling_save_every": (config.rolling_save_every >= 0, "a whole number, 0 for none"),
-        "ttl_seconds": (config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
-        "rolling_ttl_seconds": (config.rolling_ttl_seconds >= 1, "at least 1"),
+        "ttl_seconds": (is_ttl(config.ttl_seconds), TTL_REMEDY),
+        "rolling_ttl_seconds": (is_ttl(config.rolling_ttl_seconds), TTL_REMEDY),
         "rollout_layout": (config.rollout_layout in ("flat", "folders"), "flat or folders"),
         "num_groups_to_log": (config.num_groups_to_log >= 0, "0 or more"),
         "rollout_processes": (config.rollout_processes >= 0, "a whole number, 0 for this process"),

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import chz
 import numpy as np
 
+from planish.dataset_rows import check_shuffle_seed
 from planish.errors import UserError
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 
@@ -38,6 +39,7 @@ class ProblemDataset(RLDataset, Generic[P]):
         shuffle_seed: int | None = None,
     ) -> None:
         _at_least_one(groups_per_batch=groups_per_batch, num_epochs=num_epochs)
+        check_shuffle_seed(shuffle_seed)
         self.problems = problems
         self.make_group = make_group
         self.groups_per_batch = groups_per_batch
@@ -162,7 +164,7 @@ class InterleavedRLDataset(RLDataset):
     """Batches that mix the groups of several data sets, in the proportion of `weights`.
 
     Places are dealt out by Sainte-Laguë: each goes to the source with the largest weight / (2 x places so far + 1), so that
-    after any number of batches no source is more than about a place from its share. Within a batch the places are shuffled
+    after any number of batches none of n sources is more than (n - 1) / 2 places from its share, or half a one. Within a batch the places are shuffled
     by (seed, index). A source's groups come in its own order, and again from its first when it has run out.
     """
 

@@ -10,11 +10,10 @@ from planish.errors import UserError
 from planish.server.answers import SessionSpec, TrainingRun
 from planish.server.exchange import Exchange, answered, endpoint, nothing, paged
 from planish.server.external_weights import shown_checkpoint, shown_path, stored_path
-from planish.types import Checkpoint
+from planish.types import LONGEST_TTL_SECONDS, Checkpoint
 from planish.wire.models import refuse_access_token
 from planish.wire.records import weights_info_to_json
 
-_MAX_TTL_SECONDS = 10 * 365 * 86400
 _KNOWN_COPIES = 1000
 
 
@@ -63,7 +62,7 @@ async def unpublish(exchange: Exchange) -> Response:
 
 async def set_ttl(exchange: Exchange) -> Response:
     async with exchange.fields() as fields:
-        ttl = fields.optional(lambda name: fields.integer(name, 1, _MAX_TTL_SECONDS), "ttl_seconds")
+        ttl = fields.optional(lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds")
     await exchange.core.set_ttl(exchange.tenant, checkpoint_path(exchange), ttl)
     return nothing()
 
@@ -78,7 +77,7 @@ async def copy_weights(exchange: Exchange) -> Response:
     """Into the run `model_seq_id` of a session, or, as the SDK asks, into a project: a new session then, since all of a key is one project here."""
     async with exchange.fields() as fields:
         source = stored_path(fields.text("source_path"))
-        ttl = fields.optional(lambda name: fields.integer(name, 1, _MAX_TTL_SECONDS), "ttl_seconds")
+        ttl = fields.optional(lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds")
         session_id = fields.optional(fields.identifier, "session_id")
         number = fields.optional(lambda name: fields.integer(name, low=0), "model_seq_id", 0)
         refuse_access_token(fields, exchange.request.headers.get("x-tinker-weights-access-token"))

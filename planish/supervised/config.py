@@ -10,6 +10,7 @@ from planish.evaluators import Evaluator
 from planish.metric_logs import require_loggers
 from planish.schedules import SCHEDULES
 from planish.supervised.types import SupervisedDatasetBuilder
+from planish.types import TTL_REMEDY, is_ttl
 
 
 @chz.chz
@@ -98,8 +99,8 @@ def check(config: Config) -> None:
         "infrequent_eval_every": (config.infrequent_eval_every >= 0, "a whole number, 0 for never"),
         "save_every": (config.save_every >= 0, "a whole number, 0 for only the last"),
         "rolling_save_every": (config.rolling_save_every >= 0, "a whole number, 0 for none"),
-        "ttl_seconds": (config.ttl_seconds is None or config.ttl_seconds >= 1, "at least 1, or None for ever"),
-        "rolling_ttl_seconds": (config.rolling_ttl_seconds >= 1, "at least 1"),
+        "ttl_seconds": (is_ttl(config.ttl_seconds), TTL_REMEDY),
+        "rolling_ttl_seconds": (is_ttl(config.rolling_ttl_seconds), TTL_REMEDY),
     }
     for name, (holds, remedy) in rules.items():
         if not holds:

@@ -12,7 +12,7 @@ from typing import Any, overload
 import chz
 import numpy as np
 
-from planish.dataset_rows import has_split, open_rows
+from planish.dataset_rows import check_shuffle_seed, has_split, open_rows
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
 from planish.supervised.conversations import Conversation, Row, conversation_of
@@ -43,6 +43,7 @@ class RowDataset(SupervisedDataset):
         self.rows = rows
         self.batch_size = batch_size
         self.data_of = data_of
+        check_shuffle_seed(shuffle_seed)
         self.shuffle_seed = shuffle_seed
         self.drop_last = drop_last
         self.set_epoch(0)
@@ -97,6 +98,7 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
     """
     if test_size is not None and test_size < 0:
         raise UserError(f"test_size={test_size}: give a whole number, 0 for no tests")
+    check_shuffle_seed(shuffle_seed)
     train = open_rows(dataset, "train")
     if test_size == 0:
         return RowSplits(train, [])

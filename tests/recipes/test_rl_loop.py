@@ -136,6 +136,8 @@ def test_weights_of_another_run_are_the_start(service, sums_dataset, tmp_path):
         ("learning_rate", 0.0),
         ("learning_rate", float("inf")),
         ("ttl_seconds", 0),
+        ("ttl_seconds", 10**11),
+        ("temperature", float("inf")),
         ("eval_every", 5),
     ],
 )

@@ -176,7 +176,10 @@ def test_places_are_dealt_out_by_weight(weights, count):
     places = dealt_places(weights, count)
     got = Counter(source for source, _ in places)
     for source, weight in enumerate(weights):
-        assert abs(got[source] - count * weight / sum(weights)) < 1.5
+        share = weight / sum(weights)
+        # Every source is within half a place of one common scale of all weights.
+        most = (1 - share) / 2 + share * (len(weights) - 1) / 2
+        assert abs(got[source] - count * share) <= most + 1e-6
         ranks = [rank for place_source, rank in places if place_source == source]
         assert ranks == list(range(len(ranks)))
 
@@ -268,3 +271,8 @@ def test_concatenated_data_sets_have_the_batches_of_all():
 def test_counts_below_one_are_refused(make):
     with pytest.raises(UserError, match="=0: give a whole number of at least 1"):
         make()
+
+
+def test_a_seed_that_cannot_shuffle_is_refused():
+    with pytest.raises(UserError, match="shuffle_seed=-5: give a whole number of at least 0"):
+        ProblemDataset([1, 2], Group, 1, shuffle_seed=-5)

@@ -314,6 +314,7 @@ BAD = {
     "logger": ({"loggers": ["neptune"]}, "neptune"),
     "lag": ({"async_config": AsyncConfig(max_steps_off_policy=-1)}, "^max_steps_off_policy=-1"),
     "time to live": ({"ttl_seconds": 0}, "ttl_seconds=0"),
+    "a time to live that no checkpoint has": ({"ttl_seconds": 10**11}, "ttl_seconds=100000000000: give .* 315360000"),
     "project without its logger": ({"wandb_project": "sums"}, "loggers=wandb"),
     "discount without penalty": ({"kl_discount_factor": 0.9}, "kl_penalty_coef is 0"),
     "tolerance": ({"rollout_error_tolerance": "yes"}, "rollout_error_tolerance='yes'"),
