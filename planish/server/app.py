@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from planish.errors import PlanishError
 from planish.server import (
     routes_checkpoints,
     routes_downloads,
@@ -62,7 +63,11 @@ def create_app(core: ServerCore, settings: HttpSettings | None = None, more: Seq
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await core.start()
+        try:
+            await core.start()
+        except PlanishError as error:
+            _log.critical("the server cannot start: %s", error)
+            raise
         try:
             yield
         finally:

@@ -11,34 +11,34 @@ from __future__ import annotations
 from planish.errors import UserError
 from planish.types import CheckpointPath
 
-_PREFIX = "_planish."
+PREFIX = "_planish."
 
 
 def snapshot_name(seq: int) -> str:
-    return f"{_PREFIX}snapshot.{seq}"
+    return f"{PREFIX}snapshot.{seq}"
 
 
 def sampler_name(seq: int) -> str:
-    return f"{_PREFIX}sampler.{seq}"
+    return f"{PREFIX}sampler.{seq}"
 
 
 def loaded_path(model_id: str, seq: int, source: str) -> str:
     """Of the same kind as `source`."""
-    return str(CheckpointPath(model_id, CheckpointPath.parse(source).checkpoint_type, f"{_PREFIX}loaded.{seq}"))
+    return str(CheckpointPath(model_id, CheckpointPath.parse(source).checkpoint_type, f"{PREFIX}loaded.{seq}"))
 
 
 def source_path(sampler_id: str) -> str:
-    return str(CheckpointPath(sampler_id, "sampler", f"{_PREFIX}source"))
+    return str(CheckpointPath(sampler_id, "sampler", f"{PREFIX}source"))
 
 
 def is_private(path: str) -> bool:
-    return CheckpointPath.parse(path).name.startswith(_PREFIX)
+    return CheckpointPath.parse(path).name.startswith(PREFIX)
 
 
 def loading_seq(path: str) -> int | None:
     """The request that loaded it, if it is a copy that was made for one."""
     name = CheckpointPath.parse(path).name
-    return int(name.rpartition(".")[2]) if name.startswith(f"{_PREFIX}loaded.") else None
+    return int(name.rpartition(".")[2]) if name.startswith(f"{PREFIX}loaded.") else None
 
 
 def is_superseded(path: str, seq: int) -> bool:
@@ -49,5 +49,5 @@ def is_superseded(path: str, seq: int) -> bool:
 
 def check_name_is_free(name: str) -> None:
     """UserError for a name that clients cannot give."""
-    if name.startswith(_PREFIX):
-        raise UserError(f"path={name[:200]!r}: names that begin with {_PREFIX!r} are the server's own; give another")
+    if name.startswith(PREFIX):
+        raise UserError(f"path={name[:200]!r}: names that begin with {PREFIX!r} are the server's own; give another")

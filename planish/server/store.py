@@ -6,12 +6,15 @@ time cost one sync. A change is a function of the transaction and is made whole 
 Bodies from a quarter of a MiB on are files of their own, synced before the transaction that names them (a row of that size is
 written twice by SQLite, to its log and then to its place). A file that no row names is removed at the next start.
 
-A disk that is full refuses `write` with StorageError. What must not be lost, `keep` tries again until it works.
+A disk that is full refuses `write` with StorageError. What must not be lost, `keep` tries again until it works. A database that is damaged
+refuses everything that meets the damage, in the same way: nothing is written on top of it. One that is missing, where other files of a server
+are, is not begun anew: what no row names is removed at a start, and that would be all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
@@ -27,13 +30,16 @@ from typing import Any, Generic, TypeVar
 
 from filelock import FileLock, Timeout
 
-from planish.errors import StorageError, UserError
+from planish.errors import DamagedFileError, StorageError, UserError
 from planish.runs import sync_directory
 from planish.server.crash_points import crash_point
 from planish.server.measurements import Disk
+from planish.server.private_names import PREFIX
 from planish.server.schema import SCHEMA, UPGRADES, VERSION
 
 R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
 
 DATABASE, BODIES = "server.db", "bodies"
 _INLINE_BYTES = 1 << 18
@@ -102,7 +108,8 @@ class Store:
     """One data directory, held by this process until `close`."""
 
     def __init__(self, directory: Path) -> None:
-        """UserError if another process holds the directory, or if its database is of a later version."""
+        """UserError if another process holds the directory, or if its database is of a later version; DamagedFileError if it is damaged,
+        or missing beside what it should name; StorageError if the disk refuses."""
         self.directory = directory
         self._lock = FileLock(directory / ".server.lock", thread_local=False)
         try:
@@ -117,9 +124,13 @@ class Store:
         self._connections: list[sqlite3.Connection] = []
         """To be closed: one that writes, and one of each thread that reads."""
         try:
+            self._check_there()
             self._connection = self._opened()
             self._remove_orphans()
             sync_directory(directory)
+        except (OSError, sqlite3.DatabaseError) as error:
+            self._let_go()
+            raise self._refusal(error) from error
         except BaseException:
             self._let_go()
             raise
@@ -141,7 +152,16 @@ class Store:
 
     async def read(self, query: Callable[[sqlite3.Connection], R]) -> R:
         """Look something up in what is written."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: query(self._reader()))
+
+        def look() -> R:
+            try:
+                return query(self._reader())
+            except sqlite3.DatabaseError as error:
+                if not _is_of_the_disk(error):
+                    raise
+                raise StorageError(str(self._refusal(error))) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, look)
 
     def body(self, stored: StoredBody) -> bytes:
         """Reads the disk: for `read`, or a thread."""
@@ -173,6 +193,31 @@ class Store:
         for connection in self._connections:
             connection.close()
         self._lock.release()
+
+    def _check_there(self) -> None:
+        """To be called before SQLite is: it makes a database where there is none, and removes the log of one that is empty."""
+        database = self.directory / DATABASE
+        if database.is_file() and database.stat().st_size:
+            return
+        log = database.with_name(DATABASE + "-wal")
+        others = [*(self.directory / BODIES).iterdir(), *self.directory.glob(f"*/*/{PREFIX}*")]
+        if others or (log.is_file() and log.stat().st_size):
+            raise DamagedFileError(
+                f"data_dir={self.directory}: {DATABASE} is {'empty' if database.is_file() else 'missing'}, but other files of a server are "
+                f"there{f', such as {others[0].relative_to(self.directory)}' if others else ''}; put the whole directory back from a backup, "
+                "or begin with another one (`planish checkpoints --data-dir` still finds the checkpoints in this one)"
+            )
+
+    def _refusal(self, error: Exception) -> Exception:
+        """What a person is told of an error of SQLite or of the disk."""
+        if type(error) is sqlite3.DatabaseError:
+            return DamagedFileError(
+                f"data_dir={self.directory}: {DATABASE} is damaged ({error}); stop the server, put the directory back from a backup, and see "
+                "to the disk"
+            )
+        return StorageError(
+            f"the server cannot use {self.directory} ({error}); free space there, or give it the rights and files it needs"
+        )
 
     def _opened(self) -> sqlite3.Connection:
         connection = self._connected()
@@ -227,6 +272,7 @@ class Store:
         while not closing or waiting:
             closing = self._receive(waiting) or closing
             error = self._commit(waiting)
+            self._tell(error)
             self.is_refused = error is not None
             if error is None:
                 done, waiting = waiting, []
@@ -237,6 +283,13 @@ class Store:
                 for change in refused:
                     change.error = error
                 _answer(refused)
+
+    def _tell(self, error: StorageError | None) -> None:
+        """Whoever runs the server, once, that nothing can be written, and that it can again."""
+        if error is not None and not self.is_refused:
+            _log.error("nothing new is taken until this is mended: %s", error)
+        elif error is None and self.is_refused:
+            _log.warning("%s takes what is written again", self.directory)
 
     def _receive(self, waiting: list[_Change[Any]]) -> bool:
         """Add what has come to `waiting`; whether the end was asked for."""
@@ -270,7 +323,7 @@ class Store:
                     self._connection.execute("ROLLBACK")
             with suppress(OSError):
                 transaction.remove_files(transaction.written)
-            return StorageError(f"the server cannot write to {self.directory} ({error}); free space there")
+            return StorageError(str(self._refusal(error)))
         crash_point("after commit")
         with suppress(OSError):  # it is an orphan then, and goes at the next start
             transaction.remove_files(transaction.dropped)
@@ -282,14 +335,24 @@ class Store:
         change.outcome, change.error = None, None
         try:
             change.outcome = change.make(transaction)
-        except (OSError, sqlite3.OperationalError):
-            raise
         except Exception as error:
+            if isinstance(error, OSError) or _is_of_the_disk(error):
+                raise
             change.error = error
             self._connection.execute("ROLLBACK TO change")
             transaction.remove_files(transaction.written[written:])
             del transaction.written[written:], transaction.dropped[dropped:]
         self._connection.execute("RELEASE change")
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether the database could not be read or written, which is no fault of what was asked."""
+    if type(error) is sqlite3.DatabaseError:
+        return True
+    # SQLITE_ERROR is a statement that cannot be right; errors that did not come from SQLite have no code.
+    return (
+        isinstance(error, sqlite3.OperationalError) and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
+    )
 
 
 def _answer(changes: list[_Change[Any]]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from core_client import run
 
-from planish.errors import StorageError, UserError
+from planish.errors import DamagedFileError, StorageError, UserError
 from planish.server.journal import row
 from planish.server.schema import VERSION
 from planish.server.store import BODIES, DATABASE, Store, Transaction
@@ -266,6 +266,65 @@ def test_a_directory_that_cannot_be_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="data_dir"):
         Store(tmp_path / "file" / "data")
+
+
+@pytest.mark.parametrize("left", [None, b""])
+@pytest.mark.parametrize("other", ["bodies/00", "run/weights/_planish.snapshot.3/planish.json", "server.db-wal"])
+def test_a_database_that_is_missing_beside_its_files_is_not_begun_anew(tmp_path, left, other):
+    Store(tmp_path).close()
+    (tmp_path / DATABASE).unlink()
+    if left is not None:
+        (tmp_path / DATABASE).write_bytes(left)
+    (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / other).write_bytes(b"of the lost one")
+    with pytest.raises(DamagedFileError, match=r"data_dir=.*server\.db is (missing|empty).*backup"):
+        Store(tmp_path)
+    assert (tmp_path / other).read_bytes() == b"of the lost one"
+
+
+@pytest.mark.parametrize("table", ["sqlite_schema", "requests", "meta"])
+def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table):
+    Store(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    found = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchone()
+    connection.close()
+    content = bytearray((tmp_path / DATABASE).read_bytes())
+    begin = (found[0] - 1) * 16384 if found else 0
+    content[begin : begin + 200] = bytes(200)
+    (tmp_path / DATABASE).write_bytes(content)
+
+    async def scenario() -> None:
+        if table == "meta":  # which a start does not read
+            store = Store(tmp_path)
+            with pytest.raises(StorageError, match=r"server\.db is damaged"):
+                await store.read(lambda connection: connection.execute("SELECT * FROM meta").fetchall())
+            with pytest.raises(StorageError, match=r"server\.db is damaged"):
+                await store.write(put("a"))
+            store.close()
+        else:
+            with pytest.raises(DamagedFileError, match=r"server\.db is damaged"):
+                Store(tmp_path)
+
+    run(scenario())
+
+
+def test_a_disk_that_refuses_is_told_of_once(tmp_path, monkeypatch, caplog):
+    def refuse(name: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        for key in "ab":
+            with pytest.raises(StorageError):
+                await store.write(put(key))
+        monkeypatch.undo()
+        await store.keep(put("c"))
+        store.close()
+
+    run(scenario())
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "No space left" in caplog.text
 
 
 def test_room_of_what_was_removed_goes_back_to_the_disk(tmp_path):
