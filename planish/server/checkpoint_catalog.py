@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from planish.errors import CheckpointError, UserError
+from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.server.age_files import CheckpointFiles, recipients_of
 from planish.server.answers import Page, Tenant
 from planish.server.crash_points import crash_point
@@ -131,23 +131,31 @@ class CheckpointCatalog:
         removed = []
         for row in expired:
             async with self.changing(row.path):
-                if not await self._engine.exists(row.path):  # it was not saved again meanwhile
+                if not await self._is_alive(row.path):  # it was not saved again meanwhile
                     removed.append(await self._remove(row))
         await asyncio.gather(*removed)  # behind all, since a full disk may need the space first
 
     async def reconcile(self) -> None:
-        """At a start: believe the disk about what is there and when it expires, as a kill in the middle of a change leaves it."""
+        """At a start: believe the disk about what is there and when it expires, as a kill in the middle of a change leaves it.
+
+        What is there and cannot be read stays its tenant's: the file may be put back.
+        """
         on_disk = {checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()}
         rows = await self._store.read(lambda db: select(db, CheckpointRow, "1"))
-        lost = [row.path for row in rows if row.path not in on_disk]
+        missing, now = [row for row in rows if row.path not in on_disk], time.time()
+        damaged = {row.path: error for row in missing if (error := await self._damage(row.path)) is not None}
+        lost = [row.path for row in missing if row.path not in damaged]
         found = {
             row.path: CheckpointRow.made_of(on_disk[row.path], row.tenant).expires
             for row in rows
             if row.path in on_disk
         }
         changed = [row.path for row in rows if row.path in found and row.expires != found[row.path]]
-        if lost:
-            _log.info("%d checkpoints are not on disk any more", len(lost))
+        for path, error in damaged.items():
+            _log.error("%s cannot be read: %s. Put the file back from a backup, or delete the checkpoint", path, error)
+        for row in missing:
+            if row.path in lost and (row.expires is None or row.expires > now):
+                _log.warning("%s of %s is not on disk any more", row.path, row.tenant)
 
         def believe(transaction: Transaction) -> None:
             for path in lost:
@@ -184,6 +192,21 @@ class CheckpointCatalog:
         if not rows:
             raise _not_found(path)
         return rows[0]
+
+    async def _damage(self, path: str) -> Exception | None:
+        """What is wrong with a checkpoint that is there and cannot be read."""
+        try:
+            await self._engine.exists(path)
+        except (DamagedFileError, OSError) as error:
+            return error
+        return None
+
+    async def _is_alive(self, path: str) -> bool:
+        """Whether there is a checkpoint that can be read and has not expired."""
+        try:
+            return await self._engine.exists(path)
+        except DamagedFileError:
+            return False
 
     async def _remove(self, row: CheckpointRow) -> asyncio.Future[None]:
         """Delete the files; what is answered ends when the row is gone too."""

@@ -6,6 +6,7 @@ import time
 import pytest
 from core_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, state
 
+from planish.errors import DamagedFileError
 from planish.server.errors import BadRequest, Gone, NotFound
 from planish.server.settings import ServerSettings
 from planish.service import SaveWeights, SaveWeightsForSampler
@@ -123,6 +124,45 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
             for kept in (path, path[:-1] + "a"):
                 assert (await core.checkpoint_info(TENANT, kept)).checkpoint.expires_at is None
                 assert (await core.checkpoint_files(TENANT, kept)).names
+
+    run(scenario())
+
+
+def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(model_dir, data_dir, caplog):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            model = await (await Client.start(core)).model()
+            path, other = await model.save("a"), await model.save("b")
+        manifest = data_dir / "checkpoints" / model.model_id / "weights" / "a" / "planish.json"
+        content = manifest.read_bytes()
+        manifest.write_bytes(b"{" + content)
+        async with running(model_dir, data_dir) as core:
+            assert {item.tinker_path for item in (await core.checkpoints(TENANT)).items} == {path, other}
+            with pytest.raises(DamagedFileError, match=r"planish\.json"):
+                await core.checkpoint_info(TENANT, path)
+            await core.delete_checkpoint(TENANT, other)
+        assert f"{path} cannot be read" in caplog.text
+        manifest.write_bytes(content)
+        async with running(model_dir, data_dir) as core:
+            assert (await core.checkpoint_info(TENANT, path)).checkpoint.tinker_path == path
+            manifest.write_bytes(b"")
+            await core.delete_checkpoint(TENANT, path)
+            assert not (await core.checkpoints(TENANT)).items
+
+    run(scenario())
+
+
+def test_a_damaged_checkpoint_keeps_no_others_from_expiring(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            model = await (await Client.start(core)).model()
+            for name in "ab":
+                await model.save(name, ttl_seconds=1)
+            weights = data_dir / "checkpoints" / model.model_id / "weights"
+            (weights / "a" / "planish.json").write_bytes(b"")
+            time.sleep(1.1)
+            await core.retention.round()
+            assert not weights.exists() or not list(weights.iterdir())
 
     run(scenario())
 
