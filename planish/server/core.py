@@ -176,7 +176,7 @@ class ServerCore:
             resident_bytes=resident_bytes(),
             models_with_snapshot=snapshots,
             disk=await asyncio.to_thread(self._store.disk),
-            disk_is_full=self._store.is_refused,
+            disk_is_full=requests.disk_is_full(),
         )
 
     # Identity and sessions.

@@ -58,6 +58,8 @@ from planish.wire.training import (
 )
 
 _SEED_BITS = 62
+_SEEDED = ("create_model", "sample")
+"""Kinds whose bodies may have a seed that their digests have not."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,20 @@ class Entry:
 def entry(operation: Operation[Any], seq_id: int) -> Entry:
     """Encode a request. Takes time in proportion to its size; for a thread if it is large."""
     kind, body = kind_of(operation), _encoded(operation, seq_id)
-    digest = hashlib.blake2b(kind.encode() + body, digest_size=16).digest()
+    digest = _digest(kind, body)
     seeded = _seeded(operation)
     if seeded is not operation:
         body = _encoded(seeded, seq_id)
     return Entry(kind, body, digest, seeded)
+
+
+def is_as_written(kind: str, body: bytes, digest: bytes | None) -> bool:
+    """Whether a body is the one whose `entry` had this digest. Of those that may have been given a seed that is not known."""
+    return kind in _SEEDED or digest is None or _digest(kind, body) == digest
+
+
+def _digest(kind: str, body: bytes) -> bytes:
+    return hashlib.blake2b(kind.encode() + body, digest_size=16).digest()
 
 
 def kind_of(operation: Operation[Any]) -> str:

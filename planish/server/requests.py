@@ -16,17 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from planish.errors import StorageError
+from planish.errors import DamagedFileError, StorageError
 from planish.server import journal
 from planish.server.answers import Category, Done, Failed, Outcome, TryAgain
 from planish.server.crash_points import crash_point
 from planish.server.errors import BadRequest, Gone, NotFound, Unavailable
 from planish.server.journal import Row
-from planish.server.journal_codec import Entry, done_of, entry, operation_of
+from planish.server.journal_codec import Entry, done_of, entry, is_as_written, operation_of
 from planish.server.limits import Limits
 from planish.server.measurements import Counters
 from planish.server.settings import ServerSettings
-from planish.server.store import Store, Transaction
+from planish.server.store import BODIES, DATABASE, Store, Transaction
 from planish.server.under_way import UnderWay
 from planish.service import ForwardBackward, Operation, Sample
 from planish.wire.client_errors import name_of
@@ -97,6 +97,8 @@ class Requests:
         self._recent: OrderedDict[str, tuple[str, Done | Failed]] = OrderedDict()
         """Answers on disk that were given last, with their tenants."""
         self._recent_bytes = 0
+        self._was_full = False
+        """Whether the last request was refused for want of space."""
 
     @property
     def unanswered(self) -> int:
@@ -189,8 +191,18 @@ class Requests:
             return await self.journaled_operation(request.row)
 
     async def journaled_operation(self, row: Row) -> Operation[Any]:
+        """What a row asks for. DamagedFileError if that is not what was written."""
+
         def read(connection: sqlite3.Connection) -> Operation[Any]:
-            return operation_of(row.kind, self._store.body(journal.body(connection, row.id)))
+            stored = journal.body(connection, row.id)
+            place = DATABASE if stored.file is None else f"{BODIES}/{stored.file}"
+            try:
+                content = self._store.body(stored)
+            except FileNotFoundError:
+                raise _damaged_request(row, place, "is missing") from None
+            if not is_as_written(row.kind, content, row.digest):
+                raise _damaged_request(row, place, "is not what was written")
+            return operation_of(row.kind, content)
 
         return await self._store.read(read)
 
@@ -283,11 +295,24 @@ class Requests:
     def check_room(self, tenant: str, size: int) -> None:
         """TooManyRequests or Unavailable if nothing more can be taken now."""
         self._limits.check(tenant, size)
-        if self._store.is_refused or self._store.free_bytes() < self._settings.reserve_bytes + size:
+        is_full = self.disk_is_full(size)
+        if is_full and not self._was_full and not self._store.is_refused:
+            _log.error(
+                "nothing new is taken until there is space: %s free in %s, of which %s are left alone (reserve_bytes)",
+                f"{self._store.free_bytes():,} bytes are",
+                self._store.directory,
+                f"{self._settings.reserve_bytes:,}",
+            )
+        self._was_full = is_full
+        if is_full:
             raise Unavailable(
                 "the server's disk is full, and takes no new work until there is space again; what was accepted is kept",
                 _RETRY_SECONDS,
             )
+
+    def disk_is_full(self, size: int = 0) -> bool:
+        """Whether a request of so many bytes is refused for want of space."""
+        return self._store.is_refused or self._store.free_bytes() < self._settings.reserve_bytes + size
 
     def _keep_operation(self, request: Request) -> None:
         if self._operation_bytes + request.row.body_bytes > self._settings.request_memory_bytes:
@@ -307,6 +332,12 @@ def _check_same(row: Row, digest: bytes | None) -> None:
         raise BadRequest(
             f"seq_id={row.seq}: another request of {row.owner!r} had this number; count on, and use each number once"
         )
+
+
+def _damaged_request(row: Row, place: str, how: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"the data of request {row.id} {how} ({place} in the server's data directory, which a backup may have)"
+    )
 
 
 def _aged(request_id: str) -> Gone:

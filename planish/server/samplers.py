@@ -8,12 +8,13 @@ what its model did.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from planish.errors import UserError
+from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.server.answers import Tenant
 from planish.server.crash_points import crash_point
 from planish.server.engine_calls import EngineCalls
@@ -23,6 +24,8 @@ from planish.server.residency import Residency, Resident
 from planish.server.store import Store
 from planish.server.under_way import UnderWay
 from planish.service import CreateSampler, ReleaseSampler
+
+_log = logging.getLogger(__name__)
 
 
 class _Residence:
@@ -48,7 +51,11 @@ class _Residence:
 
     async def load(self) -> None:
         async with self._under_way.doing(self.row.id):
-            await self._engine.perform(await self._creation())
+            try:
+                await self._engine.perform(await self._creation())
+            except (DamagedFileError, CheckpointError) as error:
+                _log.error("%s cannot come into memory: %s", self.row.id, error)
+                raise
         if self.failure is not None:  # it was closed meanwhile
             await self._engine.perform(ReleaseSampler(self.row.id))
             raise UserError(f"sampling_session_id={self.row.id!r}: {self.failure}")

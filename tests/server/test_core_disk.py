@@ -10,7 +10,7 @@ from planish.server.errors import Unavailable
 from planish.server.settings import ServerSettings
 
 
-def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch):
+def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch, caplog):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(reserve_bytes=1000)) as core:
             client = await Client.start(core)
@@ -27,10 +27,15 @@ def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch
                 with pytest.raises(Unavailable, match="disk is full") as refused:
                     await call
                 assert refused.value.retry_after
+            assert (await core.measurements()).disk_is_full
+            assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+                f"nothing new is taken until there is space: 999 bytes are free in {data_dir}, of which 1,000 are left alone (reserve_bytes)"
+            ]
             assert isinstance(await client.answer(before), Done)
             monkeypatch.undo()
             await client.done(await model.submit(gradient(model.model_id), 2))
             await client.sample(sampler)
+            assert not (await core.measurements()).disk_is_full
 
     run(scenario())
 

@@ -290,8 +290,9 @@ def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir,
         async with running(model_dir, data_dir, ServerSettings(idle_seconds=1e6)) as core:
             client = await Client.start(core)
             model = await client.model()
-            await model.run(gradient(model.model_id))
-            await model.run(adam(model.model_id))
+            for _ in range(2):
+                await model.run(gradient(model.model_id))
+                await model.run(adam(model.model_id))
             await model.run(gradient(model.model_id))  # keeps a snapshot from being taken
         connection = sqlite3.connect(data_dir / "server.db")
         connection.execute(
@@ -305,7 +306,64 @@ def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir,
 
     with caplog.at_level(logging.WARNING):
         run(scenario())
-    assert "does not repeat its sums" in caplog.text
+    assert caplog.text.count("does not repeat its sums") == 1
+    assert "and had 1.0" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["file", "missing file", "row", "snapshot", "missing snapshot"])
+def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
+    model_dir, data_dir, monkeypatch, caplog, where
+):
+    if "file" in where:
+        monkeypatch.setattr("planish.server.store._INLINE_BYTES", 100)
+
+    def alter(path):
+        content = path.read_bytes()
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        if "missing" in where:
+            path.unlink()
+        return content
+
+    async def scenario() -> None:
+        settings = SMALL if "snapshot" in where else ServerSettings()
+        async with running(model_dir, data_dir, settings) as core:
+            client = await Client.start(core)
+            model, other = await client.model(1), await client.model(2)
+            for each in (model, other):
+                await each.step(1)
+            if "snapshot" not in where:
+                for each in (model, other):
+                    await each.run(gradient(each.model_id, 2))  # keeps a snapshot from being taken
+        with closing(sqlite3.connect(data_dir / "server.db")) as connection:
+            of_gradient = (
+                "SELECT body, body_file FROM requests WHERE owner = ? AND kind = 'forward_backward' ORDER BY seq"
+            )
+            row, name = connection.execute(of_gradient, (model.model_id,)).fetchone()
+            if where == "row":
+                change = "UPDATE requests SET body = ? WHERE body = ?"
+                connection.execute(change, (row[:-1] + bytes([row[-1] ^ 1]), row))
+                connection.commit()
+        snapshot = next(data_dir.glob(f"checkpoints/{model.model_id}/weights/_planish.*/optimizer.safetensors"), None)
+        place = snapshot or (data_dir / "bodies" / name if name else None)
+        before = alter(place) if place else b""
+        async with running(model_dir, data_dir, settings) as core:
+            client.core = core
+            answer = await client.answer(await model.submit(gradient(model.model_id, 3)))
+            assert isinstance(answer, Failed)
+            assert "cannot come back into memory" in answer.message
+            assert "backup" in answer.message
+            assert answer.error_class == "DamagedFileError"
+            assert (place.name if place else "server.db") in caplog.text
+            await other.step(4)
+        if place:
+            place.write_bytes(before)
+            async with running(model_dir, data_dir, settings) as core:
+                client.core = core
+                await model.run(gradient(model.model_id, 5))
+
+    with caplog.at_level(logging.ERROR):
+        run(scenario())
 
 
 def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(model_dir, data_dir, monkeypatch):
