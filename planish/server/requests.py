@@ -297,10 +297,12 @@ class Requests:
         self._limits.check(tenant, size)
         is_full = self.disk_is_full(size)
         if is_full and not self._was_full and not self._store.is_refused:
+            free, directory = self._store.free_bytes(), self._store.directory
             _log.error(
-                "nothing new is taken until there is space: %s free in %s, of which %s are left alone (reserve_bytes)",
-                f"{self._store.free_bytes():,} bytes are",
-                self._store.directory,
+                "nothing new is taken until there is space: %s bytes are free in %s%s, of which %s are left alone (reserve_bytes)",
+                f"{free:,}",
+                directory,
+                "" if directory.is_dir() else " (which is not there any more; put it back)",
                 f"{self._settings.reserve_bytes:,}",
             )
         self._was_full = is_full

@@ -174,13 +174,18 @@ class Store:
         """How much room it takes. Reads the disk: for a thread."""
         database = sum(path.stat().st_size for path in self.directory.glob(DATABASE + "*"))
         sizes: list[int] = []
-        for entry in os.scandir(self.directory / BODIES):
-            with suppress(FileNotFoundError):  # it was removed meanwhile
-                sizes.append(entry.stat().st_size)
+        with suppress(FileNotFoundError):  # somebody moved the directory away
+            for entry in os.scandir(self.directory / BODIES):
+                with suppress(FileNotFoundError):  # it was removed meanwhile
+                    sizes.append(entry.stat().st_size)
         return Disk(database, sum(sizes), len(sizes), self.free_bytes())
 
     def free_bytes(self) -> int:
-        return shutil.disk_usage(self.directory).free
+        """0 if the directory was moved away."""
+        try:
+            return shutil.disk_usage(self.directory).free
+        except FileNotFoundError:
+            return 0
 
     def close(self) -> None:
         """Write what waits, and let go of the directory."""

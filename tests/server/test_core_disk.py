@@ -40,6 +40,23 @@ def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch
     run(scenario())
 
 
+def test_a_directory_that_is_moved_away_and_back_loses_nothing(model_dir, data_dir, caplog):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as core:
+            client = await Client.start(core)
+            model = await client.model()
+            await model.step(1)
+            away = data_dir.rename(data_dir.with_name("away"))
+            with pytest.raises(Unavailable):
+                await model.submit(gradient(model.model_id), 3)
+            assert "not there any more" in caplog.text
+            assert (await core.measurements()).disk_is_full
+            away.rename(data_dir)
+            await client.done(await model.submit(gradient(model.model_id), 3))
+
+    run(scenario())
+
+
 def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypatch):
     async def play(name: str, full: bool) -> dict[str, bytes]:
         data_dir = tmp_path / name
