@@ -126,6 +126,11 @@ class CheckpointCatalog:
                 "delete some, or give ttl_seconds when you save"
             )
 
+    async def bytes_by_tenant(self) -> dict[str, int]:
+        """What named checkpoints take, for each tenant that has any."""
+        query = "SELECT tenant, SUM(bytes) FROM checkpoints GROUP BY tenant"
+        return await self._store.read(lambda db: dict(db.execute(query)))
+
     async def remove_expired(self) -> None:
         expired = await self._store.read(lambda db: select(db, CheckpointRow, f"NOT {_ALIVE}", [time.time()]))
         removed = []

@@ -175,6 +175,8 @@ class ServerCore:
             result_bytes=requests.recent_bytes,
             resident_bytes=resident_bytes(),
             models_with_snapshot=snapshots,
+            checkpoint_bytes=await self._catalog.bytes_by_tenant(),
+            ephemeral_bytes=sum(sampler.row.bytes for sampler in self.samplers.all()),
             disk=await asyncio.to_thread(self._store.disk),
             disk_is_full=requests.disk_is_full(),
         )

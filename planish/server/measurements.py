@@ -77,6 +77,10 @@ class Measurements:
     resident_bytes: int
     """Of the process."""
     models_with_snapshot: int
+    checkpoint_bytes: Mapping[str, int]
+    """Of named checkpoints, by tenant."""
+    ephemeral_bytes: int
+    """Of samplers without a name, on disk."""
     disk: Disk
     disk_is_full: bool
 

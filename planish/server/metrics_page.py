@@ -87,6 +87,10 @@ def families(measured: Measurements) -> Iterator[Metric]:
     for labels, count in measured.queued.items():
         queued.add_metric(labels, count)
     yield queued
+    kept = GaugeMetricFamily("planish_checkpoint_bytes", "Named checkpoints on disk", labels=("tenant",))
+    for tenant, size in measured.checkpoint_bytes.items():
+        kept.add_metric([tenant], size)
+    yield kept
     for name, text, value in _GAUGES:
         yield GaugeMetricFamily(name, text, value=float(value(measured)))
 
@@ -124,6 +128,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Measurements], int]], ...] = (
     ("planish_result_bytes", "Memory of results", lambda m: m.result_bytes),
     ("planish_resident_bytes", "Memory of the process", lambda m: m.resident_bytes),
     ("planish_snapshot_models", "Models that have a snapshot", lambda m: m.models_with_snapshot),
+    ("planish_ephemeral_bytes", "Weights on disk of samplers without a name", lambda m: m.ephemeral_bytes),
     ("planish_database_bytes", "The database with journal and results, and its log", lambda m: m.disk.database),
     ("planish_body_bytes", "Files of large requests and results", lambda m: m.disk.bodies),
     ("planish_body_files", "How many there are", lambda m: m.disk.body_files),

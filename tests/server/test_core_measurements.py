@@ -1,4 +1,6 @@
-from core_client import BASE, Client, gradient, run, running
+import asyncio
+
+from core_client import BASE, TENANT, Client, gradient, run, running
 
 from planish.server.settings import ServerSettings
 
@@ -28,5 +30,14 @@ def test_what_was_done_is_counted_and_what_is_there_is_told(model_dir, data_dir)
             assert found.resident_bytes > 0
             assert found.disk.database > 0
             assert not found.disk_is_full
+            assert (found.checkpoint_bytes, found.ephemeral_bytes) == ({}, 0)
+            path = await model.save("a")
+            await model.publish()
+            found = await core.measurements()
+            assert found.checkpoint_bytes == {
+                "everybody": (await core.checkpoint_info(TENANT, path)).checkpoint.size_bytes
+            }
+            while not (await core.measurements()).ephemeral_bytes:
+                await asyncio.sleep(0.02)
 
     run(scenario())
