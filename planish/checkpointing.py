@@ -5,7 +5,7 @@ Kinds of checkpoints, all recorded in checkpoints.jsonl by the number of batches
     rolling    state alone, short-lived; deleted when the next state of any kind is safe
     final      state and weights for sampling, which do not expire
 A run resumes at the last row that has a state, also when `max_steps` ended it early; so the same command with more steps
-goes on where the weights are. A state that has expired since is passed over for the one before.
+goes on where the weights are. A state that has expired since, or whose files are damaged, is passed over for the one before.
 """
 
 import logging
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from planish.errors import CheckpointError, PlanishError, UnknownModelError, UserError, as_user_errors
+from planish.errors import CheckpointError, DamagedFileError, PlanishError, UnknownModelError, UserError, as_user_errors
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
 from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of
 
@@ -73,11 +73,11 @@ def _resumed(
     service_client: Any, run: RunDirectory, records: Sequence[CheckpointRecord], metadata: Mapping[str, Any]
 ) -> Start:
     """A client of the first of `records` that can be loaded; the error of the first if none can."""
-    errors: list[CheckpointError] = []
+    errors: list[CheckpointError | DamagedFileError] = []
     for record in records:
         try:
             client = service_client.create_training_client_from_state_with_optimizer(record.state_path, **metadata)
-        except CheckpointError as error:
+        except (CheckpointError, DamagedFileError) as error:
             logger.warning("%s: %s; going on from an older one if there is any", run.path, error)
             errors.append(error)
         else:

@@ -305,9 +305,16 @@ class RowFile:
             raise StorageError(f"cannot write {self.path} to disk ({error}); free space and start again") from error
 
     def keep(self, is_kept: Callable[[Row], bool]) -> None:
-        """Drop all rows but those."""
+        """Drop all rows but those. DamagedFileError: a row has not what `is_kept` looks at."""
         rows = read_rows(self.path)
-        kept = [row for row in rows if is_kept(row)]
+        kept = []
+        for row in rows:
+            try:
+                kept += [row] if is_kept(row) else []
+            except (KeyError, TypeError) as error:
+                raise DamagedFileError(
+                    f"{self.path}: the row {json.dumps(row)[:200]} is none of a run's ({error}); repair or remove that line"
+                ) from error
         if len(kept) < len(rows):
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
             self._file.close()

@@ -210,3 +210,17 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
         with pytest.raises(StorageError, match="free space"):
             run.log(1, {"a": 2.0})
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("file", "row"), [("metrics.jsonl", '{"stfp": 1}'), ("checkpoints.jsonl", '{"name": "a", "batch": "2"}')]
+)
+def test_a_row_that_is_none_of_a_runs_is_named(tmp_path, file, row):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(0, {"a": 1.0})
+        run.log_checkpoint(CheckpointRecord("a", 1, state_path="tinker://run/weights/a"))
+    with open(tmp_path / file, "a") as rows:
+        rows.write(row + "\n")
+    with RunDirectory(tmp_path, CONFIG) as run, pytest.raises(DamagedFileError, match=f"{file}: the row.*remove"):
+        run.resume_at(1)
+    assert lines(tmp_path / file)[-1] == row

@@ -18,7 +18,7 @@ from digest_service import FakeService, FakeTrainingClient
 from digit_env import DigitsBuilder
 from eventful_env import AtGroup, Eventful, EventfulBuilder, nothing
 
-from planish.errors import CheckpointError, NonFiniteError, UserError
+from planish.errors import CheckpointError, DamagedFileError, NonFiniteError, UserError
 from planish.evaluators import SamplingClientEvaluator
 from planish.interruption import run_in_thread
 from planish.rl import train as training
@@ -537,6 +537,24 @@ def test_a_state_that_has_expired_is_passed_over(tokenizer, tmp_path):
     assert steps_of(tmp_path / "run") == [0, 1, 2, 3]
     names = saved(tmp_path / "run")
     assert len(set(names)) == len(names)
+    assert service.clients[-1].weights == whole.clients[-1].weights
+
+
+def test_a_state_whose_files_are_damaged_is_passed_over(tokenizer, tmp_path, monkeypatch):
+    options = {"save_every": 1}
+    train(whole := FakeService(tokenizer), tmp_path / "whole", **options)
+    train(service := FakeService(tokenizer), tmp_path / "run", max_steps=3, **options)
+    newest = read_rows(tmp_path / "run" / "checkpoints.jsonl")[-1]["state_path"]
+    load = FakeService.create_training_client_from_state_with_optimizer
+
+    def damaged(self, path, *rest, **named):
+        if path == newest:
+            raise DamagedFileError(f"{path}: optimizer.safetensors is not the file that was saved")
+        return load(self, path, *rest, **named)
+
+    monkeypatch.setattr(FakeService, "create_training_client_from_state_with_optimizer", damaged)
+    train(service, tmp_path / "run", **options)
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
     assert service.clients[-1].weights == whole.clients[-1].weights
 
 
