@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -25,6 +25,7 @@ from planish.errors import UserError
 LogFormat = Literal["text", "json"]
 LEVELS = ("debug", "info", "warning", "error")
 _FIELDS = "planish_fields"
+_REFUSED_SECONDS = 60.0
 _LIBRARIES = ("uvicorn", "uvicorn.error", "uvicorn.access", "py.warnings")
 
 
@@ -41,6 +42,7 @@ def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = Non
     handler = logging.StreamHandler(stream)
     is_terminal = stream is not None and stream.isatty()
     as_text = log_format == "text" or (log_format is None and is_terminal)
+    handler.addFilter(_few_refused_connections())
     handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -51,6 +53,27 @@ def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = Non
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+
+
+def _few_refused_connections() -> Callable[[logging.LogRecord], bool]:
+    """Without files for more connections, asyncio says so at every one that waits, thousands of times a second: a line a minute will do."""
+    told = -_REFUSED_SECONDS
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        nonlocal told
+        if record.name != "asyncio" or "out of system resource" not in record.msg:
+            return True
+        if record.created - told < _REFUSED_SECONDS:
+            return False
+        told, record.exc_info = record.created, None
+        record.msg = (
+            "no more connections can be taken until some end: this process may not open more files. Raise the limit (ulimit -Hn, "
+            "LimitNOFILE of systemd); each waiting request is a connection"
+        )
+        record.args = ()
+        return True
+
+    return is_kept
 
 
 class JsonFormatter(logging.Formatter):

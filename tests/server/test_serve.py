@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
 import signal
 import sqlite3
 import time
@@ -20,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_process import BASE_MODEL, ServerProcess, running_server
 from starlette.applications import Starlette
 
-from planish.server import serve
+from planish.server import logs, serve
 
 ALICE, READER = "tml-alices-key", "tml-key-of-prometheus"
 
@@ -219,3 +221,22 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, model_dir: Path):
         begun = time.monotonic()
         assert server.stop(signal.SIGTERM) == -signal.SIGTERM
         assert time.monotonic() - begun < 10
+
+
+def test_connections_that_find_no_file_left_are_told_of_once_a_minute():
+    stream = io.StringIO()
+    kept = [logging.getLogger(name) for name in ("", "planish", *logs._LIBRARIES)]
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in kept]
+    try:
+        logs.set_up("json", "info", stream)
+        for _ in range(3):
+            logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: %s", 1)
+        logging.getLogger("asyncio").error("something else")
+    finally:
+        for logger, handlers, level, propagate in before:
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
+        logging.captureWarnings(False)
+    first, second = (json.loads(line)["message"] for line in stream.getvalue().splitlines())
+    assert "LimitNOFILE" in first
+    assert second == "something else"
