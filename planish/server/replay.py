@@ -154,13 +154,10 @@ class Replay:
         stored = await self._store.read(lambda connection: journal.result(connection, row.id))
         if stored is None or model.id in self._told:
             return
-        with suppress(
-            ValueError, FileNotFoundError
-        ):  # the answer aged meanwhile, or was altered: it is needed for nothing else
-            norm, before = (
-                (again.metrics or {}).get("grad_norm"),
-                orjson.loads(self._store.body(stored))["metrics"].get("grad_norm"),
-            )
+        # The answer may have aged meanwhile, or be altered: it is needed for nothing else.
+        with suppress(ValueError, FileNotFoundError):
+            norm = (again.metrics or {}).get("grad_norm")
+            before = orjson.loads(self._store.body(stored))["metrics"].get("grad_norm")
             if norm != before:
                 self._told.add(model.id)
                 _log.warning(
