@@ -52,7 +52,6 @@ from planish.types import (
     AdamParams,
     Checkpoint,
     CheckpointPath,
-    GetInfoResponse,
     GetServerCapabilitiesResponse,
     LoraConfig,
     ModelInput,
@@ -106,9 +105,6 @@ class Engine:
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         handle = self._handle(sampler_id)
         return SamplerInfo(handle.sampler_id, handle.base_model, handle.model_path)
-
-    def model_info(self, model_id: str) -> GetInfoResponse:
-        return self._tenant(model_id).info()
 
     def tokenizer_directory(self, base_model: str) -> Path:
         self._check_open()
