@@ -1,8 +1,10 @@
 """The loop of supervised training: a batch, its gradient, a step, again; the next batch is on its way before the results are there.
 
 Up to `submit_ahead` steps are submitted before the oldest is waited for; the engine works through them in order, so results
-are the same at any number. Before a test or a checkpoint everything submitted is waited for and written down: what is measured
-or saved after `done` steps has seen the batches 0 .. done - 1, each once, and nothing of the next.
+are the same at any number. An update follows its gradient when no more than `submit_ahead` - 1 steps before it are left: by
+default none, so that no update lies behind a step that fails, and the steps before that can be saved. Before a test or a
+checkpoint everything submitted is waited for and written down: what is measured or saved after `done` steps has seen the
+batches 0 .. done - 1, each once, and nothing of the next.
 
 A run is resumed at a step's beginning. Batch and learning rate of a step are functions of its number alone.
 """
@@ -59,6 +61,16 @@ class Submitted:
     tests: Metrics
     spans: Spans
 
+    async def is_applied(self) -> bool:
+        """Whether the weights have made this step, as far as is known; waits for it. A UserError says that they have not."""
+        try:
+            await self.update if self.update is not None else None
+        except UserError:
+            return False
+        except Exception:
+            return True
+        return True
+
 
 @dataclass
 class Loop:
@@ -79,7 +91,7 @@ class Loop:
     ahead: deque[Submitted] = field(default_factory=deque)
     """Steps whose results are to come, the oldest first."""
     has_moved: bool = False
-    """The weights may be further than the steps that are written down or ahead: one of them failed, or is between the two."""
+    """The weights may be further than the steps that are written down or ahead: a step is between the two, or on its way there."""
 
     def __post_init__(self) -> None:
         self.training_client = self.start.training_client
@@ -120,11 +132,15 @@ class Loop:
             self.write_down(self.steps, {"progress": 1.0, **tests}, spans)
 
     async def rescue(self, error: Exception) -> None:
-        """Before an error ends the run, finish what is submitted and save it, unless the weights may be further than that."""
+        """Before an error ends the run, write down the steps that are applied and save them, unless the weights may be further than that."""
         if self.has_moved:
             return
+        are_applied = [await submitted.is_applied() for submitted in self.ahead]
+        failed = are_applied.count(False)
+        if any(are_applied[len(self.ahead) - failed :]):  # one behind a step that failed
+            return
         try:
-            await self.settle()
+            await self.settle(left=failed)
             await self.save_unless_saved()
         except Exception as another:  # a disk or a server that is gone: the first error says more
             error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
@@ -146,6 +162,7 @@ class Loop:
             self.ahead.append(Submitted(step, batch, None, None, tests, spans))
             return
         gradient = await self.objective.submit(self.training_client, batch)
+        await self.settle(left=max(self.config.submit_ahead - 1, 0))
         self.has_moved = True
         update = await self.training_client.optim_step_async(self.adam(step))
         self.ahead.append(Submitted(step, batch, gradient, update, tests, spans))
@@ -161,11 +178,11 @@ class Loop:
     async def settle(self, left: int = 0) -> None:
         """Wait for the oldest steps, and write each down, until so many are left."""
         while len(self.ahead) > left:
-            submitted, self.has_moved = self.ahead[0], True
+            submitted = self.ahead[0]
             with submitted.spans.measure("wait"), self.display.begin(f"training, step {submitted.step}"):
                 metrics = await results(submitted)
             self.ahead.popleft()
-            step = submitted.step
+            step, self.has_moved = submitted.step, True
             self.write_down(
                 step,
                 {

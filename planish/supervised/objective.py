@@ -25,7 +25,7 @@ class Gradient(Protocol):
 
 class Objective(Protocol):
     async def submit(self, training_client: Any, data: Sequence[Datum]) -> Gradient:
-        """Ask for the gradient of a batch. The optimizer step follows at once, so nothing is waited for here."""
+        """Ask for the gradient of a batch; it is not waited for here, since the step before may be under way."""
         ...
 
     def test(self, test_set: SupervisedDataset) -> Evaluator:

@@ -9,11 +9,12 @@ import hashlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from planish.client.futures import Pending
+from planish.errors import NonFiniteError
 from planish.types import (
     AdamParams,
     Datum,
@@ -94,6 +95,10 @@ class LedgerClient:
     texts: list[list[str]] = field(default_factory=list)
     """What each batch had to learn."""
     pending: list[str] = field(default_factory=list)
+    gradients: int = 0
+    """Asked for so far."""
+    refuses: ClassVar[tuple[str, int] | None] = None
+    """The gradient or the update of that step, as by an engine that finds it not finite: nothing is applied."""
 
     def get_tokenizer(self) -> Any:
         return self.service.tokenizer
@@ -113,15 +118,28 @@ class LedgerClient:
         self.service.count("forward_backward")
         self.pending += [digest(datum) for datum in data]
         self.texts.append([learned(datum, self.service.tokenizer) for datum in data])
-        return later(scored(data))
+        self.gradients += 1
+        return self.refused("gradient") or later(scored(data))
 
     async def optim_step_async(self, params: AdamParams) -> Any:
         self.service.count("optim_step")
         self.rates.append(params.learning_rate)
+        if (refused := self.refused("gradient") or self.refused("update")) is not None:
+            self.pending = []
+            return refused
         content = "|".join([self.weights.digest, *self.pending, str(params.learning_rate)])
         self.weights = Weights(hashlib.sha256(content.encode()).hexdigest(), self.weights.steps + 1)
         self.pending = []
         return later(OptimStepResponse({"grad_norm": 1.0, "adam_step": float(self.weights.steps)}))
+
+    def refused(self, part: str) -> Any:
+        """The answer of a step that is refused, if it is this part of this one."""
+        if self.refuses != (part, self.gradients - 1):
+            return None
+        future: Future[Any] = Future()
+        error = NonFiniteError(f"step {self.gradients - 1} is not finite")
+        asyncio.get_running_loop().call_later(0.001, future.set_exception, error)
+        return Pending(future)
 
     def save_state(self, name: str, ttl_seconds: int | None = None, overwrite: bool = False) -> Any:
         self.service.count("save_state")

@@ -6,9 +6,9 @@ import math
 from contextlib import contextmanager, suppress
 
 import pytest
-from ledger_service import Killed, LedgerService
+from ledger_service import Killed, LedgerClient, LedgerService
 
-from planish.errors import UserError
+from planish.errors import NonFiniteError, UserError
 from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.interruption import Interruption
 from planish.runs import RunDirectory, read_rows
@@ -137,8 +137,15 @@ def test_the_next_step_is_on_its_way_before_the_results_are_there(service, chats
     )
     monkeypatch.setattr(service, "count", order.append)
     train(service, chats, tmp_path, eval_every=0, save_every=0, max_steps=3)
-    step = ["forward_backward", "optim_step"]
-    assert order[:7] == [*step, *step, "row 0", *step]
+    assert order[:7] == [
+        "forward_backward",
+        "optim_step",
+        "forward_backward",
+        "row 0",
+        "optim_step",
+        "forward_backward",
+        "row 1",
+    ]
 
 
 def killing(service, monkeypatch):
@@ -302,6 +309,24 @@ def test_an_error_saves_the_steps_before_it(tokenizer, chats, tmp_path, broken, 
     train(service, chats, run, **options)
     assert service.weights == whole.weights
     assert rows_of(run) == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "failing", "saved"), [(0, "gradient", [3]), (1, "gradient", [3]), (1, "update", [3]), (3, "update", [])]
+)
+def test_a_step_that_fails_saves_those_before_it(tokenizer, chats, tmp_path, ahead, failing, saved, monkeypatch):
+    """Not where a later one was submitted behind it, which may be applied."""
+    whole, service = LedgerService(tokenizer), LedgerService(tokenizer)
+    options = {"save_every": 0, "submit_ahead": ahead}
+    train(whole, chats, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(LedgerClient, "refuses", (failing, 3))
+        with pytest.raises(NonFiniteError, match="step 3"):
+            train(service, chats, tmp_path / "run", **options)
+    assert [record["batch"] for record in read_rows(tmp_path / "run" / "checkpoints.jsonl")] == saved
+    train(service, chats, tmp_path / "run", **options)
+    assert service.weights == whole.weights
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
 
 
 def recorded(interruptions):
