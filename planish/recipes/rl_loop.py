@@ -110,7 +110,9 @@ def train(config: Config, service_client: Any) -> Path:
         )
         if start.batch >= steps:
             draw(config, run)
-            print(f"{run.path}: all {start.batch} steps are done; give more max_steps to go on")
+            is_all = start.batch == len(problems) // config.batch_size
+            remedy = "that is once through the data" if is_all else "give more max_steps to go on"
+            print(f"{run.path}: all {start.batch} steps are done; {remedy}")
             return run.path
         run.resume_at(start.batch)
         training_client = start.training_client

@@ -124,8 +124,6 @@ class Config:
 
 MAY_CHANGE = (
     "base_url",
-    "max_steps",
-    "num_epochs",
     "save_every",
     "ttl_seconds",
     "rolling_save_every",
@@ -136,7 +134,11 @@ MAY_CHANGE = (
     "wandb_name",
     "enable_trace",
 )
-"""Options that may differ when a run is resumed."""
+
+
+def may_change(config: Config) -> tuple[str, ...]:
+    """Options that may differ when a run is resumed. A rate that falls until the last step fixes that step."""
+    return (*MAY_CHANGE, "max_steps", "num_epochs") if config.lr_schedule == "constant" else MAY_CHANGE
 
 
 def check(config: Config) -> None:

@@ -13,7 +13,7 @@ from planish.errors import UserError
 from planish.evaluators import Evaluator
 from planish.metric_logs import open_metric_logs
 from planish.provenance import code_diff
-from planish.rl.config import MAY_CHANGE, Config, KLReferenceConfig, check
+from planish.rl.config import Config, KLReferenceConfig, check, may_change
 from planish.rl.datasets import ConcatenatedRLDataset, EpochCycledRLDataset, RebatchedRLDataset
 from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.kl import KLPenalty, Pull
@@ -55,7 +55,7 @@ async def train(config: Config, service_client: Any, pull: Pull | None = None) -
         raise UserError("dataset_builder gives no batches; give a data set with at least one")
     evaluators = built_evaluators(config, test_set)
     options = chz.asdict(config, shallow=True, include_type=True)
-    with RunDirectory(config.log_path, options, may_change=MAY_CHANGE) as run:
+    with RunDirectory(config.log_path, options, may_change=may_change(config)) as run:
         start = await asyncio.to_thread(
             start_training,
             service_client,
@@ -67,7 +67,9 @@ async def train(config: Config, service_client: Any, pull: Pull | None = None) -
             user_metadata=origin_metadata(config.recipe_name, config.renderer_name),
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
-            print(f"{run.path}: all {start.batch} steps are done; give more max_steps or num_epochs to go on")
+            more = "max_steps" if config.max_steps is not None and config.max_steps < len(batches) else "num_epochs"
+            remedy = f"; give more {more} to go on" if more in may_change(config) else ""
+            print(f"{run.path}: all {start.batch} steps are done{remedy}")
             return run.path
         is_finished = await _train(config, service_client, batches, steps, evaluators, run, start, pull)
     if not is_finished:

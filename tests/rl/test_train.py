@@ -205,6 +205,27 @@ def test_a_finished_run_goes_on_with_more_steps(tokenizer, tmp_path):
     assert final_weights(service) == final_weights(whole)
 
 
+def test_a_rate_that_falls_until_the_last_step_fixes_that_step(service, tmp_path):
+    train(service, tmp_path, max_steps=2, lr_schedule="linear")
+    with pytest.raises(UserError, match="max_steps was 2, is 3"):
+        train(service, tmp_path, max_steps=3, lr_schedule="linear")
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"max_steps": 2}, "; give more max_steps to go on"),
+        ({"max_steps": STEPS + 5}, "; give more num_epochs to go on"),
+        ({"lr_schedule": "linear"}, ""),
+    ],
+)
+def test_a_run_that_is_done_says_what_would_make_it_longer(service, tmp_path, capsys, options, remedy):
+    train(service, tmp_path, **options)
+    capsys.readouterr()
+    train(service, tmp_path, **options)
+    assert capsys.readouterr().out.endswith(f"steps are done{remedy}\n")
+
+
 def test_lag_never_exceeds_its_bound_and_is_used(service, tmp_path):
     generator = random.Random(0)
     service.delay = lambda tokens, seed: generator.random() * 0.02
