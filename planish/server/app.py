@@ -38,6 +38,7 @@ from planish.server import (
 )
 from planish.server.core import ServerCore
 from planish.server.exchange import API, HttpSettings, HttpState, answered
+from planish.server.openai_errors import body_of
 
 _GROUPS = (
     routes_session,
@@ -94,8 +95,14 @@ async def healthz(request: Request) -> Response:
 async def _not_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"[:200]
-    detail = {404: f"there is no endpoint {what}", 405: f"{what}: this path takes another method"}
-    return answered({"detail": detail.get(error.status_code, error.detail)}, error.status_code)
+    detail = {404: f"there is no endpoint {what}", 405: f"{what}: this path takes another method"}.get(
+        error.status_code, error.detail
+    )
+    if request.url.path.startswith("/api/"):
+        return answered({"detail": detail}, error.status_code)
+    if not request.url.path.startswith("/v1/"):
+        detail += "; those for OpenAI's clients are below /v1, with which their base_url ends"
+    return answered(body_of(detail, error.status_code), error.status_code)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

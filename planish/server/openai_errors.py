@@ -48,9 +48,13 @@ def error_body(error: Exception) -> dict[str, Any]:
     if status == 500:
         _log.error("an OpenAI-compatible request failed", exc_info=error)
         message = f"a fault of the server ({type(error).__name__}); its log has the whole of it"
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = "invalid_api_key" if status == 401 else getattr(error, "code", None)
-    return {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": code}}
+    return body_of(message, status, getattr(error, "param", None), code)
+
+
+def body_of(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: Exception) -> Response:

@@ -305,6 +305,18 @@ def test_other_models_do_not_exist(client, name):
     assert error.value.code == "model_not_found"
 
 
+def test_an_endpoint_that_is_not_there_is_named(served, client):
+    """What OpenAI's client shows is the message of its own form."""
+    with pytest.raises(openai.NotFoundError, match="there is no endpoint POST /v1/embeddings") as error:
+        client.embeddings.create(model=BASE, input="x")
+    assert error.value.type == "not_found_error"
+    with (
+        openai.OpenAI(base_url=served.url, api_key="tml-first", max_retries=0) as client_without_v1,
+        pytest.raises(openai.NotFoundError, match="POST /chat/completions; those for OpenAI's clients are below /v1"),
+    ):
+        client_without_v1.chat.completions.create(model=BASE, messages=HELLO)
+
+
 @pytest.mark.parametrize("key", ["tml-third", "x" * 200])
 def test_other_keys_are_refused(served, key):
     with served.client(key) as stranger:
