@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from planish.commands.records import Records, Row, as_json, downloaded, records_of
-from planish.commands.runs import add_source_arguments, limit_of
+from planish.commands.runs import add_source_arguments, check_run_id, limit_of
 from planish.commands.tables import print_fields, print_table, size, time, time_left
 from planish.errors import UserError
 
@@ -76,6 +76,8 @@ def duration(text: str) -> int | None:
 
 
 def _list(records: Records, arguments: argparse.Namespace) -> None:
+    if arguments.run is not None:
+        check_run_id(arguments.run)
     rows = records.checkpoints(arguments.run, limit_of(arguments))
     if arguments.json:
         print(as_json(rows))

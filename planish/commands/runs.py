@@ -8,6 +8,8 @@ from pathlib import Path
 from planish.commands.records import Records, Row, as_json, records_of
 from planish.commands.tables import print_fields, print_table, time
 from planish.errors import UserError
+from planish.runs import CHECKPOINTS, weights_of
+from planish.types import CheckpointPath
 
 _SHOWN = 20
 
@@ -43,6 +45,7 @@ def limit_of(arguments: argparse.Namespace) -> int | None:
 def run(arguments: argparse.Namespace) -> None:
     records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
     if arguments.run is not None:
+        check_run_id(arguments.run)
         _tell(records, arguments.run, arguments.json)
         return
     rows = records.runs(limit_of(arguments))
@@ -60,6 +63,13 @@ def run(arguments: argparse.Namespace) -> None:
         },
         "no training runs",
     )
+
+
+def check_run_id(run: str) -> None:
+    """UserError for what `eval`, `export` and `chat` take as a run: its directory."""
+    if (Path(run) / CHECKPOINTS).is_file():
+        run_id = CheckpointPath.parse(weights_of(run)).run_id
+        raise UserError(f"RUN {run} is the directory of a run: give an id, that of its newest checkpoint is {run_id}")
 
 
 def _tell(records: Records, run_id: str, as_object: bool) -> None:

@@ -167,6 +167,14 @@ def test_what_is_published_can_be_read_with_another_key(served: Place, capsys):
     assert main(["checkpoints", "show", path, *bob]) == 1
 
 
+@pytest.mark.parametrize("words", [["runs"], ["checkpoints", "list", "--run"]])
+def test_the_directory_of_a_run_is_told_from_its_id(local: Place, capsys, tmp_path, words: list[str]):
+    path = saved(local, "mine")
+    (tmp_path / "checkpoints.jsonl").write_text(json.dumps({"name": "final", "batch": 1, "state_path": path}) + "\n")
+    assert main([*words, str(tmp_path), *local.options]) == 1
+    assert f"that of its newest checkpoint is {run_of(path)}" in capsys.readouterr().err
+
+
 def test_nobody_can_be_published_to_here(local: Place, capsys):
     assert main(["checkpoints", "publish", saved(local, "mine"), *local.options]) == 1
     assert "--base-url" in capsys.readouterr().err
