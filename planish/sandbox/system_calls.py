@@ -106,13 +106,19 @@ class SystemCallRules:
             return
         array = (Comparison * len(comparisons))(*comparisons)
         code = self._library.seccomp_rule_add_array(self._context, action, number, len(comparisons), array)
-        assert code == 0, f"libseccomp refuses the rule for {call}: {os.strerror(-code)}"
+        if code != 0:
+            raise SandboxUnavailableError(
+                f"libseccomp refuses the rule for {call} ({os.strerror(-code)}); update libseccomp"
+            )
 
     def exported(self) -> bytes:
         descriptor = os.memfd_create("filter")
         try:
             code = self._library.seccomp_export_bpf(self._context, descriptor)
-            assert code == 0, f"libseccomp cannot export its filter: {os.strerror(-code)}"
+            if code != 0:
+                raise SandboxUnavailableError(
+                    f"libseccomp cannot export its filter ({os.strerror(-code)}); update libseccomp"
+                )
             return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         finally:
             os.close(descriptor)

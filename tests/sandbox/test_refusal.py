@@ -1,10 +1,12 @@
 """Where the sandbox is missing or does not hold, nothing is run."""
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +40,22 @@ def test_without_libseccomp(monkeypatch):
             Sandbox()
     finally:
         system_calls.compiled_filter.cache_clear()
+
+
+@pytest.mark.parametrize("function", ["seccomp_rule_add_array", "seccomp_export_bpf"])
+def test_a_filter_that_lacks_a_rule_is_not_used(monkeypatch, function):
+    """Also under `python -O`, which leaves assertions out."""
+    library = SimpleNamespace(
+        seccomp_init=lambda action: 1,
+        seccomp_release=lambda context: None,
+        seccomp_syscall_resolve_name=lambda name: 1,
+        seccomp_rule_add_array=lambda *rule: 0,
+        seccomp_export_bpf=lambda context, descriptor: 0,
+    )
+    setattr(library, function, lambda *arguments: -errno.EINVAL)
+    monkeypatch.setattr(system_calls, "seccomp_library", lambda: library)
+    with pytest.raises(SandboxUnavailableError, match=r"libseccomp .* \(Invalid argument\); update libseccomp"):
+        system_calls.compiled_filter.__wrapped__(False)
 
 
 def test_elsewhere_than_on_linux(monkeypatch):
