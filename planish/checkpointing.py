@@ -19,6 +19,9 @@ from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of
 
 logger = logging.getLogger(__name__)
 
+DATA_SIZE = "data_size"
+"""In the rows of checkpoints: how large the data set is."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -26,6 +29,8 @@ class Start:
 
     training_client: Any
     record: CheckpointRecord | None
+    data_size: int
+    """Of the data set, as its checkpoints say; the order of a run's batches is a function of it."""
 
     @property
     def batch(self) -> int:
@@ -46,18 +51,27 @@ def start_training(
     lora_rank: int,
     seed: int,
     load_checkpoint_path: str | None,
+    data_size: int,
     user_metadata: Mapping[str, str] | None = None,
 ) -> Start:
-    """A client resumed from the run's newest state that is left, or from given weights with a fresh optimizer, or new."""
+    """A client resumed from the run's newest state that is left, or from given weights with a fresh optimizer, or new.
+
+    Raises UserError when the run in the directory was trained on a data set of another size.
+    """
     metadata = {"user_metadata": user_metadata} if user_metadata else {}
     records = run.resume_points()
     if records:
-        return _resumed(service_client, run, records, metadata)
+        if (before := records[0].extra.get(DATA_SIZE, data_size)) != data_size:
+            raise UserError(
+                f"log_path={run.path} holds a run on a data set of size {before}, and this one has size {data_size}: going on would leave "
+                f"data out or train on them again; give that data set, or begin with its weights (load_checkpoint_path={run.path}) in another log_path"
+            )
+        return _resumed(service_client, run, records, data_size, metadata)
     if load_checkpoint_path is None:
         client = service_client.create_lora_training_client(
             base_model=model_name, rank=lora_rank, seed=seed, **metadata
         )
-        return Start(client, None)
+        return Start(client, None, data_size)
     client = service_client.create_training_client_from_state(checkpoint_of(load_checkpoint_path), **metadata)
     info = client.get_info()
     found = (info.model_data.model_name, info.lora_rank)
@@ -66,11 +80,15 @@ def start_training(
             f"load_checkpoint_path={load_checkpoint_path} holds an adapter of rank {found[1]} on {found[0]}, but "
             f"lora_rank={lora_rank} and model_name={model_name} were asked for; give the checkpoint's own"
         )
-    return Start(client, None)
+    return Start(client, None, data_size)
 
 
 def _resumed(
-    service_client: Any, run: RunDirectory, records: Sequence[CheckpointRecord], metadata: Mapping[str, Any]
+    service_client: Any,
+    run: RunDirectory,
+    records: Sequence[CheckpointRecord],
+    data_size: int,
+    metadata: Mapping[str, Any],
 ) -> Start:
     """A client of the first of `records` that can be loaded; the error of the first if none can."""
     errors: list[CheckpointError | DamagedFileError] = []
@@ -81,7 +99,7 @@ def _resumed(
             logger.warning("%s: %s; going on from an older one if there is any", run.path, error)
             errors.append(error)
         else:
-            return Start(client, record)
+            return Start(client, record, data_size)
     errors[0].add_note(
         f"none of the {len(records)} states of {run.path} can be loaded; begin anew with another log_path"
     )
@@ -116,6 +134,8 @@ class RunCheckpoints:
     rolling_ttl_seconds: int | None = None
     service_client: Any = None
     """Needed for rolling checkpoints, to delete them."""
+    data_size: int | None = None
+    """Of the data set; None says nothing of it."""
     _rolling: str | None = None
     """The rolling state that is there."""
 
@@ -129,7 +149,7 @@ class RunCheckpoints:
         service_client: Any = None,
     ) -> Self:
         """Of a run that begins, or goes on, at `start`."""
-        checkpoints = cls(start.training_client, run, ttl_seconds, rolling_ttl_seconds, service_client)
+        checkpoints = cls(start.training_client, run, ttl_seconds, rolling_ttl_seconds, service_client, start.data_size)
         if start.record is not None and start.record.extra.get("rolling"):
             checkpoints._rolling = start.record.state_path
         return checkpoints
@@ -183,7 +203,7 @@ class RunCheckpoints:
             state_path=state.result().path,
             sampler_path=weights.result().path if weights else None,
             final=final,
-            extra=extra,
+            extra={DATA_SIZE: self.data_size, **extra},
         )
         self.run.log_checkpoint(record)
         self._delete_rolling()

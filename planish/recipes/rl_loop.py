@@ -107,6 +107,7 @@ def train(config: Config, service_client: Any) -> Path:
             lora_rank=config.lora_rank,
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
+            data_size=len(problems),
         )
         if start.batch >= steps:
             draw(config, run)

@@ -56,6 +56,9 @@ class ProblemDataset(RLDataset, Generic[P]):
     def __len__(self) -> int:
         return -(-self._num_groups // self.groups_per_batch)
 
+    def data_size(self) -> int:
+        return len(self.problems)
+
     @property
     def _num_groups(self) -> int:
         return len(self.problems) * self.num_epochs

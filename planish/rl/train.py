@@ -64,6 +64,7 @@ async def train(config: Config, service_client: Any, pull: Pull | None = None) -
             lora_rank=config.lora_rank,
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
+            data_size=train_set.data_size(),
             user_metadata=origin_metadata(config.recipe_name, config.renderer_name),
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):

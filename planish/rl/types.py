@@ -181,6 +181,10 @@ class RLDataset(ABC):
     def __len__(self) -> int:
         """Number of batches."""
 
+    def data_size(self) -> int:
+        """Problems, or batches if it does not say: a run goes on only with as many as it began with."""
+        return len(self)
+
 
 @chz.chz
 class RLDatasetBuilder(ABC):

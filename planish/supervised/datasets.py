@@ -57,6 +57,9 @@ class RowDataset(SupervisedDataset):
     def __len__(self) -> int:
         return len(self.rows) // self.batch_size if self.drop_last else -(-len(self.rows) // self.batch_size)
 
+    def data_size(self) -> int:
+        return len(self.rows)
+
     def set_epoch(self, seed: int = 0) -> None:
         count = len(self.rows)
         if self.shuffle_seed is None:

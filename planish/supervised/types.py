@@ -51,6 +51,10 @@ class SupervisedDataset(ABC):
     def __len__(self) -> int:
         """Batches an epoch."""
 
+    def data_size(self) -> int:
+        """Examples, or batches if it does not say: a run goes on only with as many as it began with."""
+        return len(self)
+
     def set_epoch(self, seed: int = 0) -> None:  # noqa: B027  (the same order each time is a choice too)
         """Go to the epoch of that number; called before its first batch, also when a run is resumed within it."""
 

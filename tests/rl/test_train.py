@@ -366,6 +366,13 @@ def test_other_options_do_not_mix_with_a_run(service, tmp_path):
         train(service, tmp_path, max_steps=4, advantage="std")
 
 
+def test_a_data_set_of_another_size_is_not_the_one_of_the_run(service, tmp_path, monkeypatch):
+    train(service, tmp_path, max_steps=2)
+    monkeypatch.setattr(Digits, "__len__", lambda self: STEPS + 1)
+    with pytest.raises(UserError, match=rf"data set of size {STEPS}, and this one has size {STEPS + 1}"):
+        train(service, tmp_path, max_steps=4)
+
+
 def test_tests_of_one_name_are_refused(service, tmp_path):
     options = {"dataset_builder": DigitsBuilder(tests=1), "eval_every": 1}
     builders = [lambda: RLTestSetEvaluator(Digits(1, 1), 8, name="test")]

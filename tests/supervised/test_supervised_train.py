@@ -419,6 +419,16 @@ def test_a_data_set_of_ones_own(service, chats, tmp_path):
     assert service.weights.steps == 6
 
 
+def test_a_data_set_that_has_grown_is_not_the_one_of_the_run(service, chats, tmp_path):
+    growing = tmp_path / "growing.jsonl"
+    growing.write_text(chats.read_text())
+    train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=2)
+    growing.write_text(growing.read_text() + chats.read_text().splitlines()[0] + "\n")
+    with pytest.raises(UserError, match=r"data set of size 13, and this one has size 14.*load_checkpoint_path"):
+        train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=4)
+    assert len(rows_of(tmp_path / "run")) == 2
+
+
 def test_a_batch_with_nothing_to_learn_changes_nothing(service, chats, tmp_path):
     train(service, chats, tmp_path, dataset_builder=Given(Numbered(data_of(chats), empty=[1])))
     assert service.weights.steps == 4
