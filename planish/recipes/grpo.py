@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from planish.errors import UserError
 from planish.rl.data_processing import LOSS_MASKS
 from planish.types import AdamParams, Datum, EncodedTextChunk, ModelInput, SampledSequence, SamplingParams, with_seed
 
@@ -109,8 +112,8 @@ def training_examples(groups_P: Sequence[RolloutGroup], loss_fn: str) -> list[Tr
 
 def answer_datum(
     prompt: ModelInput,
-    tokens_T: list[int],
-    logprobs_T: list[float],
+    tokens_T: Sequence[int] | np.ndarray,
+    logprobs_T: Sequence[float] | np.ndarray,
     advantage: float,
     loss_fn: str = "importance_sampling",
 ) -> Datum:
@@ -118,15 +121,17 @@ def answer_datum(
 
     The prompt's own positions have advantage 0, so their targets and logprobs do not matter.
     """
+    if not isinstance(prompt, ModelInput):
+        raise UserError(f"prompt is a {type(prompt).__name__}; give ModelInput.from_ints(tokens)")
     before = prompt.length - 1
     inputs = {
-        "target_tokens": [0] * before + tokens_T,
-        "logprobs": [0.0] * before + logprobs_T,
+        "target_tokens": [*[0] * before, *tokens_T],
+        "logprobs": [*[0.0] * before, *logprobs_T],
         "advantages": [0.0] * before + [advantage] * len(tokens_T),
     }
     if loss_fn in LOSS_MASKS:
         inputs[LOSS_MASKS[loss_fn]] = [0.0] * before + [1.0] * len(tokens_T)
-    return Datum(prompt.append(EncodedTextChunk(tokens=tokens_T[:-1])), inputs)
+    return Datum(prompt.append(EncodedTextChunk(tokens=list(tokens_T[:-1]))), inputs)
 
 
 def train_step(

@@ -2,13 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 from fake_service import GAP, LOGPROB, Killed
 
 from planish.errors import UserError
 from planish.recipes import rl_loop
+from planish.recipes.grpo import answer_datum
 from planish.recipes.training_run import read_options
 from planish.runs import read_rows
+from planish.types import ModelInput
 
 
 def options(sums_dataset, tmp_path, **changes):
@@ -112,6 +115,20 @@ def test_groups_that_all_agree_are_not_trained_on(service, sums_dataset, tmp_pat
 def test_rollouts_at_another_temperature_are_trained_at_it(service, sums_dataset, tmp_path):
     rl_loop.train(options(sums_dataset, tmp_path, max_steps=1, temperature=0.7, loss_fn="ppo"), service)
     assert "forward_backward ppo {'temperature': 0.7}" in service.operations
+
+
+def test_the_datum_of_an_answer_takes_what_a_sample_has():
+    prompt, logprobs = ModelInput.from_ints([1, 2]), np.array([-1.0, -2.0], np.float32)
+    datum = answer_datum(prompt, np.array([3, 4]), logprobs, 0.5, "dro")
+    assert datum == answer_datum(prompt, [3, 4], logprobs.tolist(), 0.5, "dro")
+    assert {name: tensor.tolist() for name, tensor in datum.loss_fn_inputs.items()} == {
+        "target_tokens": [0, 3, 4],
+        "logprobs": [0.0, -1.0, -2.0],
+        "advantages": [0.0, 0.5, 0.5],
+        "mask": [0.0, 1.0, 1.0],
+    }
+    with pytest.raises(UserError, match=r"prompt is a list; give ModelInput\.from_ints"):
+        answer_datum([1, 2], [3, 4], [-1.0, -2.0], 0.5)  # pyright: ignore[reportArgumentType]
 
 
 def test_weights_of_another_run_are_the_start(service, sums_dataset, tmp_path):
