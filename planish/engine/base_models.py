@@ -46,7 +46,9 @@ class BaseModel:
         self.decoder = Decoder.load(directory, dtype, device)
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
         self.trainer = Trainer(self.decoder, memory.trainer, tiling)
-        self.sampler = Sampler(self.decoder, memory.sampler, self.decode, tiling)
+        self._texts = _Texts(directory)
+        # Nothing that a base model holds leads back to it: who lets go of it is to have its memory at once, not when cycles are looked for.
+        self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode, tiling)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,9 +67,28 @@ class BaseModel:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def is_lost(self) -> bool:
+        """Whether the device takes no more work: a GPU none of a process that has touched memory which is not there."""
+        try:
+            self.settle()
+        except RuntimeError:
+            return True
+        return False
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._texts.tokenizer
+
+
+class _Texts:
+    """A model's tokenizer, read when it is first asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.directory)
+        return load_tokenizer(self._directory)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens included, so that a stop string can name one."""

@@ -283,6 +283,7 @@ class DeviceOwner:
             job.fail(error)
             if not isinstance(error, Exception):
                 raise
+            _check_device(error, tenant.base)
             return False
         return True
 
@@ -303,6 +304,7 @@ class DeviceOwner:
         except Exception as error:
             _prepared(error, base)
             base.sampler.fail(error)
+            _check_device(error, base)
 
     def _forget_unused(self) -> None:
         """Free what samplers held that are released and have answered everything."""
@@ -341,6 +343,8 @@ class DeviceOwner:
     def _closed(self) -> PlanishError:
         if self._fault is None:
             return EngineClosedError("the engine was closed before this was done; make a new ServiceClient")
+        if isinstance(self._fault, EngineClosedError):  # which says what to do
+            return EngineClosedError(str(self._fault))
         error = EngineClosedError(
             f"the engine stopped at a fault of its own ({self._fault!r}); make a new ServiceClient"
         )
@@ -356,6 +360,14 @@ def _prepared(error: BaseException, base: BaseModel) -> None:
             f"The memory of {base.device} is full: lower micro_batch_tokens (now {base.trainer.settings.micro_batch_tokens:,}) for training, "
             f"kv_cache_bytes (now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now {base.sampler.settings.max_batch:,}) for sampling"
         )
+
+
+def _check_device(error: Exception, base: BaseModel) -> None:
+    """EngineClosedError if what ended a pass was the end of the device for this process: all that is asked of it would only fail the same way."""
+    if not isinstance(error, PlanishError) and base.is_lost():
+        raise EngineClosedError(
+            f"{base.device} does nothing more for this process, after this error: {error}; start the program again"
+        ) from error
 
 
 def _lacks_memory(error: BaseException) -> bool:

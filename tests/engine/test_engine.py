@@ -469,6 +469,32 @@ def test_a_fault_of_the_loop_itself_answers_everybody(engine, monkeypatch):
         engine.submit(OptimStep("a", STEP))
 
 
+@pytest.mark.parametrize("side", ["sampling", "training"])
+def test_a_gpu_that_is_lost_to_this_process_ends_the_engine(engine, monkeypatch, side):
+    """As after an access to memory that is not there: whatever is asked of it fails from then on."""
+    for name in "ab":
+        create(engine, name)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    base = engine._models.get("llama")
+    monkeypatch.setattr(base, "settle", lost)
+    with pytest.raises(UserError):  # of which the device knows nothing
+        engine.submit(OptimStep("a", STEP)).result(WAIT)
+    monkeypatch.setattr(base.sampler, "_decode", lost)
+    monkeypatch.setattr(base.trainer, "_run", lost)
+    operation = request("s") if side == "sampling" else ForwardBackward("a", [datum()], "cross_entropy")
+    waiting = engine.submit(ForwardBackwardLater("b", Future(), "cross_entropy"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.submit(operation).result(WAIT)
+    with pytest.raises(EngineClosedError, match="illegal memory access.*start the program again"):
+        waiting.result(WAIT)
+    with pytest.raises(EngineClosedError, match="start the program again"):
+        engine.submit(request("s"))
+
+
 # Cancelling
 
 
@@ -769,6 +795,22 @@ def test_an_engine_that_nobody_holds_ends(model_dirs, tmp_path):
     thread.join(WAIT)
     assert not thread.is_alive()
     wait_until(lambda: gc.collect() >= 0 and base() is None)
+
+
+def test_a_closed_engine_holds_no_weights(model_dirs, tmp_path):
+    """At once, not when cycles are looked for: the next one of this process divides the memory of a GPU that is free then."""
+    engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
+    create(engine)
+    engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    tokens(engine, "s")
+    base = weakref.ref(engine._models.get("llama"))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        assert base() is None
+    finally:
+        gc.enable()
 
 
 EXIT = """
