@@ -6,6 +6,7 @@ a name that cannot be loaded is an error of the call that gave it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ class BaseModel:
         _make_current(device)  # what is pinned for it would else take memory of the first GPU too
         if device.type == "cuda":
             _multiply_exactly()
+            _join_freed_memory()
         config = ModelConfig.from_directory(directory)
         dtype = choose_dtype(settings.dtype, device)
         self.directory = directory
@@ -105,6 +107,17 @@ def _multiply_exactly() -> None:
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_float32_matmul_precision("highest")
+
+
+def _join_freed_memory() -> None:
+    """What is freed on a GPU is one memory again, whatever the sizes of its pieces were; in the whole process, unless its environment says how memory is kept.
+
+    By default torch keeps each piece for another of its size. Pools of keys and values grow layer by layer, beside prefixes that stay: every size that
+    they had would be left behind, in places that hold the next one no more, of memory that the plan gives away to the last.
+    """
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        # Not by these variables, which torch reads when it is imported.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _make_current(device: torch.device) -> None:

@@ -72,6 +72,20 @@ def test_products_on_a_gpu_are_added_up_in_float32(tmp_path: Path, gpu: Marks):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_freed_memory_of_a_gpu_is_joined_unless_the_environment_says_how_it_is_kept(
+    tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch, told: str | None
+):
+    found: list[str] = []
+    assert torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    if told is not None:
+        monkeypatch.setenv(told, "max_split_size_mb:512")
+    directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
+    BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+    assert found == ([] if told else ["expandable_segments:True"])
+
+
 def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:
     layout = LoraLayout(base.config, lora)
     noise = 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
