@@ -197,9 +197,11 @@ def _store(base, at, x, there, E: tl.constexpr, EP: tl.constexpr):
 def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
     """Row and head within the group of each place of a query tile, and which are real; the others repeat a real row, so that sums stay finite."""
     place = tl.arange(0, M)
-    row = tile * (M // G) + tl.minimum(place // G, M // G - 1)
+    # Counted from the first row of all: in a loop over tiles, quotients that do not change would be kept in registers.
+    number = tile * (M // G * G) + tl.minimum(place, M // G * G - 1)
+    row = number // G
     there = (place < M // G * G) & (row < rows)
-    return tl.minimum(row, rows - 1), place % G, there
+    return tl.minimum(row, rows - 1), number - row * G, there
 
 
 @triton.jit
@@ -312,9 +314,10 @@ def _keys_step(
     grads = _load(grad, i.to(tl.int64) * grad_row + own * E, E, EP)
     scores = dot(key, tl.trans(query)) * factor
     if MASKED:
-        visible = (j[:, None] <= i[None, :]) & (i[None, :] < ends[:, None]) & there[None, :]
+        visible = (j[:, None] <= i[None, :]) & (i[None, :] < ends[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    weights = tl.exp2(scores - (tl.load(lse + at) * LOG2_E)[None, :])
+    log_total = tl.load(lse + at, mask=there, other=float("inf"))
+    weights = tl.exp2(scores - (log_total * LOG2_E)[None, :])
     sum_v += dot(weights.to(grads.dtype), grads)
     grad_scores = weights * (dot(value, tl.trans(grads)) - tl.load(delta + at)[None, :])
     sum_k += dot(grad_scores.to(query.dtype), query)
@@ -338,11 +341,10 @@ def backward_keys(
     value = _load(v, near.to(tl.int64) * v_row + head * E, E, EP)
     sum_k = tl.zeros([N, EP], tl.float32)
     sum_v = tl.zeros([N, EP], tl.float32)
-    # A tile that the group does not fill has places to leave out.
     for n in range(bound(full), bound(full_end)):
         sum_k, sum_v = _keys_step(
             n, sum_k, sum_v, key, value, grad, q, lse, delta, j, ends, grad_row, q_row, head, rows, factor,
-            M % G != 0, HEADS, G, E, EP, M,
+            False, HEADS, G, E, EP, M,
         )  # fmt: skip
     for n in range(bound(first), bound(end - (full_end - full))):
         query_tile = tl.where(n < full, n, n + (full_end - full))

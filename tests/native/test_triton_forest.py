@@ -39,6 +39,10 @@ class Heads:
 MODELS = {
     "Qwen3-8B": Heads(4, 8, 128),
     "Qwen3-0.6B": Heads(2, 8, 128),
+    "Llama-3.2-3B": Heads(3, 8, 128),
+    "Qwen3-14B": Heads(5, 8, 128),
+    "Qwen2.5-7B": Heads(7, 4, 128),
+    "heads of no power of two": Heads(5, 8, 80),
     "SmolLM2-135M": Heads(3, 3, 64),
     "SmolLM2-135M in float32": Heads(3, 3, 64, torch.float32),
 }
@@ -47,8 +51,9 @@ REGISTERS, SHARED = 65_536, 227 * 1024
 
 
 @pytest.mark.slow
-def test_a_multiprocessor_holds_every_kernel():
-    cases = [case for heads in MODELS.values() for case in cases_of(heads)]
+@pytest.mark.parametrize("heads", MODELS.values(), ids=MODELS)
+def test_a_multiprocessor_holds_every_kernel(heads: Heads):
+    cases = cases_of(heads)
     for case, found in zip(cases, resources("planish.native.triton_forest", cases), strict=True):
         assert found.spilled == 0, case
         assert found.shared <= SHARED, case
@@ -70,7 +75,7 @@ def _case(kernel: str, cut, heads: Heads) -> Case:
         "HEADS": heads.kv_heads,
         "G": heads.group,
         "E": heads.size,
-        "EP": heads.size,
+        "EP": triton_forest._width(heads.size),
         "M": cut.queries,
         "N": cut.keys,
     }
