@@ -70,9 +70,13 @@ class BaseModel:
             torch.cuda.current_stream(self.device).synchronize()
 
     def is_lost(self) -> bool:
-        """Whether the device takes no more work: a GPU none of a process that has touched memory which is not there."""
+        """Whether the device takes no more work: a GPU none of a process that has touched memory which is not there.
+
+        Waits for all that was begun, on other streams too: a recording that failed leaves work of its own behind, on memory that is free now.
+        """
         try:
-            self.settle()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         except RuntimeError:
             return True
         return False

@@ -480,7 +480,7 @@ def test_a_gpu_that_is_lost_to_this_process_ends_the_engine(engine, monkeypatch,
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     base = engine._models.get("llama")
-    monkeypatch.setattr(base, "settle", lost)
+    monkeypatch.setattr(base, "is_lost", lambda: True)
     with pytest.raises(UserError):  # of which the device knows nothing
         engine.submit(OptimStep("a", STEP)).result(WAIT)
     monkeypatch.setattr(base.sampler, "_decode", lost)
@@ -795,6 +795,24 @@ def test_an_engine_that_nobody_holds_ends(model_dirs, tmp_path):
     thread.join(WAIT)
     assert not thread.is_alive()
     wait_until(lambda: gc.collect() >= 0 and base() is None)
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("CUDA error: unspecified launch failure")])
+def test_a_gpu_is_lost_where_waiting_for_it_fails(engine, monkeypatch, fault):
+    create(engine)
+    base = engine._models.get("llama")
+    assert not base.is_lost()
+    waited: list[object] = []
+
+    def wait(device: torch.device) -> None:
+        waited.append(device)
+        if fault is not None:
+            raise fault
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(base.decoder, "device", torch.device("cuda", 1))
+    assert base.is_lost() == (fault is not None)
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_a_closed_engine_holds_no_weights(model_dirs, tmp_path):
