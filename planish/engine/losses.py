@@ -92,7 +92,8 @@ def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    return torch.exp(logprobs - inputs["logprobs"])
+    """r, and 1 where A is 0: there it counts for nothing, and must not make 0 times infinity."""
+    return torch.exp((logprobs - inputs["logprobs"]).masked_fill(inputs["advantages"] == 0, 0.0))
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: Config) -> Tensor:

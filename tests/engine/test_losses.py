@@ -94,6 +94,17 @@ def test_cross_entropy_without_weights_counts_every_target():
     assert LOSSES["cross_entropy"].fn(logprobs, {}, {}).item() == pytest.approx(-(L.sum() + Q.sum()))
 
 
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+def test_a_position_without_advantage_may_have_any_ratio(name: str):
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    inputs = {"logprobs": torch.tensor([-1.0, -200.0]), "advantages": torch.tensor([2.0, 0.0])}
+    loss = LOSSES[name].fn(logprobs, inputs, complete_config(name, {}))
+    loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-2.0, 0.0]
+    assert loss.isfinite()
+
+
 def test_gspo_with_an_empty_mask_has_ratio_one():
     zero = torch.zeros(N)
     loss = LOSSES["gspo"].fn(
