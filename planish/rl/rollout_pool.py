@@ -78,7 +78,8 @@ class RolloutPool:
         await self.close()
 
     async def close(self) -> None:
-        processes, self._processes = self._processes, []
+        async with self._choosing:  # one that is being started is among them then
+            processes, self._processes = self._processes, []
         async with asyncio.TaskGroup() as tasks:
             for process in processes:
                 tasks.create_task(process.close())
@@ -129,9 +130,9 @@ class RolloutPool:
 
     async def _idlest(self) -> RolloutProcess:
         """The process that plays the fewest groups; those that have died are replaced first."""
-        if not self._processes:
-            raise UserError("a RolloutPool plays only in its `async with` block")
         async with self._choosing:
+            if not self._processes:
+                raise UserError("a RolloutPool plays only in its `async with` block")
             while ended := [process for process in self._processes if process.has_ended]:  # another may die meanwhile
                 self._processes[self._processes.index(ended[0])] = await RolloutProcess.start()
                 await ended[0].close()

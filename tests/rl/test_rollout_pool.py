@@ -315,6 +315,32 @@ def test_a_process_that_dies_while_another_is_replaced_is_replaced_too(runner, p
     assert len(runner.run(run()).trajectories_G) == 4
 
 
+def test_a_pool_is_left_while_a_process_is_replaced(runner, monkeypatch):
+    start, started = RolloutProcess.start, []
+
+    async def run():
+        async with RolloutPool(1) as pool:
+            os.kill(pool.pids[0], signal.SIGKILL)
+            while not pool._processes[0].has_ended:
+                await asyncio.sleep(0.005)
+            starting = asyncio.Event()
+
+            async def slow_start():
+                starting.set()
+                await asyncio.sleep(0.05)
+                started.append(await start())
+                return started[0]
+
+            monkeypatch.setattr(RolloutProcess, "start", slow_start)
+            group = asyncio.create_task(pool.do_group_rollout(Group(), Draws(), FailFast()))
+            await starting.wait()
+        with pytest.raises(RolloutProcessError):
+            await group
+        assert started[0].has_ended
+
+    runner.run(run())
+
+
 def test_a_group_is_dropped_with_its_process(play, caplog):
     with caplog.at_level(logging.WARNING):
         strategy = MinViableGroup(max_retries=0)
