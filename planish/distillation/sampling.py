@@ -13,8 +13,8 @@ a file that was made from anything else is not gone on with.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from planish.console import Stage, StepDisplay
 from planish.errors import DamagedFileError, UserError
 from planish.interruption import at_once
 from planish.renderers import Renderer
-from planish.runs import read_rows, write_whole
+from planish.runs import RowFile, read_rows, write_whole
 from planish.supervised.conversations import Conversation
 
 PROMPTS_AT_ONCE = 64
@@ -100,10 +100,9 @@ class SampledFile:
     def add(self, answers: Sequence[Row | None]) -> None:
         """Keep the answers to the next prompts; first the rows, on disk, then that they are there."""
         rows = [row for row in answers if row is not None]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
+        with closing(RowFile(self.path)) as file:
+            file.append(*rows)
+            file.sync()
         self.done += len(answers)
         self.left_out += len(answers) - len(rows)
         self._write_record()
