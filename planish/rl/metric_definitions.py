@@ -306,7 +306,11 @@ PROGRESS = Section(
         _M("tokens/sampled", "tokens", "tokens that the policy wrote for this step"),
         _M("tokens/prefill_cached", "tokens", "prompt tokens that the sampler had computed before"),
         _M("tokens/prefill_uncached", "tokens", "prompt tokens that it had to compute"),
-        _M("tokens/trained", "tokens", "tokens of the sequences trained on, prompts included"),
+        _M(
+            "tokens/trained",
+            "tokens",
+            "positions trained on: tokens of the sequences, prompts included, less the last of each, which is only a target",
+        ),
         _M("tokens_per_second/sampled", "tokens/s", "rl_loop only: sampled tokens / seconds of sampling"),
         _M("tokens_per_second/trained", "tokens/s", "rl_loop only: trained tokens / seconds of training"),
         _M(
