@@ -125,6 +125,18 @@ class Datum:
         object.__setattr__(self, "loss_fn_inputs", converted)
 
 
+def check_data(data: Any) -> None:
+    """UserError unless `data` is a list of Datum, whose inputs are TensorData still."""
+    if isinstance(data, Datum) or not isinstance(data, Sequence):
+        raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
+        for name, value in datum.loss_fn_inputs.items():
+            if not isinstance(value, TensorData):  # put there after the datum was made
+                raise UserError(f"data[{index}].loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to draw tokens."""

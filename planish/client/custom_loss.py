@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import NonFiniteError, UserError
-from planish.types import Datum, ForwardBackwardOutput, TensorData
+from planish.types import Datum, ForwardBackwardOutput, TensorData, check_data
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +31,8 @@ class CustomGradient:
 
 def first_pass_data(data: Sequence[Datum]) -> list[Datum]:
     """The datums with their targets alone."""
-    if isinstance(data, Datum) or not isinstance(data, Sequence):
-        raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
+    check_data(data)
     for index, datum in enumerate(data):
-        if not isinstance(datum, Datum):
-            raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
         if "target_tokens" not in datum.loss_fn_inputs:
             raise UserError(
                 f"data[{index}].loss_fn_inputs has no 'target_tokens', which forward_backward_custom needs; add it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from planish.errors import UnsupportedError, UserError
@@ -19,7 +19,7 @@ from planish.service import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.types import AdamParams, CheckpointPath, Datum, LoraConfig, ModelInput, SamplingParams, TensorData
+from planish.types import AdamParams, CheckpointPath, LoraConfig, ModelInput, SamplingParams, check_data
 
 
 def check(operation: Operation[Any]) -> None:
@@ -38,7 +38,7 @@ def check(operation: Operation[Any]) -> None:
             if operation.model_path is None and operation.base_model is None:
                 raise UserError("give base_model or model_path")
         case ForwardBackward():
-            _check_data(operation.data)
+            check_data(operation.data)
             _check_loss(operation.loss_fn, operation.loss_fn_config)
         case ForwardBackwardLater():
             _check_loss(operation.loss_fn, operation.loss_fn_config)
@@ -75,16 +75,6 @@ def _check_base_model(name: str | None) -> None:
         _check_kind("base_model", name, str)
         if not name:
             raise UserError("base_model is empty; name one of get_server_capabilities()")
-
-
-def _check_data(data: Any) -> None:
-    if isinstance(data, Datum) or not isinstance(data, Sequence):
-        raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
-    for index, datum in enumerate(data):
-        if not isinstance(datum, Datum):
-            raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
-        for name, value in datum.loss_fn_inputs.items():  # one may be put there after the datum was made
-            _check_kind(f"data[{index}].loss_fn_inputs[{name!r}]", value, TensorData)
 
 
 def _check_loss(loss_fn: Any, config: Any) -> None:
