@@ -358,6 +358,12 @@ class SupportedModel:
 class GetServerCapabilitiesResponse:
     supported_models: list[SupportedModel]
 
+    def context_of(self, model_name: str) -> int | None:
+        """Tokens that the model's context holds; None if that is not said."""
+        return next(
+            (model.max_context_length for model in self.supported_models if model.model_name == model_name), None
+        )
+
 
 CheckpointType = Literal["training", "sampler"]
 _SEGMENTS: dict[str, CheckpointType] = {"weights": "training", "sampler_weights": "sampler"}

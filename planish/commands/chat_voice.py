@@ -165,8 +165,7 @@ def _voice(service: Service, model: str, renderer_name: str | None, streams: boo
 
 def _context(service: Service, base: str) -> int | None:
     """The most tokens that the model reads; None if nobody says."""
-    for model in service.capabilities().supported_models:
-        if model.model_name == base:
-            return model.max_context_length
+    if (context := service.capabilities().context_of(base)) is not None:
+        return context
     directory = service.tokenizer_directory(base)
     return ModelConfig.from_directory(directory).max_context if (directory / "config.json").is_file() else None

@@ -41,7 +41,8 @@ def open_model(service_client: Any, name: str, renderer_name: str | None = None)
         weights = saved.time.isoformat() if saved else None
     else:
         weights = _fingerprint(Path(tokenizer.name_or_path))
-    return OpenedModel(resolved, client, renderer, context_window_of(service_client, base_model), weights)
+    context_window = service_client.get_server_capabilities().context_of(base_model)
+    return OpenedModel(resolved, client, renderer, context_window, weights)
 
 
 def _checkpoint(service_client: Any, path: str) -> Checkpoint | None:
@@ -60,8 +61,3 @@ def _fingerprint(directory: Path) -> str | None:
         return weights_fingerprint(directory)
     except UnknownModelError:
         return None
-
-
-def context_window_of(service_client: Any, base_model: str) -> int | None:
-    models = service_client.get_server_capabilities().supported_models
-    return next((model.max_context_length for model in models if model.model_name == base_model), None)

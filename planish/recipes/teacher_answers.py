@@ -19,7 +19,6 @@ from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, chat_builder
 from planish.recipes.sum_prompts import drawn_sum_prompts, sum_test
 from planish.renderers import TrainOnWhat
-from planish.rl.train import context_of
 from planish.runs import hold_directory
 from planish.supervised.conversations import Conversation
 from planish.supervised.datasets import FromRowsBuilder
@@ -132,7 +131,7 @@ async def write_answers(
             options.temperature,
             options.seed,
             prefix,
-            await context_of(teacher.base_model, service_client),
+            (await service_client.get_server_capabilities_async()).context_of(teacher.base_model),
         )
         await sample_conversations(sampler, prompts, path, origin)
     finally:

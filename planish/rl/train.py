@@ -122,7 +122,7 @@ async def _train(
             checkpoints,
             evaluators,
             pull=pull if pull is not None else await kl_penalty(config, service_client),
-            context_window=await context_of(config.model_name, service_client),
+            context_window=(await service_client.get_server_capabilities_async()).context_of(config.model_name),
             progress=progress,
             log=log,
             trace=trace,
@@ -190,10 +190,3 @@ async def policy_client(policy: KLReferenceConfig, service_client: Any, option: 
             "was asked for; give the checkpoint's own"
         )
     return client
-
-
-async def context_of(model_name: str, service_client: Any) -> int | None:
-    """The model's context in tokens; None if the service does not say."""
-    capabilities = await service_client.get_server_capabilities_async()
-    lengths = {model.model_name: model.max_context_length for model in capabilities.supported_models}
-    return lengths.get(model_name)

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import chz
 
-from planish.rl.train import context_of
 from planish.supervised.config import Config
 from planish.supervised.types import ChatDatasetBuilder
 
@@ -24,10 +23,10 @@ async def within_context(config: C, service_client: Any, readers: Sequence[tuple
     asked = builder.common_config.max_length
     held = []
     for name, more in ((config.model_name, 0), *readers):
-        context = await context_of(name, service_client)
+        context = (await service_client.get_server_capabilities_async()).context_of(name)
         if context is None:  # of a model that is named by its directory, known once it is loaded
             await service_client.create_sampling_client_async(base_model=name)
-            context = await context_of(name, service_client)
+            context = (await service_client.get_server_capabilities_async()).context_of(name)
         if context is not None:
             held.append((context - more, name))
     if not held or (asked is not None and asked <= min(held)[0]):
