@@ -114,6 +114,7 @@ def test_a_refused_forward_backward_refuses_one_step():
     adapter = new_adapter()
     adapter.add_grad(gradient(adapter, 1))
     adapter.refuse_step(NonFiniteError("the loss of data[3] is not finite"))
+    adapter.refuse_step(NonFiniteError("the loss of data[4] is not finite"))
     with pytest.raises(NonFiniteError, match=r"nothing was applied.*data\[3\]"):
         adapter.optim_step(AdamParams())
     assert adapter.step == 0
@@ -144,22 +145,26 @@ def test_loading_without_the_optimizer_starts_it_anew():
     adapter.add_grad(gradient(adapter, 0))
     adapter.optim_step(AdamParams())
     restored.add_grad(gradient(adapter, 5))
+    restored.refuse_step(NonFiniteError("the loss of data[3] is not finite"))
     restored.load_state({"master": adapter.master}, with_optimizer=False)
     assert torch.equal(restored.master, adapter.master)
     assert restored.step == 0
     assert not restored.exp_avg.any()
     assert restored.grad is None
+    restored.add_grad(gradient(adapter, 6))
+    assert restored.optim_step(AdamParams()).metrics["adam_step"] == 1
 
 
 def test_a_state_that_does_not_fit_is_refused():
     adapter = new_adapter(rank=4)
     before = copy_of(adapter)
-    broken = copy_of(adapter)
-    broken["exp_avg"][3] = float("nan")
+    broken, infinite = copy_of(adapter), copy_of(adapter)
+    broken["exp_avg"][3], infinite["master"][5] = float("nan"), -float("inf")
     for state, message in [
         (new_adapter(rank=5).state(), "rank"),
         ({"master": adapter.master}, "exp_avg"),
         (broken, "NaN"),
+        (infinite, "'master' holds NaN or infinity"),
         ({k: v for k, v in before.items() if k != "step"}, "step"),
     ]:
         with pytest.raises(CheckpointError, match=message):

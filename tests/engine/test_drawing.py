@@ -126,8 +126,9 @@ def test_rows_do_not_depend_on_the_batch():
 
 def test_top_logprobs_are_those_of_a_log_softmax():
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(3)) * 3
-    tokens, values = top_logprobs(logits, log_normalizer(logits.clone(), torch.ones(5)), torch.ones(5), 4)
-    expected = logits.log_softmax(-1).topk(4)
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 0.8, 1.0])
+    tokens, values = top_logprobs(logits, log_normalizer(logits.clone(), temperatures), temperatures, 4)
+    expected = (logits / temperatures[:, None]).log_softmax(-1).topk(4)
     assert torch.equal(tokens, expected.indices)
     torch.testing.assert_close(values, expected.values)
 

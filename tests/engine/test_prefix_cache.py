@@ -44,6 +44,8 @@ def test_what_was_used_last_stays():
     assert cache.find("a", [1, 1, 2, 2, 0]) == [(1, 1), (1, 1, 2, 2)]
     assert cache.find("a", [3, 3, 0]) == []
     assert cache.find("a", [4, 4, 0]) == [(4, 4)]
+    store(cache, "a", [5, 5])
+    assert cache.find("a", [1, 1, 2, 2, 0]) == [(1, 1)]  # what follows a chunk leaves before it
 
 
 @settings(max_examples=80, deadline=None)
