@@ -77,7 +77,7 @@ class ServerCore:
         settings = settings or ServerSettings()
         self._keyring = Keyring(keys)
         self._base_models = tuple(base_models)
-        self._engine = engine = EngineCalls(service)
+        self._engine = engine = EngineCalls(service, data_dir)
         self._store = store = Store(data_dir)
         self._counters = counters = Counters()
         self.limits = Limits(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -34,8 +35,10 @@ _SLOW_THREADS = 8
 
 
 class EngineCalls:
-    def __init__(self, service: HostedService) -> None:
+    def __init__(self, service: HostedService, data_dir: Path) -> None:
+        """Errors name files as they lie in `data_dir`: where that is, is no business of clients, whom most errors reach."""
         self._service = service
+        self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # Whoever loads a model or waits for a disk must not keep others from submitting.
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="planish-submit")
         self.fault: str | None = None
@@ -47,7 +50,7 @@ class EngineCalls:
         """Queue an operation; its errors at submission are raised here, others come with the future."""
         slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
         future = await self._call(self._slow if slow else self._quick, lambda: self._service.submit(operation))
-        future.add_done_callback(self._look_for_fault)
+        future.add_done_callback(self._look_at_error)
         return asyncio.wrap_future(future)
 
     async def perform(self, operation: Operation[R]) -> R:
@@ -114,8 +117,10 @@ class EngineCalls:
         self._quick.shutdown(wait=False)
         self._slow.shutdown(wait=False)
 
-    def _look_for_fault(self, future: Future[Any]) -> None:
+    def _look_at_error(self, future: Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._hide_directory(error)
         if isinstance(error, EngineClosedError) and not self._is_closed and self.fault is None:
             self.fault = str(error)
             _log.critical("nothing can be done any more until the server is started again: %s", error)
@@ -130,3 +135,16 @@ class EngineCalls:
             if "shutdown" in str(error):
                 raise EngineClosedError("the server stops") from error
             raise
+        except Exception as error:
+            self._hide_directory(error)
+            raise
+
+    def _hide_directory(self, error: BaseException) -> None:
+        def hidden(value: Any) -> Any:
+            if not isinstance(value, str):
+                return value
+            return self._directory.sub(lambda found: "" if found[1] else "the server's data directory", value)
+
+        error.args = tuple(map(hidden, error.args))
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename, error.filename2 = hidden(error.filename), hidden(error.filename2)

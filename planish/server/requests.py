@@ -308,7 +308,7 @@ class Requests:
         self._was_full = is_full
         if is_full:
             raise Unavailable(
-                "the server's disk is full, and takes no new work until there is space again; what was accepted is kept",
+                "the server's disk is full or refuses to be written, and no new work is taken until it does again; what was accepted is kept",
                 _RETRY_SECONDS,
             )
 

@@ -138,7 +138,7 @@ class Store:
         self._local = threading.local()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
         self.is_refused = False
-        """Whether the disk refused the last transaction."""
+        """Whether the disk refused the last transaction. While it does, each one writes something, however little is asked for."""
         self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
         self._thread.start()
 
@@ -159,7 +159,9 @@ class Store:
             except sqlite3.DatabaseError as error:
                 if not _is_of_the_disk(error):
                     raise
-                raise StorageError(str(self._refusal(error))) from error
+                refusal = self._refusal(error)
+                _log.error("something could not be looked up: %s", refusal)
+                raise _told(refusal) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, look)
 
@@ -245,6 +247,7 @@ class Store:
         )
         self._connections.append(connection)
         connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA temp_store = MEMORY")  # or a full /tmp would refuse work
         connection.row_factory = sqlite3.Row
         return connection
 
@@ -277,7 +280,7 @@ class Store:
         while not closing or waiting:
             closing = self._receive(waiting) or closing
             error = self._commit(waiting)
-            self._tell(error)
+            self._log_change(error)
             self.is_refused = error is not None
             if error is None:
                 done, waiting = waiting, []
@@ -286,10 +289,10 @@ class Store:
                 refused = [change for change in waiting if closing or not change.patient]
                 waiting = [] if closing else [change for change in waiting if change.patient]
                 for change in refused:
-                    change.error = error
+                    change.error = _told(error)
                 _answer(refused)
 
-    def _tell(self, error: StorageError | None) -> None:
+    def _log_change(self, error: Exception | None) -> None:
         """Whoever runs the server, once, that nothing can be written, and that it can again."""
         if error is not None and not self.is_refused:
             _log.error("nothing new is taken until this is mended: %s", error)
@@ -299,7 +302,7 @@ class Store:
     def _receive(self, waiting: list[_Change[Any]]) -> bool:
         """Add what has come to `waiting`; whether the end was asked for."""
         try:
-            # After a refusal, an empty transaction tells soon whether the disk takes something again.
+            # After a refusal, one more transaction tells soon whether the disk takes something again.
             item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_refused else None)
             while item is not None:
                 waiting.append(item)
@@ -310,13 +313,15 @@ class Store:
             return False
         return True
 
-    def _commit(self, changes: list[_Change[Any]]) -> StorageError | None:
+    def _commit(self, changes: list[_Change[Any]]) -> Exception | None:
         """Make the changes in one transaction. If the disk refuses it, none is made."""
         transaction = Transaction(self._connection, self.directory / BODIES)
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for change in changes:
                 self._make(change, transaction)
+            if self.is_refused:  # a transaction that writes nothing succeeds on any disk
+                transaction.execute(f"PRAGMA user_version = {VERSION}")
             if transaction.written:
                 sync_directory(self.directory / BODIES)
                 crash_point("bodies written")
@@ -328,7 +333,7 @@ class Store:
                     self._connection.execute("ROLLBACK")
             with suppress(OSError):
                 transaction.remove_files(transaction.written)
-            return StorageError(str(self._refusal(error)))
+            return self._refusal(error)
         crash_point("after commit")
         with suppress(OSError):  # it is an orphan then, and goes at the next start
             transaction.remove_files(transaction.dropped)
@@ -358,6 +363,13 @@ def _is_of_the_disk(error: Exception) -> bool:
     return (
         isinstance(error, sqlite3.OperationalError) and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
     )
+
+
+def _told(refusal: Exception) -> StorageError:
+    """What clients hear, who have no business with the server's directories; its log has the whole."""
+    if isinstance(refusal, DamagedFileError):
+        return StorageError("the server's database is damaged; whoever runs it finds what to do in its log")
+    return StorageError("the server's disk is full or refuses to be used; whoever runs it finds what to do in its log")
 
 
 def _answer(changes: list[_Change[Any]]) -> None:

@@ -138,8 +138,9 @@ def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(mo
         manifest.write_bytes(b"{" + content)
         async with running(model_dir, data_dir) as core:
             assert {item.tinker_path for item in (await core.checkpoints(TENANT)).items} == {path, other}
-            with pytest.raises(DamagedFileError, match=r"planish\.json"):
+            with pytest.raises(DamagedFileError, match=r"planish\.json") as refused:
                 await core.checkpoint_info(TENANT, path)
+            assert str(refused.value).startswith(f"checkpoints/{model.model_id}/weights/a/planish.json cannot be used")
             await core.delete_checkpoint(TENANT, other)
         assert f"{path} cannot be read" in caplog.text
         manifest.write_bytes(content)

@@ -137,8 +137,9 @@ def test_a_full_disk_refuses_what_can_be_refused_and_keeps_what_cannot(tmp_path,
 
         monkeypatch.setattr("planish.server.store.crash_point", refuse)
         kept = [store.keep(put("kept")), store.keep(put("kept too"))]
-        with pytest.raises(StorageError, match="free space"):
+        with pytest.raises(StorageError, match="disk is full") as refused:
             await store.write(journal("large", LARGE))
+        assert str(tmp_path) not in str(refused.value)  # a client reads it
         assert store.is_refused
         assert files(tmp_path) == []
         assert not any(future.done() for future in kept)
@@ -150,6 +151,52 @@ def test_a_full_disk_refuses_what_can_be_refused_and_keeps_what_cannot(tmp_path,
         store.close()
 
     run(scenario())
+
+
+def test_a_disk_that_cannot_be_written_stays_refused_until_it_can(tmp_path, caplog):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        store._connection.execute("PRAGMA query_only = 1")  # as on a file system that became read-only
+        with pytest.raises(StorageError, match="disk is full or refuses"):
+            await store.write(put("a"))
+        await asyncio.sleep(1.5)
+        assert store.is_refused
+        store._connection.execute("PRAGMA query_only = 0")
+        await store.keep(put("b"))
+        assert not store.is_refused
+        assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+        assert await store.read(keys) == {"b"}
+        store.close()
+
+    run(scenario())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are not told here")
+def test_what_may_be_taken_back_is_not_kept_in_files_elsewhere(tmp_path):
+    def change(transaction: Transaction) -> list[str]:
+        transaction.execute("UPDATE meta SET value = zeroblob(1000)")
+        return [file for file in map(os.readlink, _open_files()) if "etilqs" in file]
+
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        for index in range(300):
+            await store.write(put(str(index), bytes(2000)))
+        assert await store.write(change) == []
+        store.close()
+
+    run(scenario())
+
+
+def _open_files() -> list[str]:
+    """SQLite's temporary files are such that have no name any more, in TMPDIR."""
+    return [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if _is_link(number)]
+
+
+def _is_link(number: str) -> bool:
+    try:
+        return bool(os.readlink(f"/proc/self/fd/{number}"))
+    except FileNotFoundError:
+        return False
 
 
 def test_a_refusal_is_forgotten_when_the_disk_takes_something_again(tmp_path, monkeypatch):
@@ -283,7 +330,7 @@ def test_a_database_that_is_missing_beside_its_files_is_not_begun_anew(tmp_path,
 
 
 @pytest.mark.parametrize("table", ["sqlite_schema", "requests", "meta"])
-def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table):
+def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table, caplog):
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / DATABASE)
     found = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchone()
@@ -296,11 +343,15 @@ def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table):
     async def scenario() -> None:
         if table == "meta":  # which a start does not read
             store = Store(tmp_path)
-            with pytest.raises(StorageError, match=r"server\.db is damaged"):
+            with pytest.raises(StorageError, match="database is damaged"):
                 await store.read(lambda connection: connection.execute("SELECT * FROM meta").fetchall())
-            with pytest.raises(StorageError, match=r"server\.db is damaged"):
+            with pytest.raises(StorageError, match="database is damaged"):
                 await store.write(put("a"))
             store.close()
+            assert [f"data_dir={tmp_path}: server.db is damaged" in text for text in caplog.messages[:2]] == [
+                True,
+                True,
+            ]
         else:
             with pytest.raises(DamagedFileError, match=r"server\.db is damaged"):
                 Store(tmp_path)
