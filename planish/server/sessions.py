@@ -38,6 +38,11 @@ from planish.server.training import Training
 
 ENDED = "its session ended"
 
+_AWAY_SECONDS = 300.0
+"""Between two looks at who is stale, which are half a minute apart: after more, the server or its machine was stopped meanwhile."""
+_RETURN_SECONDS = 600.0
+"""For clients to be heard of again, after a time in which they could not be."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -50,6 +55,7 @@ class Sessions:
         self._seen: dict[str, float] = {}
         """When each was heard of last, as far as it is not written down."""
         self._clearing: set[asyncio.Task[None]] = set()
+        self._looked = self._returned = time.time()
 
     def add(self, row: SessionRow) -> None:
         self._open[row.id] = replace(row, spec="")  # which only the database has to know
@@ -136,8 +142,14 @@ class Sessions:
         return session_id in self._open
 
     def stale(self, seconds: float) -> list[str]:
-        """Those of which nothing was heard for so long."""
-        oldest = time.time() - seconds
+        """Those of which nothing was heard for so long, while they could be."""
+        now = time.time()
+        if now - self._looked > _AWAY_SECONDS:
+            self._returned = now
+        self._looked = now
+        if now - self._returned < min(seconds, _RETURN_SECONDS):
+            return []
+        oldest = now - seconds
         return [row.id for row in self._open.values() if max(row.seen, self._seen.get(row.id, 0)) < oldest]
 
     async def write_seen(self) -> None:

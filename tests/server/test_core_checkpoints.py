@@ -265,6 +265,28 @@ def test_a_session_of_which_nothing_is_heard_ends(model_dir, data_dir):
     run(scenario())
 
 
+def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(model_dir, data_dir, monkeypatch):
+    """The server, or its whole machine, was stopped for days."""
+    now, waited = time.time(), 0.0
+    monkeypatch.setattr("planish.server.sessions.time.time", lambda: now + waited)
+
+    async def scenario() -> None:
+        nonlocal waited
+        async with running(model_dir, data_dir) as core:
+            silent, heard = await Client.start(core), await Client.start(core)
+            waited = 3 * 86400.0
+            await core.retention.round()
+            await core.heartbeat(TENANT, heard.session_id)
+            for _ in range(7):
+                waited += 100
+                await core.retention.round()
+            with pytest.raises(Gone, match="nothing was heard"):
+                await core.heartbeat(TENANT, silent.session_id)
+            await core.heartbeat(TENANT, heard.session_id)
+
+    run(scenario())
+
+
 def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(result_seconds=0.3, ephemeral_bytes=100_000, result_memory_bytes=1)
