@@ -21,7 +21,7 @@ from planish.server.answers import Tenant
 from planish.server.logs import fields
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
-_REPEATED = ("/retrieve_future", "/session_heartbeat", "/healthz", "/metrics", "/telemetry")
+_REPEATED = ("/retrieve_future", "/session_heartbeat", "/healthz", "/readyz", "/metrics", "/telemetry")
 _POLL_AGAIN = 408
 _CLOSED = 499
 """As proxies call it: the client went away before it had the answer."""

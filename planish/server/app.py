@@ -15,6 +15,7 @@ Nothing here decides anything: a route decodes a body, calls one method of the c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -76,6 +77,7 @@ def create_app(core: ServerCore, settings: HttpSettings | None = None, more: Seq
             await core.stop(STOP_SECONDS)
 
     health = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", API + "/healthz")]
+    health.append(Route("/readyz", readyz, methods=["GET"]))
     app = Starlette(
         routes=[*health, *(route for group in _GROUPS for route in group.ROUTES), *more],
         lifespan=lifespan,
@@ -87,9 +89,19 @@ def create_app(core: ServerCore, settings: HttpSettings | None = None, more: Seq
 
 
 async def healthz(request: Request) -> Response:
-    """Whether requests are accepted; anybody may ask."""
+    """Whether the process does its work, or has to be started again; anybody may ask. The SDK asks it too, under /api/v1."""
     healthy = request.app.state.http.core.healthy()
     return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
+
+
+async def readyz(request: Request) -> Response:
+    """Whether new work is taken and begun at once; anybody may ask."""
+    state: HttpState = request.app.state.http
+    if state.stopping.is_set() or not state.core.healthy():
+        return answered({"status": "stopping"}, 503)
+    if await asyncio.to_thread(state.core.disk_is_full):
+        return answered({"status": "disk full"}, 503)
+    return answered({"status": "loading"}, 503) if state.is_loading else answered({"status": "ready"})
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

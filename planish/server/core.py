@@ -155,6 +155,10 @@ class ServerCore:
         """Whether requests are accepted."""
         return self._is_open and self._engine.fault is None
 
+    def disk_is_full(self) -> bool:
+        """Whether new work is refused for want of space, or because the disk refuses what is written. Reads the disk: for a thread."""
+        return self.requests.disk_is_full()
+
     async def measurements(self) -> Measurements:
         """What was done since the start, and how much of everything there is now."""
         residency, requests = self.residency, self.requests

@@ -96,6 +96,8 @@ class HttpState:
     """Whose large body is read next."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: whoever waits for a result is sent away at once."""
+    is_loading: bool = False
+    """Whether base models are still brought into memory: requests are taken, and wait for theirs."""
     copies: dict[tuple[Tenant, str | None], str] = field(default_factory=dict)
     """Sessions of recent copies of checkpoints, by tenant and idempotency key."""
 

@@ -35,7 +35,7 @@ from planish.server.access import Access, RequestMetrics
 from planish.server.app import STOP_SECONDS, create_app
 from planish.server.core import ServerCore
 from planish.server.engine_calls import NOBODYS_SAMPLE
-from planish.server.exchange import HttpSettings
+from planish.server.exchange import HttpSettings, HttpState
 from planish.server.hub_tokenizers import asked_names, keep_tokenizer
 from planish.server.logs import set_up
 from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
@@ -71,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def serve(options: ServeOptions) -> int:
     """Run the server; returns its exit status when it has stopped."""
+    set_up(options.log_format, options.log_level)
     prepared = _prepared(options)
     _raise_file_limit()
     with _listener(options.host, options.port) as listener:
-        set_up(options.log_format, options.log_level)
         _tell_plan(prepared)
         if options.hub_tokenizers:
             for name, path in prepared.models.items():
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine = engine
         self._prepared = prepared
-        self._stopping = app.state.http.stopping
+        self._http: HttpState = app.state.http
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -140,6 +140,7 @@ class _Server(uvicorn.Server):
             await self.shutdown(sockets)
         elif self.started and sockets:
             _tell_ready(_url(sockets[0]), self._prepared)
+            self._http.is_loading = True
             Thread(target=self._load, name="planish-load").start()
 
     def _load(self) -> None:
@@ -154,6 +155,7 @@ class _Server(uvicorn.Server):
                 _log.error("%s cannot be served: %s", name, error)
             else:
                 _log.info("%s loaded in %.1f s", name, time.monotonic() - begun)
+        self._http.is_loading = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike the method that it replaces, does not let the signal end the process once all is in order."""
@@ -163,7 +165,7 @@ class _Server(uvicorn.Server):
         _log.info("stopping; what runs is finished or kept. Another signal ends it at once")
         self.should_exit = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._loop.call_soon_threadsafe(self._http.stopping.set)
 
 
 def _served(mapping: Mapping[str, str]) -> dict[str, Path]:

@@ -133,6 +133,21 @@ def test_what_clients_repeat_is_logged_at_debug(server: ServerProcess):
     assert logged(server, "/healthz")["level"] == "debug"
 
 
+def test_it_tells_when_it_is_ready_for_work_and_when_not(tmp_path: Path, model_dir: Path):
+    with running_server(tmp_path / "data", model_dir, environment={"PLANISH_HOME": "/proc/nowhere"}) as server:
+        said = set()
+        while (answer := httpx.get(f"{server.url}/readyz")).status_code == 503:
+            said.add(answer.json()["status"])
+        assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+        assert said <= {"loading"}
+        assert any("loaded in" in line["message"] for line in records(server))  # each is an object, of kernels too
+    with running_server(tmp_path / "data", model_dir, "--set", "reserve_bytes=1000TiB") as server:
+        while (answer := httpx.get(f"{server.url}/readyz")).json() == {"status": "loading"}:
+            pass
+        assert (answer.status_code, answer.json()) == (503, {"status": "disk full"})
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
 def test_metrics_count_what_is_done(server: ServerProcess, caller: Caller):
     before = metrics(server)
     caller.result(caller.sample(0, max_tokens=7, num_samples=3))
