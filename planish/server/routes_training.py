@@ -30,6 +30,7 @@ from planish.wire.training import (
     forward_backward_from_message,
     optim_step_from_json,
     parse_forward_backward,
+    parse_forward_backward_head,
     place_from_json,
     place_from_message,
 )
@@ -93,9 +94,9 @@ async def forward_backward(exchange: Exchange) -> Response:
 
 
 def _parsed_message(body: bytes) -> _Parsed:
-    message = parse_forward_backward(body)
-    kind = "forward" if message.forward_only else "forward_backward"
-    return _Parsed(place_from_message(message), kind, lambda: forward_backward_from_message(message))
+    head = parse_forward_backward_head(body)
+    kind = "forward" if head.forward_only else "forward_backward"
+    return _Parsed(place_from_message(head), kind, lambda: forward_backward_from_message(parse_forward_backward(body)))
 
 
 _json_forward_backward = submitting(

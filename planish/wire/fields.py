@@ -23,6 +23,8 @@ D = TypeVar("D")
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,255}")
 _MAX_TEXT = 100_000
 _MAX_SHOWN = 80
+_MAX_CONTAINERS = 1 << 20
+"""Objects and lists of a body: as Python's they take up to 40 times their bytes."""
 
 
 class Fields:
@@ -37,6 +39,8 @@ class Fields:
     @classmethod
     def of(cls, body: bytes) -> Fields:
         """The body of a request, which must be one JSON object."""
+        if body.count(b"{") + body.count(b"[") > _MAX_CONTAINERS:
+            raise UserError(f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send fewer in one call")
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as error:

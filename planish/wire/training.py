@@ -8,9 +8,9 @@ are not read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,10 @@ from planish.wire.tensors import (
     write_chunks,
 )
 
+_REQUEST = ForwardBackwardRequestMessage.DESCRIPTOR.name
+_DATA_FIELD = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].number
+_MAX_FIELDS = 1 << 19
+"""Of one body, and of its datums, in all: as objects, empty ones take 30 times their bytes, so they are counted before."""
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
@@ -62,8 +66,22 @@ def place_from_message(message: Any) -> Place:
     return Place(message.model_id, message.seq_id)
 
 
+def parse_forward_backward_head(body: bytes) -> Any:
+    """The protobuf message of a request's body, without its data and what comes behind too many of them."""
+    fields = islice(_fields_of(body, 0, len(body)), _MAX_FIELDS)
+    head = [body[begin:end] for number, begin, _, end in fields if number != _DATA_FIELD]
+    return _parsed(ForwardBackwardRequestMessage(), b"".join(head))
+
+
 def parse_forward_backward(body: bytes) -> Any:
-    """The protobuf message of a request's body."""
+    """The protobuf message of a request's body. UserError before it is parsed if it is of more parts than any that is taken."""
+    count = 0
+    for number, _, begin, end in _fields_of(body, 0, len(body)):
+        inside = _fields_of(body, begin, end) if number == _DATA_FIELD else ()
+        for _ in chain([number], inside):
+            count += 1
+            if count > _MAX_FIELDS:
+                raise UserError(f"the body has more than {_MAX_FIELDS:,} datums and parts; send fewer in one call")
     return _parsed(ForwardBackwardRequestMessage(), body)
 
 
@@ -168,6 +186,41 @@ def optim_step_to_json(operation: OptimStep, seq_id: int) -> dict[str, Any]:
 def optim_step_response_from_json(fields: Fields) -> OptimStepResponse:
     metrics = fields.object("metrics")
     return OptimStepResponse({name: metrics.number(name) for name in metrics})
+
+
+def _fields_of(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of the message at `begin` to `end`: number, where it begins, where its content does, and the end. UserError if it is none."""
+    while begin < end:
+        tag, content = _varint(body, begin, end)
+        match tag & 7:
+            case 0:
+                _, after = _varint(body, content, end)
+            case 1:
+                after = content + 8
+            case 5:
+                after = content + 4
+            case 2:
+                size, content = _varint(body, content, end)
+                after = content + size
+            case _:
+                raise UserError(f"the body is no {_REQUEST} in protobuf: it has groups")
+        if after > end:
+            raise UserError(f"the body is no {_REQUEST} in protobuf: it is cut off")
+        yield tag >> 3, begin, content, after
+        begin = after
+
+
+def _varint(body: bytes, begin: int, end: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends."""
+    value = shift = 0
+    while begin < end and shift < 70:
+        byte = body[begin]
+        begin += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, begin
+        shift += 7
+    raise UserError(f"the body is no {_REQUEST} in protobuf: it is cut off")
 
 
 def _parsed(message: Any, body: bytes) -> Any:

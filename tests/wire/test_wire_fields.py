@@ -15,6 +15,14 @@ def test_a_body_is_one_json_object(body):
         Fields.of(body)
 
 
+@pytest.mark.parametrize("part", [b"[],", b'{"":0},'])
+def test_a_body_of_nothing_but_small_lists_or_objects_is_refused_before_it_is_parsed(monkeypatch, part):
+    body = b'{"data":[' + (part * 1_100_000)[:-1] + b"]}"
+    monkeypatch.setattr("planish.wire.fields.orjson.loads", None)
+    with pytest.raises(UserError, match="more than 1,048,576 objects and lists"):
+        Fields.of(body)
+
+
 @pytest.mark.parametrize(
     ("kind", "value"),
     [

@@ -213,6 +213,16 @@ def test_what_is_tiny_and_many_is_refused_before_it_takes_memory(monkeypatch, da
     assert len(made) in (0, 2 * 21)  # the last case is known to be too much when the 21st is made
 
 
+@pytest.mark.parametrize("data", [b"\x1a\x00" * 600_000, b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000])
+def test_a_body_of_nothing_but_empty_messages_is_refused_before_it_is_parsed(monkeypatch, data):
+    """Datums, or chunks of one; as messages they take 30 times their bytes."""
+    head = pb.ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn="cross_entropy").SerializeToString()
+    assert training.place_from_message(training.parse_forward_backward_head(head + data)) == training.Place("m", 3)
+    monkeypatch.setattr(training, "ForwardBackwardRequestMessage", None)
+    with pytest.raises(UserError, match="more than 524,288 datums and parts"):
+        training.parse_forward_backward(head + data)
+
+
 @pytest.mark.parametrize("value", [None, True, [1], {"a": 1}])
 def test_a_wrong_value_of_a_config_is_named(value):
     given = {**BODY["forward_backward_input"], "loss_fn_config": {"clip": value}}
