@@ -23,6 +23,7 @@ from planish.server.answers import Page, Tenant
 from planish.server.crash_points import crash_point
 from planish.server.engine_calls import EngineCalls
 from planish.server.errors import Conflict, NoSuchCheckpoint, NotFound
+from planish.server.external_weights import is_external
 from planish.server.private_names import is_private
 from planish.server.records import CheckpointRow, change, count, remove, select
 from planish.server.settings import ServerSettings
@@ -73,10 +74,10 @@ class CheckpointCatalog:
         return Page([row.checkpoint for row in rows], offset, total if limit is None else limit, total)
 
     async def newest(self, run_id: str) -> dict[str, Checkpoint]:
-        """The last checkpoint of each kind of a run."""
+        """The last checkpoint of each kind of a run. External weights are of none: no sampler is made of them."""
         where = f"run = ? AND {_ALIVE} ORDER BY made"
         rows = await self._store.read(lambda db: select(db, CheckpointRow, where, [run_id, time.time()]))
-        return {row.checkpoint.checkpoint_type: row.checkpoint for row in rows}
+        return {row.checkpoint.checkpoint_type: row.checkpoint for row in rows if not is_external(row.path)}
 
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
         row = await self.readable(tenant, path)

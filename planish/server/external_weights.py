@@ -35,6 +35,11 @@ def shown_path(path: str) -> str:
     return path.replace(_STORED, _SHOWN, 1)
 
 
+def is_external(path: str) -> bool:
+    """Whether the checkpoint that is kept under `path` is external weights."""
+    return _STORED in path
+
+
 def check_name_is_free(name: str) -> None:
     """UserError for a name that is kept for external weights."""
     if name.startswith(_PREFIX):
@@ -44,7 +49,7 @@ def check_name_is_free(name: str) -> None:
 def shown_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """The JSON of a checkpoint as clients know it."""
     fields = checkpoint_to_json(replace(checkpoint, tinker_path=shown_path(checkpoint.tinker_path)))
-    if _STORED not in checkpoint.tinker_path:
+    if not is_external(checkpoint.tinker_path):
         return fields
     path = fields["tinker_path"]
     return {**fields, "checkpoint_type": "external", "checkpoint_id": path.removeprefix("tinker://").partition("/")[2]}

@@ -596,6 +596,8 @@ def test_listing(alice: Caller, run: str):
     record = alice.get(f"/training_runs/{run}")
     assert (record["base_model"], record["lora_rank"], record["model_owner"]) == (BASE, 4, "alice")
     assert record["last_checkpoint"]["checkpoint_id"] == "weights/a"
+    # The external weights are newer, but no sampler can be made of their path.
+    assert record["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/a"
     page = alice.get("/training_runs?limit=1")
     assert (len(page["training_runs"]), page["cursor"]["limit"]) == (1, 1)
     assert page["cursor"]["total_count"] >= 1
