@@ -37,16 +37,22 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
         assert token == 0 or cumulative[row, token - 1] <= u + 1e-6
 
 
+@pytest.mark.parametrize("by_torch", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), u=st.floats(0, 1, exclude_max=True), vocab=st.sampled_from([1, 5, 127, 128, 129, 300])
+    seed=st.integers(0, 10_000),
+    u=st.floats(0, 1, exclude_max=True) | st.just(1 - 2**-53),
+    vocab=st.sampled_from([1, 5, 127, 128, 129, 300]),
 )
-def test_a_token_without_weight_is_never_drawn(seed: int, u: float, vocab: int):
+def test_a_token_without_weight_is_never_drawn(by_torch: bool, seed: int, u: float, vocab: int):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, vocab, generator=generator) * 40
     logits[:, torch.rand(vocab, generator=generator) < 0.5] = -torch.inf
     logits[0, seed % vocab] = 0.0
-    token = int(draw(logits, [SamplingParams()], [u]).tokens[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if by_torch:
+            patch.setattr(cpu, "usable", lambda *_: False)
+        token = int(draw(logits, [SamplingParams()], [u]).tokens[0])
     assert logits[0, token] > -torch.inf
 
 

@@ -161,6 +161,8 @@ def test_read_write_and_copy_are_of_the_positions_named():
     target.copy([other.slot], pool, [owner.slot], [50], 10)
     assert target.values[0][0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
     assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
+    target.copy([other.slot], pool, [owner.slot], [60], 10)  # as many as another owner, who begins earlier, has left
+    assert target.values[0][0, 2, :4, 3].tolist() == [-60, -61, -62, -63]
 
 
 def test_capacities_are_powers_of_two_from_one_span_on():

@@ -95,6 +95,21 @@ def test_who_does_not_wait_any_more_gives_way():
     run(scenario())
 
 
+def test_those_behind_one_who_needed_more_room_go_on_when_it_leaves():
+    async def scenario() -> None:
+        gate = FairGate(2)
+        await gate.turn("a", 1, 1)
+        large = asyncio.create_task(gate.turn("a", 2, 1))
+        small = asyncio.create_task(gate.turn("a", 1, 1))
+        await quiet()
+        assert not small.done()
+        large.cancel()
+        async with asyncio.timeout(1):
+            await small
+
+    run(scenario())
+
+
 def test_a_turn_that_was_granted_to_one_who_left_is_not_lost():
     async def scenario() -> None:
         gate = FairGate(1)

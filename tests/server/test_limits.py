@@ -47,6 +47,9 @@ def test_tokens_come_back_with_time():
     now = 1000.0
     limits.use("a", 600)
     limits.check("a", 1)
+    limits.use("a", 1)
+    with pytest.raises(TooManyRequests):  # a key that was idle has saved no more than a minute's
+        limits.check("a", 1)
 
 
 @pytest.mark.parametrize("settings", [{"idle_seconds": 0}, {"training_slots": 1.5}, {"result_bytes": True}])
