@@ -17,6 +17,8 @@ from server_process import BASE_MODEL, running_server
 
 from planish.testing import tiny_model
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys
 import click
