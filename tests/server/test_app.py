@@ -222,7 +222,8 @@ def test_an_unknown_endpoint_is_named(alice: Caller, client: TestClient):
     assert "/api/v1/nothing" in alice.get("/nothing", 404)["detail"]
     assert "another method" in alice.get("/create_session", 405)["detail"]
     message = client.get("/elsewhere").json()["error"]["message"]  # as OpenAI's clients read it
-    assert "/elsewhere" in message and "below /v1" in message
+    assert "/elsewhere" in message
+    assert "below /v1" in message
 
 
 @pytest.mark.parametrize(
