@@ -1,5 +1,6 @@
 """A run directory survives what kills a run: torn lines, a full disk, two processes, other options."""
 
+import io
 import json
 import os
 import subprocess
@@ -210,6 +211,40 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
         with pytest.raises(StorageError, match="free space"):
             run.log(1, {"a": 2.0})
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0]
+
+
+class HalfFull(io.FileIO):
+    """Has room for three bytes more, once."""
+
+    room = 3
+
+    def write(self, line) -> int:
+        some, self.room = line[: self.room], len(line)
+        return super().write(some)
+
+
+def test_a_row_for_which_there_was_no_room_leaves_nothing(tmp_path):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(0, {"a": 1.0})
+        run._metrics.close()
+        run._metrics._file = HalfFull(tmp_path / "metrics.jsonl", "ab")
+        with pytest.raises(StorageError, match="free space"):
+            run.log(1, {"a": 2.0})
+        run.log(1, {"a": 3.0})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "a": 1.0}, {"step": 1, "a": 3.0}]
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_that_they_lead_to(tmp_path, monkeypatch):
+    with RunDirectory(tmp_path, CONFIG) as run:
+        run.log(0, {"a": 1.0})
+        known_at_sync = {}
+
+        def synced(handle: int) -> None:
+            known_at_sync.setdefault(handle, read_rows(tmp_path / "checkpoints.jsonl"))
+
+        monkeypatch.setattr(os, "fsync", synced)
+        run.log_checkpoint(CheckpointRecord("000001", 1, state_path="s1"))
+        assert known_at_sync[run._metrics._file.fileno()] == []
 
 
 @pytest.mark.parametrize(

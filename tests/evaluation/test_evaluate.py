@@ -14,7 +14,7 @@ from planish.evaluation.metric_definitions import definition_of
 from planish.evaluation.metrics import named
 from planish.problems.process_grader import SharedGrader
 
-DRAWN = Sampling(samples=4, max_tokens=200, temperature=1.0, seed=5)
+DRAWN = Sampling(samples=4, max_tokens=200, temperature=0.8, seed=5)
 
 
 def lucky_sum(prompt, luck):
@@ -58,13 +58,14 @@ def test_samples_of_a_question_are_one_request_and_questions_are_in_flight_toget
     assert [count for count, _ in sampler.requests] == [4] * 12
     assert sampler.most_at_once == 5
     assert len({params.seed for _, params in sampler.requests}) == 12
+    assert {(params.max_tokens, params.temperature) for _, params in sampler.requests} == {(200, 0.8)}
     metrics = results.metrics
     assert metrics["score"] == metrics["pass@1"]
     assert metrics["pass@1"] < metrics["pass@2"] < metrics["pass@4"]
     assert results.settings == {
         "samples": 4,
         "max_tokens": 200,
-        "temperature": 1.0,
+        "temperature": 0.8,
         "seed": 5,
         "k": [1, 2, 4],
         "context_window": None,
