@@ -1,12 +1,14 @@
 """The library is made once, whole, and its absence is said and no more than that."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from planish.errors import UserError
+from planish.home import cache_home
 from planish.native import build, cpu
 
 
@@ -34,6 +36,13 @@ def test_what_cannot_be_had_is_refused(wanted, message, monkeypatch, asked_anew)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with pytest.raises(UserError, match=message):
         cpu.loaded()
+
+
+def test_where_kernels_can_be_compiled_they_are():
+    """Else all tests of them would be skipped."""
+    if shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AMX", "AVX2"):
+        pytest.skip("this machine has no AVX2 or no C++ compiler")
+    assert build.library(cache_home() / "kernels", cpu.instructions()).exists()
 
 
 @pytest.fixture

@@ -91,7 +91,8 @@ class LedgerService:
 class LedgerClient:
     service: LedgerService
     weights: Weights
-    rates: list[float] = field(default_factory=list)
+    updates: list[AdamParams] = field(default_factory=list)
+    """As they were asked for."""
     texts: list[list[str]] = field(default_factory=list)
     """What each batch had to learn."""
     pending: list[str] = field(default_factory=list)
@@ -99,6 +100,10 @@ class LedgerClient:
     """Asked for so far."""
     refuses: ClassVar[tuple[str, int] | None] = None
     """The gradient or the update of that step, as by an engine that finds it not finite: nothing is applied."""
+
+    @property
+    def rates(self) -> list[float]:
+        return [params.learning_rate for params in self.updates]
 
     def get_tokenizer(self) -> Any:
         return self.service.tokenizer
@@ -123,7 +128,7 @@ class LedgerClient:
 
     async def optim_step_async(self, params: AdamParams) -> Any:
         self.service.count("optim_step")
-        self.rates.append(params.learning_rate)
+        self.updates.append(params)
         if (refused := self.refused("gradient") or self.refused("update")) is not None:
             self.pending = []
             return refused

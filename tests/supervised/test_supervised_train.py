@@ -129,6 +129,14 @@ def test_any_number_of_steps_ahead_is_the_same_training(tokenizer, chats, tmp_pa
     assert len(found) == 1
 
 
+def test_the_optimizer_is_told_all_its_options(service, chats, tmp_path):
+    options = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "weight_decay": 0.1, "grad_clip_norm": 2.0}
+    train(service, chats, tmp_path, max_steps=1, **options)
+    (update,) = service.clients[-1].updates
+    assert (update.beta1, update.beta2, update.eps) == (0.8, 0.9, 1e-6)
+    assert (update.weight_decay, update.grad_clip_norm) == (0.1, 2.0)
+
+
 def test_the_next_step_is_on_its_way_before_the_results_are_there(service, chats, tmp_path, monkeypatch):
     order = []
     log = RunDirectory.log
