@@ -97,12 +97,11 @@ class SampledFile:
             raise DamagedFileError(f"{self.path} has not the rows that {self._record.name} speaks of; remove both")
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def add(self, answers: Sequence[Row | None]) -> None:
-        """Keep the answers to the next prompts; first the rows, on disk, then that they are there."""
+    def add(self, answers: Sequence[Row | None], file: RowFile) -> None:
+        """Keep the answers to the next prompts; first the rows, on disk, then that they are there. `file` is that at `path`."""
         rows = [row for row in answers if row is not None]
-        with closing(RowFile(self.path)) as file:
-            file.append(*rows)
-            file.sync()
+        file.append(*rows)
+        file.sync()
         self.done += len(answers)
         self.left_out += len(answers) - len(rows)
         self._write_record()
@@ -118,11 +117,11 @@ async def sample_conversations(
     """Have all prompts answered that are not yet, `PROMPTS_AT_ONCE` at a time, and keep the answers at `path`."""
     kept = SampledFile(Path(path).expanduser(), origin)
     chunks = range(kept.done, len(prompts), PROMPTS_AT_ONCE)
-    with StepDisplay(len(chunks)) as display:
+    with closing(RowFile(kept.path)) as file, StepDisplay(len(chunks)) as display:
         for start in chunks:
             chunk = range(start, min(start + PROMPTS_AT_ONCE, len(prompts)))
             with display.begin(f"the teacher answers prompts {start} to {chunk[-1]}", len(chunk)) as stage:
-                kept.add(await answers_to(sampler, prompts, chunk, stage))
+                kept.add(await answers_to(sampler, prompts, chunk, stage), file)
             display.step_done()
         if kept.left_out:
             display.say(f"{kept.left_out} of {kept.done} answers were cut off or had no room, and are left out")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from planish.distillation.sampling import PROMPTS_AT_ONCE, SampledFile, TeacherS
 from planish.errors import DamagedFileError, UserError
 from planish.renderers import get_renderer
 from planish.rl.rollouts import do_group_rollout
-from planish.runs import read_rows
+from planish.runs import RowFile, read_rows
 from planish.types import SampledSequence, SampleResponse
 
 QUESTION = [{"role": "user", "content": "a"}]
@@ -147,7 +148,8 @@ def test_answers_are_on_disk_before_the_record_that_speaks_of_them(renderer, tmp
 
     file = SampledFile(path, {})
     monkeypatch.setattr(os, "fsync", fsync)
-    file.add([{"index": 0, "messages": []}])
+    with closing(RowFile(path)) as rows:
+        file.add([{"index": 0, "messages": []}], rows)
     assert synced[0] == (path.stat().st_ino, path.stat().st_size), "a power cut would leave the record alone"
 
 
