@@ -64,11 +64,10 @@ class Submitted:
     async def is_applied(self) -> bool:
         """Whether the weights have made this step, as far as is known; waits for it. A UserError says that they have not."""
         try:
-            await self.update if self.update is not None else None
-        except UserError:
-            return False
-        except Exception:
-            return True
+            if self.update is not None:
+                await self.update
+        except Exception as error:
+            return not isinstance(error, UserError)
         return True
 
 
