@@ -3,10 +3,12 @@
     python benchmarks/adapters.py                 writes results/adapters.json
     python benchmarks/adapters.py name=NAME       writes results/NAME.json
 
-1, 8 and 64 training clients in process, each with a sampler of its own weights after one optimizer step; 64, and 256, samples in all, so of 8
-clients each has 8 or 32. All requests, one prompt for each client, are under way at once; one of the clients then answers the same ones alone. What
-many adapters must cost is that their weights are read at every step: that time, at the bandwidth that memory was measured to have, stands
-beside. A new version is packed at its first use, which is not in these times: it is the first token of a new sampler, by that of one in use.
+1, 8 and 64 training clients in process, each with a sampler of its own weights after one optimizer
+step; 64, and 256, samples in all, so of 8 clients each has 8 or 32. All requests, one prompt for
+each client, are under way at once; one of the clients then answers the same ones alone. What many
+adapters must cost is that their weights are read at every step: that time, at the bandwidth that
+memory was measured to have, stands beside. A new version is packed at its first use, which is not
+in these times: it is the first token of a new sampler, by that of one in use.
 """
 
 import json
@@ -54,7 +56,9 @@ class Options:
 def main(options: Options) -> None:
     report = header(options)
     counts, sizes = ((1, 2), (4,)) if options.small else (ADAPTERS, SAMPLES)
-    layout = LoraLayout(ModelConfig.from_directory(resolve_model(options.model)), LoraConfig(rank=options.rank))
+    layout = LoraLayout(
+        ModelConfig.from_directory(resolve_model(options.model)), LoraConfig(rank=options.rank)
+    )
     with planish.ServiceClient() as service_client:
         clients = [trained(service_client, options, number) for number in range(max(counts))]
         samplers = [client.save_weights_and_get_sampling_client() for client in clients]
@@ -74,7 +78,8 @@ def main(options: Options) -> None:
             for samples in sizes
             for count in counts
         ]
-    # Last: a second thread that computes in parallel has OpenMP's threads sleep between kernels, and everything takes a third longer (docs/log.md).
+    # Last: a second thread that computes in parallel has OpenMP's threads sleep between kernels,
+    # and everything takes a third longer (docs/log.md).
     bandwidth = report["read_bandwidth"] = read_bandwidth()
     for point in report["points"]:
         point["read_seconds_a_step"] = point["adapters"] * layout.size * BFLOAT16_BYTES / bandwidth
@@ -82,22 +87,32 @@ def main(options: Options) -> None:
     print(adapters_table(report))
 
 
-def trained(service_client: planish.ServiceClient, options: Options, number: int) -> planish.TrainingClient:
+def trained(
+    service_client: planish.ServiceClient, options: Options, number: int
+) -> planish.TrainingClient:
     """After one step, so that no two adapters are the same, and none does nothing."""
-    client = service_client.create_lora_training_client(base_model=options.model, rank=options.rank, seed=number)
+    client = service_client.create_lora_training_client(
+        base_model=options.model, rank=options.rank, seed=number
+    )
     work = {**work_of(client.get_tokenizer(), options, 1, 2, f"training {number}"), "new_tokens": 2}
-    train_step(client, answered(work, rollouts(client.save_weights_and_get_sampling_client(), work)))
+    train_step(
+        client, answered(work, rollouts(client.save_weights_and_get_sampling_client(), work))
+    )
     return client
 
 
-def first_tokens(sampler: planish.SamplingClient, options: Options, number: int) -> tuple[float, float]:
+def first_tokens(
+    sampler: planish.SamplingClient, options: Options, number: int
+) -> tuple[float, float]:
     """Seconds of the first token by a sampler that is new, and to another prompt by the same."""
     prompts = work_of(sampler.get_tokenizer(), options, 2, 1, f"first {number}")["prompts"]
     new, used = (first_token(sampler, prompt) for prompt in prompts)
     return new, used
 
 
-def measured(samplers: Sequence[planish.SamplingClient], options: Options, samples: int) -> dict[str, Any]:
+def measured(
+    samplers: Sequence[planish.SamplingClient], options: Options, samples: int
+) -> dict[str, Any]:
     """Seconds of each round of all adapters, and of one alone; each is first in every second round."""
     seconds: dict[str, list[float]] = {"seconds": [], "alone_seconds": []}
     for number in range(options.rounds + 1):
@@ -106,7 +121,9 @@ def measured(samplers: Sequence[planish.SamplingClient], options: Options, sampl
             # Prompts of their own for every round: nothing of them is in a cache.
             round_name = f"{name} {samples} {number}"
             count = len(samplers)
-            work = work_of(samplers[0].get_tokenizer(), options, count, samples // count, round_name)
+            work = work_of(
+                samplers[0].get_tokenizer(), options, count, samples // count, round_name
+            )
             begun = time.perf_counter()
             made = tokens_of(rollouts_in_turn(clients, work))
             took = time.perf_counter() - begun
@@ -116,7 +133,9 @@ def measured(samplers: Sequence[planish.SamplingClient], options: Options, sampl
     return {**seconds, "median_seconds": statistics.median(seconds["seconds"])}
 
 
-def work_of(tokenizer: Any, options: Options, prompts: int, samples: int, name: str) -> dict[str, Any]:
+def work_of(
+    tokenizer: Any, options: Options, prompts: int, samples: int, name: str
+) -> dict[str, Any]:
     shape = Shape(prompts, samples, options.new_tokens, options.prompt_tokens, 0)
     made = make_prompts(tokenizer, random.Random(name), shape)
     return {"prompts": made, "samples": samples, "new_tokens": options.new_tokens, "seed": 0}

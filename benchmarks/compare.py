@@ -2,15 +2,18 @@
 
     python benchmarks/compare.py                                      what `make bench` does
     python benchmarks/compare.py name=peers peers=all works=all       what `make bench-peers` does
-    python benchmarks/compare.py name=try small=True directory=/tmp   whether it all runs: small works, whose times mean nothing
+    python benchmarks/compare.py name=try small=True directory=/tmp   whether it all runs: small
+        works, whose times mean nothing
 
-Each peer is a process in its own environment (environments.py) that loads once for a work. Rounds are interleaved: round 1
-of every peer, then round 2, and so on, after one smaller round each that warms up; a peer that waits is stopped. `limit` is the matrix
-products that the work needs and nothing else (limits.py), measured in the same rounds. Peers must have done the same work, or there is
-no result: as many tokens, and losses that agree.
+Each peer is a process in its own environment (environments.py) that loads once for a work. Rounds
+are interleaved: round 1 of every peer, then round 2, and so on, after one smaller round each that
+warms up; a peer that waits is stopped. `limit` is the matrix products that the work needs and
+nothing else (limits.py), measured in the same rounds. Peers must have done the same work, or there
+is no result: as many tokens, and losses that agree.
 
-Medians, ratios, machine, versions, commit and load go to NAME.json in `directory`; report.py makes the page of them. Who measures sees to
-it that nobody else computes: the share of the cores that others used is recorded for every round, and named when it is large.
+Medians, ratios, machine, versions, commit and load go to NAME.json in `directory`; report.py makes
+the page of them. Who measures sees to it that nobody else computes: the share of the cores that
+others used is recorded for every round, and named when it is large.
 """
 
 import json
@@ -45,7 +48,9 @@ PLACES = ("directory", "models")
 BUSY = 0.05
 """A round in which others used more of the cores than this is named."""
 LOSS_TOLERANCE = 0.01
-"""Of the sum of |advantage| over the tokens: bf16 logprobs differ by about a hundredth between implementations."""
+"""Of the sum of |advantage| over the tokens: bf16 logprobs differ by about a hundredth between
+implementations.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,15 @@ ON_REQUEST = {
     "llama": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",)),
     "llama-bf16": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",), {"LLAMA_TYPE": "bf16"}),
     **{
-        f"peft-{size}": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_MICRO_BATCH": str(size)})
+        f"peft-{size}": PeerSpec(
+            "trl", "peers/peft_training.py", ("W2",), {"PEFT_MICRO_BATCH": str(size)}
+        )
         for size in (4, 8, 16, 32)
     },
 }
-"""Not among "all": llama.cpp is compiled from source, and PEFT's best micro-batch is looked for once."""
+"""Not among "all": llama.cpp is compiled from source, and PEFT's best micro-batch is looked for
+once.
+"""
 
 
 @chz.chz
@@ -126,15 +135,20 @@ def main(options: Options) -> None:
         rounds = json.loads(path.read_text())
         for work in works:
             contenders = [
-                Contender(name, [pythons[spec.environment], HERE / spec.script], path, spec.variables)
+                Contender(
+                    name, [pythons[spec.environment], HERE / spec.script], path, spec.variables
+                )
                 for name, spec in specs.items()
                 if work in spec.works
             ]
             measured = interleaved(contenders, work, options.rounds, model, Path(scratch))
             check_same_work(work, rounds[work], measured)
             report["works"][work] = {one.contender.name: one.row() for one in measured}
-            # After each work: a peer that dies later, of too little memory say, takes none of this along.
-            write_whole(options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n")
+            # After each work: a peer that dies later, of too little memory say, takes none of this
+            # along.
+            write_whole(
+                options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n"
+            )
     print(peers_table(report))
 
 
@@ -153,9 +167,13 @@ def interpreter(environment: str) -> Path:
 def header(options: Any) -> dict[str, Any]:
     """What every file of results begins with."""
     if ROOT not in Path(planish.__file__).parents:
-        raise SystemExit(f"planish is imported from {planish.__file__}, not from this checkout: set PYTHONPATH={ROOT}")
+        raise SystemExit(
+            f"planish is imported from {planish.__file__}, not from this checkout: set PYTHONPATH={ROOT}"
+        )
     return {
-        "options": {name: str(value) for name, value in chz.asdict(options).items() if name not in PLACES},
+        "options": {
+            name: str(value) for name, value in chz.asdict(options).items() if name not in PLACES
+        },
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
         "machine": machine(),
@@ -164,12 +182,17 @@ def header(options: Any) -> dict[str, Any]:
     }
 
 
-def interleaved(contenders: Sequence[Contender], work: str, rounds: int, model: Path, scratch: Path) -> list[Measured]:
+def interleaved(
+    contenders: Sequence[Contender], work: str, rounds: int, model: Path, scratch: Path
+) -> list[Measured]:
     """All contenders on one work, in the order given, round by round."""
     measured = [Measured(contender, []) for contender in contenders]
     with ExitStack() as stack:
-        # Whoever ends this process ends the peers, of which all but one are stopped and would stay so.
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)))
+        # Whoever ends this process ends the peers, of which all but one are stopped and would stay
+        # so.
+        stack.callback(
+            signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        )
         for number, contender in enumerate(contenders):
             say(f"{work}: {contender.name} loads")
             stack.callback(contender.end)
@@ -178,7 +201,11 @@ def interleaved(contenders: Sequence[Contender], work: str, rounds: int, model: 
             for one in measured:
                 facts = one.contender.ask(work, number)
                 kind = f"round {number}" if number else "warm-up"
-                busy = f"; others used {facts['others']:.0%} of the cores" if facts["others"] > BUSY else ""
+                busy = (
+                    f"; others used {facts['others']:.0%} of the cores"
+                    if facts["others"] > BUSY
+                    else ""
+                )
                 say(f"{work}: {one.contender.name}, {kind}: {facts['seconds']:.2f} s{busy}")
                 if number:
                     one.rounds.append(facts)
@@ -189,20 +216,28 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def check_same_work(work: str, rounds: Sequence[Mapping[str, Any]], measured: Sequence[Measured]) -> None:
-    """Raise if somebody made another number of tokens than asked for, or a loss that is not the others'."""
+def check_same_work(
+    work: str, rounds: Sequence[Mapping[str, Any]], measured: Sequence[Measured]
+) -> None:
+    """Raise if somebody made another number of tokens than asked for, or a loss that is not the
+    others'.
+    """
     for number, given in enumerate(rounds[1:]):
         asked = len(given["prompts"]) * given["samples"] * given["new_tokens"]
         facts = {one.contender.name: one.rounds[number] for one in measured}
         for name, one in facts.items():
             if one.get("tokens", asked) != asked:
-                raise SystemExit(f"{work}, round {number + 1}: {name} made {one['tokens']} tokens, not {asked}")
+                raise SystemExit(
+                    f"{work}, round {number + 1}: {name} made {one['tokens']} tokens, not {asked}"
+                )
         losses = {name: one["loss"] for name, one in facts.items() if "loss" in one}
         if losses:
             weights = [abs(advantage) for group in given["advantages"] for advantage in group]
             allowed = LOSS_TOLERANCE * sum(weights) * given["new_tokens"]
             if max(losses.values()) - min(losses.values()) > allowed:
-                raise SystemExit(f"{work}, round {number + 1}: losses differ by more than {allowed:.3g}: {losses}")
+                raise SystemExit(
+                    f"{work}, round {number + 1}: losses differ by more than {allowed:.3g}: {losses}"
+                )
 
 
 if __name__ == "__main__":

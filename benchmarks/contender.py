@@ -1,6 +1,8 @@
-"""A peer's process as the driver holds it: started, asked for rounds, and stopped while others work.
+"""A peer's process as the driver holds it: started, asked for rounds, and stopped while others
+work.
 
-While it waits, its whole process group is stopped (SIGSTOP), so that no thread of it spins while another is measured.
+While it waits, its whole process group is stopped (SIGSTOP), so that no thread of it spins while
+another is measured.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Contender:
         return self
 
     def ask(self, work: str, number: int) -> dict[str, Any]:
-        """Round `number` of a work: its facts, with "seconds", "peak_gib" and "others", the share of the cores that others used."""
+        """Round `number` of a work: its facts, with "seconds", "peak_gib" and "others", the share
+        of the cores that others used.
+        """
         pipe = self._process.stdin
         assert pipe is not None
         self._signal(signal.SIGCONT)

@@ -1,4 +1,5 @@
-"""The environments that peers run in, one virtual environment each, made from the package index when first needed.
+"""The environments that peers run in, one virtual environment each, made from the package index
+when first needed.
 
     python benchmarks/environments.py            all of them
     python benchmarks/environments.py vllm       one
@@ -17,7 +18,9 @@ TORCH = "torch==2.13.0"
 
 
 def names() -> list[str]:
-    return sorted(path.stem.removeprefix("requirements-") for path in PEERS.glob("requirements-*.txt"))
+    return sorted(
+        path.stem.removeprefix("requirements-") for path in PEERS.glob("requirements-*.txt")
+    )
 
 
 def python_of(name: str) -> Path:

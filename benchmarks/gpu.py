@@ -1,23 +1,32 @@
-"""planish on one GPU: decoding, training and whole iterations, as shares of what the GPU was measured to do in the same run.
+"""planish on one GPU: decoding, training and whole iterations, as shares of what the GPU was
+measured to do in the same run.
 
-    python benchmarks/gpu.py model=Qwen3-8B kv_cache_gib=32                 limits, decode, training, an iteration, tenants
+    python benchmarks/gpu.py model=Qwen3-8B kv_cache_gib=32                 limits, decode,
+        training, an iteration, tenants
     python benchmarks/gpu.py model=Qwen3-8B kv_cache_gib=48 max_batch=512 parts=grpo-128x16
-    python benchmarks/gpu.py model=Qwen3-8B parts=peers                     against transformers and PEFT
+    python benchmarks/gpu.py model=Qwen3-8B parts=peers                     against transformers and
+        PEFT
     python benchmarks/gpu.py model=Qwen3-8B parts=profile                   where the time goes
-    python benchmarks/gpu.py model=tiny small=True directory=/tmp           whether it all runs, on a CPU too
+    python benchmarks/gpu.py model=tiny small=True directory=/tmp           whether it all runs, on
+        a CPU too
 
-Models are those of random_model.py, with random weights and made when they are first asked for, or any other by its name. All but the profile
-goes through the public API. Parts:
+Models are those of random_model.py, with random weights and made when they are first asked for, or
+any other by its name. All but the profile goes through the public API. Parts:
 
-* decode: a step of 1, 8 and 128 rows (8 samples of a prompt, but for the first), by the share of its `gpu_limits.decode_bytes` in what could be read meanwhile
-* training: forward_backward and optim_step on 16 x 8 sequences of 200 + 256 tokens, rank 32; FLOPs as in `gpu_limits.training_flops`
-* grpo-16x8, grpo-128x16: one iteration with so many prompts and samples of 256 tokens: new weights, sampling, forward_backward, optim_step
+* decode: a step of 1, 8 and 128 rows (8 samples of a prompt, but for the first), by the share of
+  its `gpu_limits.decode_bytes` in what could be read meanwhile
+* training: forward_backward and optim_step on 16 x 8 sequences of 200 + 256 tokens, rank 32; FLOPs
+  as in `gpu_limits.training_flops`
+* grpo-16x8, grpo-128x16: one iteration with so many prompts and samples of 256 tokens: new weights,
+  sampling, forward_backward, optim_step
 * tenants: a step of 128 rows of 1, 8 and 64 adapters
-* peers: works of works.py by planish and others, each in a process of its own, interleaved (compare.py)
+* peers: works of works.py by planish and others, each in a process of its own, interleaved
+  (compare.py)
 * profile: kernels of a decode step and of a micro-batch
 
-A part is recorded as soon as it is done, in NAME.json in `directory`, beside the parts that were recorded there, or in results, for this model and
-GPU before. After `minutes` no part and no further round is begun.
+A part is recorded as soon as it is done, in NAME.json in `directory`, beside the parts that were
+recorded there, or in results, for this model and GPU before. After `minutes` no part and no further
+round is begun.
 """
 
 from __future__ import annotations
@@ -55,7 +64,11 @@ def main(options: Options) -> None:
     parts = chosen(options.parts, PARTS, PARTS)
     deadline = time.monotonic() + 60 * options.minutes
     is_random = options.model in SHAPES
-    model = random_model(options.model, options.models, DEVICE) if is_random else resolve_model(options.model)
+    model = (
+        random_model(options.model, options.models, DEVICE)
+        if is_random
+        else resolve_model(options.model)
+    )
     config = ModelConfig.from_directory(model)
     bench = Bench(options, model, config, measured_limits(config, options.small), deadline)
     recording = Recording.begun(bench)
@@ -87,7 +100,10 @@ class Recording:
     @classmethod
     def begun(cls, bench: Bench) -> Self:
         options = bench.options
-        file = options.directory / f"{options.name or 'gpu-' + options.model.rpartition('/')[2].lower()}.json"
+        file = (
+            options.directory
+            / f"{options.name or 'gpu-' + options.model.rpartition('/')[2].lower()}.json"
+        )
         report = header(options) | {"model": options.model, "gpu": gpu_facts()}
         del report["works"]
         return cls(bench, file, report | {"parts": recorded_before(file, report)})
@@ -139,7 +155,11 @@ def gpu_facts() -> dict[str, Any]:
     if DEVICE.type == "cpu":
         return {"name": "no GPU", "memory_gib": 0.0, **facts}
     properties = torch.cuda.get_device_properties(DEVICE)
-    return {"name": properties.name, "memory_gib": round(properties.total_memory / (1 << 30), 1), **facts}
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / (1 << 30), 1),
+        **facts,
+    }
 
 
 def version(package: str) -> str:

@@ -1,20 +1,27 @@
-"""What a GPU can do, as measured, and what a work needs of it: the two sides of every share that gpu.py reports.
+"""What a GPU can do, as measured, and what a work needs of it: the two sides of every share that
+gpu.py reports.
 
-Measured: how fast torch multiplies large bf16 matrices of random numbers (zeros are faster), both squares and the model's own layers, and
-how fast it reads memory. Needed: useful work only, each token that sequences share counted once.
+Measured: how fast torch multiplies large bf16 matrices of random numbers (zeros are faster), both
+squares and the model's own layers, and how fast it reads memory. Needed: useful work only, each
+token that sequences share counted once.
 
-* `training_flops`, forward and backward of a LoRA on frozen weights. N: numbers in a layer's linears; r: rank; T: distinct tokens
-  that are inputs; S: distinct rows from which an answer's token is predicted; a multiplication with its addition is 2 FLOPs.
+* `training_flops`, forward and backward of a LoRA on frozen weights. N: numbers in a layer's
+  linears; r: rank; T: distinct tokens that are inputs; S: distinct rows from which an answer's
+  token is predicted; a multiplication with its addition is 2 FLOPs.
 
-      linears     4 N T layers              forward, and the gradient of the input; frozen weights need none
-      LoRA        6 r sum(in + out) T layers  forward, the gradient of the input, and those of A and B
-      attention   12 heads head_dim P layers  two products forward, four backward; P: pairs of a token and one that it sees
+      linears     4 N T layers              forward, and the gradient of the input; frozen weights
+                  need none
+      LoRA        6 r sum(in + out) T layers  forward, the gradient of the input, and those of A and
+                  B
+      attention   12 heads head_dim P layers  two products forward, four backward; P: pairs of a
+                  token and one that it sees
       head        4 hidden vocabulary S      forward, and the gradient of the input
 
   Norms, rotations, softmax, the optimizer and whatever is computed a second time count nothing.
 
-* `decode_bytes` of one step: every number of the layers' linears and of the head, and the keys and values of every distinct position that
-  is seen. Products of so few rows take less time than reading their weights, so this is the limit.
+* `decode_bytes` of one step: every number of the layers' linears and of the head, and the keys and
+  values of every distinct position that is seen. Products of so few rows take less time than
+  reading their weights, so this is the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +34,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from limits import BANDWIDTH_BYTES, DEVICE, RANK, Counts, Limit, random_matrix, read_bandwidth, seconds
+from limits import (
+    BANDWIDTH_BYTES,
+    DEVICE,
+    RANK,
+    Counts,
+    Limit,
+    random_matrix,
+    read_bandwidth,
+    seconds,
+)
 
 from planish.model.config import ModelConfig
 from planish.model.lora import LAYER_SITES, linear_shape
@@ -47,7 +63,9 @@ class MachineLimits:
     product_rate: float
     """FLOP/s of large square products."""
     layer_rate: float
-    """FLOP/s of the model's own products, one layer after the other, with the rows of a micro-batch."""
+    """FLOP/s of the model's own products, one layer after the other, with the rows of a
+    micro-batch.
+    """
     bandwidth: float
     """Bytes read a second."""
 
@@ -78,7 +96,9 @@ def training_flops(config: ModelConfig, work: Mapping[str, Any], rank: int = RAN
     layer = 4 * layer_numbers(config) * rows
     layer += 6 * rank * sum(out + fan_in for out, fan_in in _linears(config)) * rows
     layer += 12 * config.num_heads * config.head_dim * seen_pairs(work)
-    return config.num_layers * layer + 4 * config.hidden_size * config.vocab_size * counts.scored_rows
+    return (
+        config.num_layers * layer + 4 * config.hidden_size * config.vocab_size * counts.scored_rows
+    )
 
 
 def seen_pairs(work: Mapping[str, Any]) -> int:

@@ -17,7 +17,15 @@ from compare import HERE, ON_REQUEST, OWN, PEERS, check_same_work, chosen, inter
 from contender import Contender
 from gpu_limits import MachineLimits, decode_bytes, training_flops
 from gpu_profile import profiles
-from iteration import answered, iteration, rollouts, rollouts_in_turn, step_seconds, tokens_of, train_step
+from iteration import (
+    answered,
+    iteration,
+    rollouts,
+    rollouts_in_turn,
+    step_seconds,
+    tokens_of,
+    train_step,
+)
 from limits import RANK
 from report import RESULTS, TITLES
 from works import SMALL_WORKS, WORKS, Rounds, Shape, make_round, write_works
@@ -130,9 +138,19 @@ def decode(bench: Bench, service: planish.ServiceClient) -> list[Row]:
     for prompts, samples in DECODE_ROWS:
         work = bench.round(f"decode {prompts}", prompts, samples, MANY_TOKENS)
         seconds = decode_seconds(bench, [client], work)
-        least = decode_bytes(bench.config, work, sum(few_to_many(work)) / 2) / bench.limits.bandwidth
+        least = (
+            decode_bytes(bench.config, work, sum(few_to_many(work)) / 2) / bench.limits.bandwidth
+        )
         share = least / statistics.median(seconds)
-        found.append(Row(f"decode, {rows_of(work)}", milliseconds(seconds), "ms a step", share, "the memory's speed"))
+        found.append(
+            Row(
+                f"decode, {rows_of(work)}",
+                milliseconds(seconds),
+                "ms a step",
+                share,
+                "the memory's speed",
+            )
+        )
     return found
 
 
@@ -154,7 +172,9 @@ def tenants(bench: Bench, service: planish.ServiceClient) -> list[Row]:
     ]
 
 
-def decode_seconds(bench: Bench, clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]) -> list[float]:
+def decode_seconds(
+    bench: Bench, clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]
+) -> list[float]:
     """Of a step, once for each round."""
 
     def sample(new_tokens: int) -> None:
@@ -177,14 +197,22 @@ def milliseconds(seconds: Sequence[float]) -> list[float]:
     return [1e3 * each for each in seconds]
 
 
-def published_adapter(bench: Bench, service: planish.ServiceClient, seed: int) -> planish.SamplingClient:
-    """A sampler of a new adapter, whose training state is freed: sixty-four of those would not fit beside a large model."""
-    client = service.create_lora_training_client(str(bench.model), rank=RANK, seed=seed, train_unembed=False)
+def published_adapter(
+    bench: Bench, service: planish.ServiceClient, seed: int
+) -> planish.SamplingClient:
+    """A sampler of a new adapter, whose training state is freed: sixty-four of those would not fit
+    beside a large model.
+    """
+    client = service.create_lora_training_client(
+        str(bench.model), rank=RANK, seed=seed, train_unembed=False
+    )
     return client.save_weights_and_get_sampling_client()
 
 
 def training(bench: Bench, service: planish.ServiceClient) -> list[Row]:
-    client = service.create_lora_training_client(str(bench.model), rank=RANK, seed=0, train_unembed=False)
+    client = service.create_lora_training_client(
+        str(bench.model), rank=RANK, seed=0, train_unembed=False
+    )
     sampler = client.save_weights_and_get_sampling_client()
 
     def trained(name: str, new_tokens: int) -> tuple[float, dict[str, Any]]:
@@ -199,22 +227,36 @@ def training(bench: Bench, service: planish.ServiceClient) -> list[Row]:
     return training_rows(bench, "training", [seconds for seconds, _ in found], found[0][1])
 
 
-def training_rows(bench: Bench, what: str, seconds: Sequence[float], work: Mapping[str, Any]) -> list[Row]:
+def training_rows(
+    bench: Bench, what: str, seconds: Sequence[float], work: Mapping[str, Any]
+) -> list[Row]:
     """All rounds have the shape of `work`."""
     tokens = work["samples"] * sum(len(prompt) + work["new_tokens"] for prompt in work["prompts"])
     rate = training_flops(bench.config, work) / statistics.median(seconds)
     of_layers = rate / bench.limits.layer_rate
     return [
         Row(
-            what, [tokens / each for each in seconds], "tokens/s", rate / bench.limits.product_rate, "the product rate"
+            what,
+            [tokens / each for each in seconds],
+            "tokens/s",
+            rate / bench.limits.product_rate,
+            "the product rate",
         ),
-        Row(f"{what}, useful", [rate / 1e12], "TFLOP/s", of_layers, "the product rate of the model's layers"),
+        Row(
+            f"{what}, useful",
+            [rate / 1e12],
+            "TFLOP/s",
+            of_layers,
+            "the product rate of the model's layers",
+        ),
     ]
 
 
 def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: int) -> list[Row]:
     what = f"iteration, {prompts} x {samples}"
-    client = service.create_lora_training_client(str(bench.model), rank=RANK, seed=0, train_unembed=False)
+    client = service.create_lora_training_client(
+        str(bench.model), rank=RANK, seed=0, train_unembed=False
+    )
     iteration(client, bench.round(f"{what} warm-up", prompts, samples, WARM_UP_TOKENS))
     works, done = [], []
     for number in bench.rounds():
@@ -224,7 +266,9 @@ def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: in
     return [
         Row(what, [one.seconds for one in done], "s"),
         Row(f"{what}: sampling", sampled, "new tokens/s"),
-        *training_rows(bench, f"{what}: training", [one.training_seconds for one in done], works[0]),
+        *training_rows(
+            bench, f"{what}: training", [one.training_seconds for one in done], works[0]
+        ),
     ]
 
 
@@ -241,7 +285,9 @@ def peers(bench: Bench, work: str) -> list[Row]:
         path = scratch / f"{work}.json"
         write_works(str(bench.model), path, {work: works_of(options)[work]}, options.rounds)
         contenders = [
-            Contender(name, [interpreter(OWN), HERE / spec.script], path, {**spec.variables, **given})
+            Contender(
+                name, [interpreter(OWN), HERE / spec.script], path, {**spec.variables, **given}
+            )
             for name, spec in ((name, known[name]) for name in names)
         ]
         measured = interleaved(contenders, work, options.rounds, bench.model, scratch)
@@ -261,10 +307,17 @@ def peers(bench: Bench, work: str) -> list[Row]:
 
 
 def profile(bench: Bench) -> list[Row]:
-    found = profiles(bench.model, EngineSettings(**bench.options.service), bench.round("profile", 16, 8, NEW_TOKENS))
+    found = profiles(
+        bench.model,
+        EngineSettings(**bench.options.service),
+        bench.round("profile", 16, 8, NEW_TOKENS),
+    )
     for one in found:
         print(one.text(), flush=True)
-    return [Row(f"profile: {one.title}", [1e3 * one.seconds], "ms", one.idle, "it without a kernel") for one in found]
+    return [
+        Row(f"profile: {one.title}", [1e3 * one.seconds], "ms", one.idle, "it without a kernel")
+        for one in found
+    ]
 
 
 def works_of(options: Options) -> Mapping[str, Rounds]:
@@ -281,7 +334,9 @@ SERVED_PARTS: Mapping[str, Callable[[Bench, planish.ServiceClient], list[Row]]] 
 
 
 def other_parts(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], list[Row]]]:
-    """Those of `names` that have processes or an engine of their own; a work of the peers is a part."""
+    """Those of `names` that have processes or an engine of their own; a work of the peers is a
+    part.
+    """
     works = chosen(bench.options.works, works_of(bench.options), works_of(bench.options))
     by_work = {f"peers-{work}": partial(peers, bench, work) for work in works}
     known = {"peers": by_work, "profile": {"profile": partial(profile, bench)}}

@@ -1,8 +1,9 @@
 """Where a GPU's time goes: kernels by their share, and how much of the time it has nothing to do.
 
-Unlike the benchmarks this drives the sampler and the trainer themselves, in one thread, so that a step is a step. Time is that without the
-profiler, which slows what the CPU does; the GPU is idle for what its kernels, as the profiler saw them, leave of it. On a CPU the operators
-take the place of kernels.
+Unlike the benchmarks this drives the sampler and the trainer themselves, in one thread, so that a
+step is a step. Time is that without the profiler, which slows what the CPU does; the GPU is idle
+for what its kernels, as the profiler saw them, leave of it. On a CPU the operators take the place
+of kernels.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
         for _ in range(STEPS):
             sampler.step()
 
-    found = profiled(f"a decode step of {len(work['prompts']) * work['samples']} rows", steps, STEPS)
+    found = profiled(
+        f"a decode step of {len(work['prompts']) * work['samples']} rows", steps, STEPS
+    )
     if any(future.done() for future in futures):
         raise SystemExit(
             "samples ended before the profile did, so not all ran at once: raise kv_cache_gib or max_batch"
@@ -110,20 +113,26 @@ def training_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
 
 
 def micro_batch(work: Mapping[str, Any], budget: int) -> list[Datum]:
-    """Of the round's prompts as many as fit, with answers of random tokens, whose logprobs do not matter."""
+    """Of the round's prompts as many as fit, with answers of random tokens, whose logprobs do not
+    matter.
+    """
     draw = torch.Generator().manual_seed(0)
     new, data, rows = work["new_tokens"], [], 0
     for prompt in work["prompts"]:
         rows += len(prompt) + work["samples"] * new
         if data and rows > budget:
             break
-        answers = torch.randint(min(prompt), max(prompt) + 1, (work["samples"], new), generator=draw).tolist()
+        answers = torch.randint(
+            min(prompt), max(prompt) + 1, (work["samples"], new), generator=draw
+        ).tolist()
         data += [datum(prompt, answer, [0.0] * new, 1.0) for answer in answers]
     return data
 
 
 def profiled(title: str, run: Callable[[], None], times: int) -> Profile:
-    """`run` is called three times: to warm up, for the time, and for the profile. It holds `times` of what is profiled."""
+    """`run` is called three times: to warm up, for the time, and for the profile. It holds `times`
+    of what is profiled.
+    """
     run()
     synchronize()
     begun = time.perf_counter()
@@ -143,7 +152,9 @@ def profiled(title: str, run: Callable[[], None], times: int) -> Profile:
         kernels = by_name((name, 1, end - start) for name, start, end in spans)
         idle = max(0.0, 1 - 1e-6 * covered((start, end) for _, start, end in spans) / seconds)
     else:
-        kernels = by_name((row.key, row.count, row.self_cpu_time_total) for row in record.key_averages())
+        kernels = by_name(
+            (row.key, row.count, row.self_cpu_time_total) for row in record.key_averages()
+        )
         idle = None
     each = [(name, round(calls / times), 1e-6 * micros / times) for name, calls, micros in kernels]
     return Profile(title, seconds / times, idle, each)
@@ -156,7 +167,10 @@ def by_name(events: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, fl
     for name, count, duration in events:
         calls[name] += count
         micros[name] = micros.get(name, 0.0) + duration
-    return [(name, calls[name], micros[name]) for name in sorted(micros, key=micros.__getitem__, reverse=True)]
+    return [
+        (name, calls[name], micros[name])
+        for name in sorted(micros, key=micros.__getitem__, reverse=True)
+    ]
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

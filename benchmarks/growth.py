@@ -1,11 +1,14 @@
-"""How cost and memory grow: with the number of groups in a work, and with the length of what is attended to.
+"""How cost and memory grow: with the number of groups in a work, and with the length of what is
+attended to.
 
     python benchmarks/growth.py                 writes results/growth.json and results/contexts.json
     python benchmarks/growth.py parts=contexts  one of them
 
-* groups: W1 and W2 with 1, 4, 16 and 64 prompts of 8 samples, each in a process of its own, for its memory.
-* contexts: seconds of a decode step of 8 sequences with nothing in common that are 256 to 4,096 tokens long. Many new tokens and few are sampled
-  from prompts that are in the prefix cache; the difference is by the steps between. Attention needs 4 x context x heads x head_dim FLOPs a row and
+* groups: W1 and W2 with 1, 4, 16 and 64 prompts of 8 samples, each in a process of its own, for its
+  memory.
+* contexts: seconds of a decode step of 8 sequences with nothing in common that are 256 to 4,096
+  tokens long. Many new tokens and few are sampled from prompts that are in the prefix cache; the
+  difference is by the steps between. Attention needs 4 x context x heads x head_dim FLOPs a row and
   layer, and reads every key and value once.
 
 For tenants see tenants.py.
@@ -70,10 +73,18 @@ def measure_groups(options: Options, scratch: Path) -> dict[str, Any]:
         contenders = []
         for groups in sizes:
             path = scratch / f"{name}-{groups}-groups.json"
-            warm_up, shape = (Shape(count, 8, new_tokens) for count in (max(1, groups // 4), groups))
-            write_works(options.model, path, {name: Rounds(warm_up, shape, name == "W2")}, options.rounds)
-            contenders.append(Contender(f"{groups} groups", [interpreter(OWN), HERE / "peers" / "ours.py"], path))
-        measured = interleaved(contenders, name, options.rounds, resolve_model(options.model), scratch)
+            warm_up, shape = (
+                Shape(count, 8, new_tokens) for count in (max(1, groups // 4), groups)
+            )
+            write_works(
+                options.model, path, {name: Rounds(warm_up, shape, name == "W2")}, options.rounds
+            )
+            contenders.append(
+                Contender(f"{groups} groups", [interpreter(OWN), HERE / "peers" / "ours.py"], path)
+            )
+        measured = interleaved(
+            contenders, name, options.rounds, resolve_model(options.model), scratch
+        )
         works[name] = [
             {**one.row(), "groups": groups, "tokens": groups * 8 * new_tokens}
             for groups, one in zip(sizes, measured, strict=True)
@@ -89,7 +100,12 @@ def measure_contexts(options: Options, scratch: Path) -> dict[str, Any]:
         steps = [seconds_with_context(client, context, options.rounds) for context in contexts]
     points = []
     for context, step in zip(contexts, steps, strict=True):
-        attended = SEQUENCES * config.num_layers * (context + (FEW_TOKENS + MANY_TOKENS) / 2) * config.head_dim
+        attended = (
+            SEQUENCES
+            * config.num_layers
+            * (context + (FEW_TOKENS + MANY_TOKENS) / 2)
+            * config.head_dim
+        )
         points.append(
             {
                 "context": context,

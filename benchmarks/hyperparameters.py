@@ -1,9 +1,13 @@
-"""What the options of a run do, measured: one option at a time is changed in `math_rl env=arithmetic` on the embedded model.
+"""What the options of a run do, measured: one option at a time is changed in `math_rl
+env=arithmetic` on the embedded model.
 
-    python benchmarks/hyperparameters.py RUNS [NAME ...]     make the runs (those of the named tables) under the directory RUNS
-    python benchmarks/hyperparameters.py RUNS --tables       write the tables of docs/hyperparameters.md from them
+    python benchmarks/hyperparameters.py RUNS [NAME ...]     make the runs (those of the named
+        tables) under the directory RUNS
+    python benchmarks/hyperparameters.py RUNS --tables       write the tables of
+        docs/hyperparameters.md from them
 
-A run that is there already is gone on with, or read. Each is deterministic in its seed; its times are not part of a table.
+A run that is there already is gone on with, or read. Each is deterministic in its seed; its times
+are not part of a table.
 """
 
 import subprocess
@@ -56,8 +60,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_path(directory: Path, changes: Mapping[str, object]) -> Path:
-    changed = {key: value for key, value in changes.items() if value != BASE.get(key, default_of(key))}
-    return directory / ("_".join(f"{key}={value}" for key, value in sorted(changed.items())) or "base")
+    changed = {
+        key: value for key, value in changes.items() if value != BASE.get(key, default_of(key))
+    }
+    return directory / (
+        "_".join(f"{key}={value}" for key, value in sorted(changed.items())) or "base"
+    )
 
 
 def default_of(key: str) -> object:
@@ -66,7 +74,12 @@ def default_of(key: str) -> object:
 
 def make_run(path: Path, changes: Mapping[str, object]) -> None:
     options = {**BASE, **changes, "log_path": path}
-    command = [sys.executable, "-m", "planish.recipes.math_rl", *(f"{key}={value}" for key, value in options.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "planish.recipes.math_rl",
+        *(f"{key}={value}" for key, value in options.items()),
+    ]
     print(" ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
@@ -83,10 +96,15 @@ def with_tables(page: str, directory: Path) -> str:
 
 
 def table(variants: Sequence[Mapping[str, object]], directory: Path) -> str:
-    lines = ["| " + " | ".join([", ".join(variants[0]), *COLUMNS]) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
+    lines = [
+        "| " + " | ".join([", ".join(variants[0]), *COLUMNS]) + " |",
+        "|" + "---|" * (len(COLUMNS) + 1),
+    ]
     for changes in variants:
         rows = read_rows(run_path(directory, changes) / "metrics.jsonl")
-        values = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in changes.values())
+        values = ", ".join(
+            f"{value:g}" if isinstance(value, float) else str(value) for value in changes.values()
+        )
         lines.append("| " + " | ".join([values, *measured(rows)]) + " |")
     return "\n".join(lines) + "\n"
 

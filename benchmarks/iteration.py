@@ -43,14 +43,20 @@ def rollouts_in_turn(clients: Sequence[planish.SamplingClient], work: Mapping[st
     """The same with one prompt to each client, and from the first again."""
     params = planish.SamplingParams(max_tokens=work["new_tokens"], stop=[], seed=work["seed"])
     futures = [
-        client.sample(prompt=planish.ModelInput.from_ints(prompt), num_samples=work["samples"], sampling_params=params)
+        client.sample(
+            prompt=planish.ModelInput.from_ints(prompt),
+            num_samples=work["samples"],
+            sampling_params=params,
+        )
         for client, prompt in zip(cycle(clients), work["prompts"], strict=False)
     ]
     return [future.result().sequences for future in futures]
 
 
 def step_seconds(sample: Callable[[int], object], few: int, many: int, rounds: int) -> list[float]:
-    """Seconds of a decode step, once for each round. `sample(n)` draws n new tokens; what prompts take is in `few` and `many` alike."""
+    """Seconds of a decode step, once for each round. `sample(n)` draws n new tokens; what prompts
+    take is in `few` and `many` alike.
+    """
 
     def sampled(new_tokens: int) -> float:
         begun = time.perf_counter()
@@ -62,7 +68,9 @@ def step_seconds(sample: Callable[[int], object], few: int, many: int, rounds: i
 
 
 def answered(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    """The round with completions [prompt][sample][token], their logprobs, and a random advantage [prompt][sample] for each."""
+    """The round with completions [prompt][sample][token], their logprobs, and a random advantage
+    [prompt][sample] for each.
+    """
     draw = random.Random(work["seed"])
     return {
         **work,
@@ -93,7 +101,9 @@ def train_step(client: planish.TrainingClient, work: Mapping[str, Any]) -> float
     return loss
 
 
-def datum(prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float) -> planish.Datum:
+def datum(
+    prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float
+) -> planish.Datum:
     before = len(prompt) - 1
     return planish.Datum(
         planish.ModelInput.from_ints(prompt + tokens[:-1]),

@@ -1,20 +1,25 @@
-"""The limit of a work on this machine: its matrix products alone, one after the other, as fast as torch does them.
+"""The limit of a work on this machine: its matrix products alone, one after the other, as fast as
+torch does them.
 
     python benchmarks/compare.py name=limits peers=limit works=all
 
-It is a peer like the others (peers/serving.py), so that it is measured in the same run. What it times are the products of the base model's
-linears that the work cannot do without, in bf16 (in float32 on a CPU that has no instructions for it) with distinct weights for every layer,
-by the fastest of torch's ways for each shape:
+It is a peer like the others (peers/serving.py), so that it is measured in the same run. What it
+times are the products of the base model's linears that the work cannot do without, in bf16 (in
+float32 on a CPU that has no instructions for it) with distinct weights for every layer, by the
+fastest of torch's ways for each shape:
 
 * decoding: at every step one product a linear for all running samples, and the head;
 * prompts: every distinct token once, what prompts share once for all, no head;
-* training: forward, gradients with respect to inputs but none with respect to base weights, LoRA's own products, and the head forward
-  and backward on the distinct scored rows. Every distinct token once: what sequences share is shared;
-* one sequence alone: reading the weights once a token at the bandwidth that memory was measured to have;
+* training: forward, gradients with respect to inputs but none with respect to base weights, LoRA's
+  own products, and the head forward and backward on the distinct scored rows. Every distinct token
+  once: what sequences share is shared;
+* one sequence alone: reading the weights once a token at the bandwidth that memory was measured to
+  have;
 * an iteration: its rollouts (without the adapter's products) and its training.
 
-Attention, norms, rotations, sampling and all else count nothing here, so no implementation reaches it. A pass through all layers is timed a few
-times, and the median multiplied by the number of passes.
+Attention, norms, rotations, sampling and all else count nothing here, so no implementation reaches
+it. A pass through all layers is timed a few times, and the median multiplied by the number of
+passes.
 """
 
 from __future__ import annotations
@@ -57,7 +62,9 @@ def load(path: str) -> Peer:
         "W2": limit.training,
         "W3": limit.iteration,
     }
-    return Peer({name: partial(answer, run) for name, run in works.items()}, {"torch": torch.__version__})
+    return Peer(
+        {name: partial(answer, run) for name, run in works.items()}, {"torch": torch.__version__}
+    )
 
 
 def answer(run: Callable[[Mapping[str, Any]], float], work: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +82,9 @@ class Counts:
     answer_rows: int
     """Tokens of answers that are inputs: all but the last of each."""
     scored_rows: int
-    """Distinct rows from which a token of an answer is predicted: the last of a prompt is one row for all of its samples."""
+    """Distinct rows from which a token of an answer is predicted: the last of a prompt is one row
+    for all of its samples.
+    """
 
     @classmethod
     def of(cls, work: Mapping[str, Any]) -> Counts:
@@ -92,11 +101,15 @@ class Limit:
         self._parts = [[linear_shape(config, name) for name in site] for site in LAYER_SITES]
         """(out, in) of the linears of each site; those of one site are one product."""
         shapes = [(sum(out for out, _ in parts), parts[0][1]) for parts in self._parts]
-        self._weights = [[random_matrix(*shape) for _ in range(config.num_layers)] for shape in shapes]
+        self._weights = [
+            [random_matrix(*shape) for _ in range(config.num_layers)] for shape in shapes
+        ]
         self._head = random_matrix(config.vocab_size, config.hidden_size)
         self._forward = cache(lambda rows: [fastest(weights, rows) for weights in self._weights])
         self._backward = cache(
-            lambda rows: [fastest([w.t().contiguous() for w in weights], rows) for weights in self._weights]
+            lambda rows: [
+                fastest([w.t().contiguous() for w in weights], rows) for weights in self._weights
+            ]
         )
         self._head_forward = cache(lambda rows: fastest([self._head], rows, HEAD_COLUMNS))
         self._head_backward = cache(lambda rows: fastest([self._head.t().contiguous()], rows))
@@ -121,17 +134,24 @@ class Limit:
 
     def _prompts(self, work: Mapping[str, Any]) -> float:
         """The prompts, and the head for the first token of the answers to each."""
-        return over_rows(Counts.of(work).prompt_rows, self.layers_seconds) + self._head_seconds(len(work["prompts"]))
+        return over_rows(Counts.of(work).prompt_rows, self.layers_seconds) + self._head_seconds(
+            len(work["prompts"])
+        )
 
     def layers_seconds(self, rows: int) -> float:
         """Of the layers' products, forward, for so many rows."""
         return seconds(self._passes(rows, self._forward(rows)))
 
     def _head_seconds(self, rows: int) -> float:
-        return seconds(self._applied(self._head_forward(rows), random_matrix(rows, self._config.hidden_size)))
+        return seconds(
+            self._applied(self._head_forward(rows), random_matrix(rows, self._config.hidden_size))
+        )
 
     def _training_seconds(self, rows: int) -> float:
-        passes = [*self._passes(rows, self._forward(rows)), *self._passes(rows, self._backward(rows), is_backward=True)]
+        passes = [
+            *self._passes(rows, self._forward(rows)),
+            *self._passes(rows, self._backward(rows), is_backward=True),
+        ]
         lora = [partial(lora_products, rows, parts) for parts in self._parts]
         return seconds(passes) + self._config.num_layers * sum(seconds([site()]) for site in lora)
 
@@ -162,7 +182,9 @@ def over_rows(rows: int, of_tile: Callable[[int], float]) -> float:
 
 
 def fastest(weights: Sequence[Tensor], rows: int, columns: int | None = None) -> list[Product]:
-    """For each weight [out, in] the function of x [rows, in] that gives x @ weight.T: of torch's ways the fastest over all of them."""
+    """For each weight [out, in] the function of x [rows, in] that gives x @ weight.T: of torch's
+    ways the fastest over all of them.
+    """
     x = random_matrix(rows, weights[0].shape[1])
 
     def tried(way: Callable[[Tensor], Product]) -> float:

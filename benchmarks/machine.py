@@ -20,7 +20,9 @@ def machine() -> dict[str, Any]:
         "cpu": fields.get("model name", platform.processor()),
         "cores": os.cpu_count(),
         "flags": [flag for flag in FLAGS if flag in flags],
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30), 1),
+        "memory_gib": round(
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30), 1
+        ),
         "system": platform.platform(),
         "python": platform.python_version(),
     }
@@ -33,7 +35,9 @@ def cpu_fields() -> Mapping[str, str]:
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+ changes" if files differ from it; in a copy without git's files PLANISH_COMMIT says it."""
+    """The commit of this checkout, with "+ changes" if files differ from it; in a copy without
+    git's files PLANISH_COMMIT says it.
+    """
     if not (ROOT / ".git").exists():
         return os.environ.get("PLANISH_COMMIT", "not known")
 
@@ -63,7 +67,10 @@ class CpuTime:
         return cls(used / os.sysconf("SC_CLK_TCK"), time.monotonic())
 
     def others(self, own: float) -> float:
-        """Share of all cores, from then until now, that was used by others than one who used `own` processor seconds."""
+        """Share of all cores, from then until now, that was used by others than one who used `own`
+        processor seconds.
+        """
         now = CpuTime.now()
         available = (now.at - self.at) * (os.cpu_count() or 1)
-        return min(1.0, max(0.0, (now.used - self.used - own) / available))  # used is counted in steps of 10 ms
+        # used is counted in steps of 10 ms
+        return min(1.0, max(0.0, (now.used - self.used - own) / available))

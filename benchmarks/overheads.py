@@ -1,11 +1,14 @@
-"""What a GRPO iteration (W3) takes beside the engine's work, and what it takes to publish weights to a sampler.
+"""What a GRPO iteration (W3) takes beside the engine's work, and what it takes to publish weights
+to a sampler.
 
     python benchmarks/overheads.py            writes results/overheads.json
 
-The engine has one thread that does all of its work; while it waits for the script, or for the interpreter, it uses no processor. So the share
-of an iteration outside the engine is what its thread's processor time leaves of the iteration's time, which holds on an idle machine only.
-Publishing is the call save_weights_and_get_sampling_client after an optimizer step; the first token from a new sampler is measured
-too, beside that of a sampler which has been used, so that work put off would be seen.
+The engine has one thread that does all of its work; while it waits for the script, or for the
+interpreter, it uses no processor. So the share of an iteration outside the engine is what its
+thread's processor time leaves of the iteration's time, which holds on an idle machine only.
+Publishing is the call save_weights_and_get_sampling_client after an optimizer step; the first token
+from a new sampler is measured too, beside that of a sampler which has been used, so that work put
+off would be seen.
 """
 
 import json
@@ -42,21 +45,31 @@ def main(options: Options) -> None:
     report = header(options)
     work = (SMALL_WORKS if options.small else WORKS)["W3"].shape
     with planish.ServiceClient() as service_client:
-        client = service_client.create_lora_training_client(base_model=options.model, rank=32, train_unembed=False)
+        client = service_client.create_lora_training_client(
+            base_model=options.model, rank=32, train_unembed=False
+        )
         outside = [outside_engine(client, work, number) for number in range(options.rounds + 1)]
         publishing = [published(client, number) for number in range(PUBLISHED + 1)]
     calls, fresh, used = zip(*publishing[1:], strict=True)
     report["parts"] = {
-        "outside_engine": part("of an iteration outside the engine's thread", "%", outside[1:], 100),
-        "publishing": part("save_weights_and_get_sampling_client after an optimizer step", "ms", calls, 1e3),
+        "outside_engine": part(
+            "of an iteration outside the engine's thread", "%", outside[1:], 100
+        ),
+        "publishing": part(
+            "save_weights_and_get_sampling_client after an optimizer step", "ms", calls, 1e3
+        ),
         "first_token_new": part("a prompt's first token from that new sampler", "ms", fresh, 1e3),
-        "first_token_used": part("a prompt's first token from the same sampler after that", "ms", used, 1e3),
+        "first_token_used": part(
+            "a prompt's first token from the same sampler after that", "ms", used, 1e3
+        ),
     }
     write_whole(options.directory / "overheads.json", json.dumps(report, indent=1) + "\n")
     print(overheads_table(report))
 
 
-def part(title: str, unit: str, values: tuple[float, ...] | list[float], scale: float) -> dict[str, object]:
+def part(
+    title: str, unit: str, values: tuple[float, ...] | list[float], scale: float
+) -> dict[str, object]:
     scaled = [round(scale * value, 3) for value in values]
     return {"title": title, "unit": unit, "median": statistics.median(scaled), "values": scaled}
 
@@ -70,17 +83,27 @@ def outside_engine(client: planish.TrainingClient, shape: Shape, number: int) ->
 
 
 def engine_seconds() -> float:
-    """Processor time of the engine's thread so far; of all of them, where a process has several engines."""
+    """Processor time of the engine's thread so far; of all of them, where a process has several
+    engines.
+    """
     threads = [thread.ident for thread in threading.enumerate() if thread.name == ENGINE_THREAD]
     assert threads
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident is not None)
+    return sum(
+        time.clock_gettime(time.pthread_getcpuclockid(ident))
+        for ident in threads
+        if ident is not None
+    )
 
 
 def published(client: planish.TrainingClient, number: int) -> tuple[float, float, float]:
-    """Seconds of publishing, of the first token by the new sampler, and of the first token to another prompt by the same."""
+    """Seconds of publishing, of the first token by the new sampler, and of the first token to
+    another prompt by the same.
+    """
     draw = random.Random(number)
     prompts = [make_prompts(client.get_tokenizer(), draw, Shape(1, 1, 1))[0] for _ in range(2)]
-    iteration(client, make_round(client.get_tokenizer(), f"publishing {number}", Shape(1, 2, 2), number))
+    iteration(
+        client, make_round(client.get_tokenizer(), f"publishing {number}", Shape(1, 2, 2), number)
+    )
     begun = time.perf_counter()
     sampler = client.save_weights_and_get_sampling_client()
     call = time.perf_counter() - begun
@@ -91,7 +114,9 @@ def published(client: planish.TrainingClient, number: int) -> tuple[float, float
 def first_token(sampler: planish.SamplingClient, prompt: list[int]) -> float:
     begun = time.perf_counter()
     params = planish.SamplingParams(max_tokens=1, stop=[])
-    sampler.sample(prompt=planish.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
+    sampler.sample(
+        prompt=planish.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params
+    ).result()
     return time.perf_counter() - begun
 
 

@@ -1,8 +1,10 @@
-"""Models of random weights in the shapes of known ones: they cost what those cost, and need no download.
+"""Models of random weights in the shapes of known ones: they cost what those cost, and need no
+download.
 
-A directory is an ordinary Hugging Face one in bf16, made once in a minute or less, whole or not at all. Matrices have standard
-deviation 1 / sqrt(in), so every product keeps the size of its input, logits are about as far from one another as a standard normal's, and
-samples never settle on a few tokens. The tokenizer is that of bytes: most ids are no text.
+A directory is an ordinary Hugging Face one in bf16, made once in a minute or less, whole or not at
+all. Matrices have standard deviation 1 / sqrt(in), so every product keeps the size of its input,
+logits are about as far from one another as a standard normal's, and samples never settle on a few
+tokens. The tokenizer is that of bytes: most ids are no text.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ WRITERS = 4
 
 
 def random_model(name: str, home: Path, device: torch.device) -> Path:
-    """The directory of a model of SHAPES below `home`, made now if it is not there; `device` makes the numbers."""
+    """The directory of a model of SHAPES below `home`, made now if it is not there; `device` makes
+    the numbers.
+    """
     directory = home / name
     if directory.is_dir():
         return directory
@@ -93,9 +97,14 @@ def _write_config(directory: Path, shape: Mapping[str, Any]) -> None:
     GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(directory)
 
 
-def _write_weights(directory: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+def _write_weights(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> None:
     shards = _shards(shapes)
-    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    files = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
 
     def write(file: str, names: Sequence[str]) -> None:
         tensors = {name: _random_tensor(name, shapes[name], device) for name in names}
@@ -105,7 +114,9 @@ def _write_weights(directory: Path, shapes: Mapping[str, tuple[int, ...]], devic
         list(pool.map(write, files, shards))
     index = {
         "metadata": {"total_size": sum(map(_bytes, shapes.values()))},
-        "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+        "weight_map": {
+            name: file for file, names in zip(files, shards, strict=True) for name in names
+        },
     }
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
@@ -131,6 +142,8 @@ def _random_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> t
     """On the CPU. Always the same numbers on one kind of device; scales of norms are 1."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
-    generator = torch.Generator(device).manual_seed(int.from_bytes(name.encode(), "little") % (1 << 63))
+    generator = torch.Generator(device).manual_seed(
+        int.from_bytes(name.encode(), "little") % (1 << 63)
+    )
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
     return tensor.normal_(0, shape[1] ** -0.5, generator=generator).cpu()

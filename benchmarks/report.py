@@ -1,7 +1,7 @@
 """The tables of docs/performance.md, made of the recorded results: python benchmarks/report.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME.json in benchmarks/results is what it is made of, and
-a table without results is empty. A test holds the page to them.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME.json in benchmarks/results is
+what it is made of, and a table without results is empty. A test holds the page to them.
 """
 
 import json
@@ -26,7 +26,10 @@ TITLES = {
     "peft": "transformers + PEFT, eager",
     "peft-compiled": "transformers + PEFT, `torch.compile`",
     "trl": "TRL GRPOTrainer",
-    **{f"peft-{size}": f"transformers + PEFT, eager, {size} sequences at a time" for size in (4, 8, 16, 32)},
+    **{
+        f"peft-{size}": f"transformers + PEFT, eager, {size} sequences at a time"
+        for size in (4, 8, 16, 32)
+    },
 }
 Row = Sequence[str]
 
@@ -48,7 +51,9 @@ def with_tables(page: str, results: Path) -> str:
 
 
 def peers_table(report: Mapping[str, Any]) -> str:
-    """Works by peers; "times ours" is a peer's median by ours, so that 8 is eight times as slow as planish."""
+    """Works by peers; "times ours" is a peer's median by ours, so that 8 is eight times as slow as
+    planish.
+    """
     rows = []
     for work, peers in report["works"].items():
         ours = peers.get("ours", {}).get("median_seconds")
@@ -63,7 +68,14 @@ def peers_table(report: Mapping[str, Any]) -> str:
                     f"{peer['load_seconds']:.0f}",
                 ]
             )
-    heads = ("work", "peer", "seconds, median (least to most)", "times ours", "peak memory, GiB", "start, seconds")
+    heads = (
+        "work",
+        "peer",
+        "seconds, median (least to most)",
+        "times ours",
+        "peak memory, GiB",
+        "start, seconds",
+    )
     return provenance(report) + table(heads, rows)
 
 
@@ -79,7 +91,13 @@ def growth_table(report: Mapping[str, Any]) -> str:
         for work, points in report["works"].items()
         for point in points
     ]
-    heads = ("work", "groups", "seconds, median (least to most)", "milliseconds a new token", "peak memory, GiB")
+    heads = (
+        "work",
+        "groups",
+        "seconds, median (least to most)",
+        "milliseconds a new token",
+        "peak memory, GiB",
+    )
     return provenance(report) + table(heads, rows)
 
 
@@ -96,8 +114,12 @@ def contexts_table(report: Mapping[str, Any]) -> str:
                 f"{point['context']:,}",
                 f"{1e3 * point['step_seconds']:.1f}",
                 f"{point['attention_flops'] / 1e9:.2f}",
-                f"{extra_flops / extra_seconds / 1e9:.1f}" if extra_seconds > 0 and extra_flops else "",
-                f"{extra_bytes / extra_seconds / 1e9:.1f}" if extra_seconds > 0 and extra_flops else "",
+                f"{extra_flops / extra_seconds / 1e9:.1f}"
+                if extra_seconds > 0 and extra_flops
+                else "",
+                f"{extra_bytes / extra_seconds / 1e9:.1f}"
+                if extra_seconds > 0 and extra_flops
+                else "",
             ]
         )
     heads = (
@@ -112,11 +134,15 @@ def contexts_table(report: Mapping[str, Any]) -> str:
 
 def start_table(report: Mapping[str, Any]) -> str:
     rows = [[name.replace("_", " "), spread(part)] for name, part in report["parts"].items()]
-    return provenance(report) + table(("until", "seconds since the process was started, median (least to most)"), rows)
+    return provenance(report) + table(
+        ("until", "seconds since the process was started, median (least to most)"), rows
+    )
 
 
 def overheads_table(report: Mapping[str, Any]) -> str:
-    rows = [[part["title"], f"{part['median']:.2f}", part["unit"]] for part in report["parts"].values()]
+    rows = [
+        [part["title"], f"{part['median']:.2f}", part["unit"]] for part in report["parts"].values()
+    ]
     return provenance(report) + table(("what", "median", "unit"), rows)
 
 
@@ -124,7 +150,10 @@ def adapters_table(report: Mapping[str, Any]) -> str:
     """By the median of rounds; 0.9 of one adapter's throughput is 10% slower."""
     rows = []
     for point in report["points"]:
-        ratios = [alone / took for alone, took in zip(point["alone_seconds"], point["seconds"], strict=True)]
+        ratios = [
+            alone / took
+            for alone, took in zip(point["alone_seconds"], point["seconds"], strict=True)
+        ]
         rows.append(
             [
                 f"{point['samples']} = {point['adapters']} x {point['samples'] // point['adapters']}",

@@ -16,8 +16,20 @@ _READY = re.compile(r"ready at (http://\S+)")
 
 @contextmanager
 def served(data_dir: Path, *options: str) -> Iterator[str]:
-    """The URL of a server with these options, at any free port. It has the threads that OMP_NUM_THREADS says, as this process has."""
-    command = [sys.executable, "-m", "planish", "serve", "--port", "0", "--data-dir", str(data_dir), *options]
+    """The URL of a server with these options, at any free port. It has the threads that
+    OMP_NUM_THREADS says, as this process has.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "planish",
+        "serve",
+        "--port",
+        "0",
+        "--data-dir",
+        str(data_dir),
+        *options,
+    ]
     quiet = ["--log-format", "text", "--log-level", "info"]
     with open(data_dir / "server.log", "w+") as log:
         process = subprocess.Popen([*command, *quiet], stderr=log, env=dict(os.environ))

@@ -1,8 +1,11 @@
-"""From nothing to the first token: a fresh process imports planish, makes a ServiceClient, and samples one token.
+"""From nothing to the first token: a fresh process imports planish, makes a ServiceClient, and
+samples one token.
 
-    python benchmarks/start.py                the embedded model, which is in the cache; writes results/start.json
+    python benchmarks/start.py                the embedded model, which is in the cache; writes
+        results/start.json
 
-Files are in the system's cache: the first process, which is not counted, has read them. Seconds count from the start of the process.
+Files are in the system's cache: the first process, which is not counted, has read them. Seconds
+count from the start of the process.
 """
 
 import json
@@ -47,7 +50,10 @@ def main(options: Options) -> None:
     first, *rounds = [started(options.model) for _ in range(options.rounds + 1)]
     parts = {name: [reached[name] for reached in rounds] for name in first}
     report["parts"] = {
-        name: {"median_seconds": round(statistics.median(times), 3), "seconds": [round(at, 3) for at in times]}
+        name: {
+            "median_seconds": round(statistics.median(times), 3),
+            "seconds": [round(at, 3) for at in times],
+        }
         for name, times in parts.items()
     }
     write_whole(options.directory / "start.json", json.dumps(report, indent=1) + "\n")

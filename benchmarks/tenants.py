@@ -3,12 +3,15 @@
     python benchmarks/tenants.py                                  64 tenants, the embedded model
     python benchmarks/tenants.py tenants=16 rounds=2 group=4
 
-Each tenant has a key, a session and an adapter of its own; ranks differ. A call samples `group` answers to one prompt, or trains on them
-(forward_backward and optim_step). In every round, tenants sample, train, and make a sampler of the new weights; the one tenant has one adapter,
-of the tenants' middle rank, and the same calls under way at once: `tenants` of them sample, then as many train and make a sampler, one behind the other.
+Each tenant has a key, a session and an adapter of its own; ranks differ. A call samples `group`
+answers to one prompt, or trains on them (forward_backward and optim_step). In every round, tenants
+sample, train, and make a sampler of the new weights; the one tenant has one adapter, of the
+tenants' middle rank, and the same calls under way at once: `tenants` of them sample, then as many
+train and make a sampler, one behind the other.
 
-`throughput_ratio` is the median over rounds of one tenant's seconds by the many's, and `longest_wait` the most that one of the tenants had to
-wait for its answers, by the average of all. One JSON object is printed.
+`throughput_ratio` is the median over rounds of one tenant's seconds by the many's, and
+`longest_wait` the most that one of the tenants had to wait for its answers, by the average of all.
+One JSON object is printed.
 """
 
 import json
@@ -63,26 +66,36 @@ def main(work: Work) -> None:
         file.write_text("".join(f"tenant-{number} {key}\n" for number, key in enumerate(keys)))
         limits = ("--set", f"adapter_memory_bytes={work.adapter_memory}")
         url = stack.enter_context(served(Path(directory), "--api-key-file", str(file), *limits))
-        services = [stack.enter_context(planish.ServiceClient(base_url=url, api_key=key)) for key in keys]
+        services = [
+            stack.enter_context(planish.ServiceClient(base_url=url, api_key=key)) for key in keys
+        ]
         pool = stack.enter_context(ThreadPoolExecutor(work.tenants))
         one = made(services[-1], work, MIDDLE_RANK)
-        many = list(pool.map(lambda n: made(services[n], work, RANKS[n % len(RANKS)]), range(work.tenants)))
+        many = list(
+            pool.map(lambda n: made(services[n], work, RANKS[n % len(RANKS)]), range(work.tenants))
+        )
         round_of_both(pool, one, many, work, 0)  # so that nothing is made for the first time below
         for tenant in many:
             tenant.waited.clear()
-        rounds = [round_of_both(pool, one, many, work, number) for number in range(1, work.rounds + 1)]
+        rounds = [
+            round_of_both(pool, one, many, work, number) for number in range(1, work.rounds + 1)
+        ]
     print(json.dumps(report(work, rounds, many), indent=2))
 
 
 def report(work: Work, rounds: Sequence[tuple[Seconds, Seconds]], many: Sequence[Tenant]) -> Any:
-    ratios = {part: [alone[part] / shared[part] for alone, shared in rounds] for part in rounds[0][0]}
+    ratios = {
+        part: [alone[part] / shared[part] for alone, shared in rounds] for part in rounds[0][0]
+    }
     waits = [sum(tenant.waited) for tenant in many]
     tokens = work.tenants * work.group * work.new_tokens
     seconds = statistics.median(sum(shared.values()) for _, shared in rounds)
     return {
         "work": chz.asdict(work),
         "threads": torch.get_num_threads(),
-        "throughput_ratio": statistics.median(sum(alone.values()) / sum(shared.values()) for alone, shared in rounds),
+        "throughput_ratio": statistics.median(
+            sum(alone.values()) / sum(shared.values()) for alone, shared in rounds
+        ),
         "ratios": {part: [round(value, 3) for value in values] for part, values in ratios.items()},
         "longest_wait": max(waits) / statistics.fmean(waits),
         "seconds_a_round": seconds,
@@ -105,8 +118,12 @@ def round_of_both(
     return round_of_one(pool, one, work, number), shared
 
 
-def round_of_many(pool: ThreadPoolExecutor, many: Sequence[Tenant], work: Work, number: int) -> Seconds:
-    """Seconds until all have sampled, and until all have trained. Nobody begins to train before all have sampled, so that both compare."""
+def round_of_many(
+    pool: ThreadPoolExecutor, many: Sequence[Tenant], work: Work, number: int
+) -> Seconds:
+    """Seconds until all have sampled, and until all have trained. Nobody begins to train before all
+    have sampled, so that both compare.
+    """
     all_sampled, all_trained = (threading.Barrier(len(many) + 1) for _ in range(2))
 
     def play(index: int) -> None:
@@ -139,16 +156,26 @@ def round_of_one(pool: ThreadPoolExecutor, one: Tenant, work: Work, number: int)
     pending = [sample(one, work, number, index) for index in range(work.tenants)]
     answers = [answer.result() for answer in pending]
     sampled = time.perf_counter()
-    steps = [step for index, answer in enumerate(answers) for step in train(one, work, number, index, answer)]
+    steps = [
+        step
+        for index, answer in enumerate(answers)
+        for step in train(one, work, number, index, answer)
+    ]
     for step in steps:
         step.result()
-    one.sampler, *_ = pool.map(lambda _: one.client.save_weights_and_get_sampling_client(), range(work.tenants))
+    one.sampler, *_ = pool.map(
+        lambda _: one.client.save_weights_and_get_sampling_client(), range(work.tenants)
+    )
     return {"sampling": sampled - begun, "training": time.perf_counter() - sampled}
 
 
 def sample(tenant: Tenant, work: Work, number: int, index: int) -> Any:
-    params = planish.SamplingParams(max_tokens=work.new_tokens, stop=[], seed=number * work.tenants + index)
-    return tenant.sampler.sample(planish.ModelInput.from_ints(prompt(work, number, index)), work.group, params)
+    params = planish.SamplingParams(
+        max_tokens=work.new_tokens, stop=[], seed=number * work.tenants + index
+    )
+    return tenant.sampler.sample(
+        planish.ModelInput.from_ints(prompt(work, number, index)), work.group, params
+    )
 
 
 def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> list[Any]:
@@ -173,7 +200,9 @@ def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> l
 
 def prompt(work: Work, number: int, index: int) -> list[int]:
     """No two have a beginning in common."""
-    return [(number * 7919 + index * 104729 + place * 31) % 40000 for place in range(work.prompt_tokens)]
+    return [
+        (number * 7919 + index * 104729 + place * 31) % 40000 for place in range(work.prompt_tokens)
+    ]
 
 
 if __name__ == "__main__":

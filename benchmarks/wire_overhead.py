@@ -1,11 +1,15 @@
-"""What it costs that the engine is a server: the same GRPO iterations over HTTP and in this process, in turn.
+"""What it costs that the engine is a server: the same GRPO iterations over HTTP and in this
+process, in turn.
 
-    python benchmarks/wire_overhead.py                            5 rounds of 8 problems x 8 answers of 64 tokens
+    python benchmarks/wire_overhead.py                            5 rounds of 8 problems x 8 answers
+        of 64 tokens
     python benchmarks/wire_overhead.py steps=9 problems=4 new_tokens=128
 
-A round is one iteration on each side (a sampler of the newest weights, samples, forward_backward, optim_step), with the same prompts, seeds and
-adapter, and the other side first in every second round. The server journals as it always does. That both did the same work is checked by
-their tokens, logprobs and losses. One JSON object is printed; `ratio` is the median over the rounds of HTTP by in process, 1.05 being 5% of overhead.
+A round is one iteration on each side (a sampler of the newest weights, samples, forward_backward,
+optim_step), with the same prompts, seeds and adapter, and the other side first in every second
+round. The server journals as it always does. That both did the same work is checked by their
+tokens, logprobs and losses. One JSON object is printed; `ratio` is the median over the rounds of
+HTTP by in process, 1.05 being 5% of overhead.
 """
 
 import json
@@ -51,24 +55,35 @@ def main(work: Work) -> None:
         }
         # The first iteration warms caches and allocators up.
         _, *rounds = [played(clients, work, number) for number in range(work.steps + 1)]
-    ratios = {part: [getattr(row["http"], part) / getattr(row["in_process"], part) for row in rounds] for part in PARTS}
+    ratios = {
+        part: [getattr(row["http"], part) / getattr(row["in_process"], part) for row in rounds]
+        for part in PARTS
+    }
     report = {
         "work": chz.asdict(work),
         "threads": torch.get_num_threads(),
         "ratio": statistics.median(ratios["seconds"]),
         "ratios": {part: [round(value, 4) for value in values] for part, values in ratios.items()},
-        "seconds_per_step": {name: statistics.median(row[name].seconds for row in rounds) for name in clients},
+        "seconds_per_step": {
+            name: statistics.median(row[name].seconds for row in rounds) for name in clients
+        },
     }
     print(json.dumps(report, indent=2))
 
 
-def played(clients: Mapping[str, planish.TrainingClient], work: Work, number: int) -> dict[str, Iteration]:
+def played(
+    clients: Mapping[str, planish.TrainingClient], work: Work, number: int
+) -> dict[str, Iteration]:
     """One iteration on each side. Prompts share their first half."""
-    shape = Shape(work.problems, work.group, work.new_tokens, work.prompt_tokens, work.prompt_tokens // 2)
+    shape = Shape(
+        work.problems, work.group, work.new_tokens, work.prompt_tokens, work.prompt_tokens // 2
+    )
     given = make_round(clients["in_process"].get_tokenizer(), f"wire {number}", shape, number)
     names = list(clients)[:: 1 if number % 2 else -1]
     rows = {name: iteration(clients[name], given) for name in names}
-    http, in_process = ((answered(given, one.groups), one.loss) for one in (rows["http"], rows["in_process"]))
+    http, in_process = (
+        (answered(given, one.groups), one.loss) for one in (rows["http"], rows["in_process"])
+    )
     assert http == in_process, "the work was not the same"
     return rows
 

@@ -1,14 +1,17 @@
 """The pieces of work that peers are compared on, as data.
 
-    W1   rollouts: 16 prompts of 200 tokens that share their first 120, 8 samples each, 64 new tokens, temperature 1, logprobs
+    W1   rollouts: 16 prompts of 200 tokens that share their first 120, 8 samples each, 64 new
+         tokens, temperature 1, logprobs
     W1b  one prompt of 200 tokens, one sample, 128 new tokens
     W1c  8 prompts of 200 tokens, 8 samples each, 256 new tokens
-    W2   training on 128 such sequences: LoRA of rank 32 on all linears of the layers, importance sampling on the new tokens, one AdamW step
+    W2   training on 128 such sequences: LoRA of rank 32 on all linears of the layers, importance
+         sampling on the new tokens, one AdamW step
     W3   one iteration: W1 with the current weights, then W2 on what came out
 
-Round 0 of each is smaller: it warms caches, allocators and compilers up. Every round has prompts of its own, so nobody finds
-them in a cache. Prompts are words, of which text makes the same tokens again: some peers take text. The sequences of W2 are
-sampled from the model. New tokens are never cut short: no stop sequence counts.
+Round 0 of each is smaller: it warms caches, allocators and compilers up. Every round has prompts of
+its own, so nobody finds them in a cache. Prompts are words, of which text makes the same tokens
+again: some peers take text. The sequences of W2 are sampled from the model. New tokens are never
+cut short: no stop sequence counts.
 """
 
 import json
@@ -65,12 +68,16 @@ SMALL_WORKS = {
 
 
 def write_works(model: str, path: Path, works: Mapping[str, Rounds], rounds: int) -> None:
-    """The file {work: [round 0, round 1, ...]}; made in a process of its own, so that this one stays small."""
+    """The file {work: [round 0, round 1, ...]}; made in a process of its own, so that this one
+    stays small.
+    """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         path.write_text(json.dumps(pool.submit(make_works, model, works, rounds).result()))
 
 
-def make_works(model: str, works: Mapping[str, Rounds], rounds: int) -> dict[str, list[dict[str, Any]]]:
+def make_works(
+    model: str, works: Mapping[str, Rounds], rounds: int
+) -> dict[str, list[dict[str, Any]]]:
     """For each work its warm-up and then `rounds` rounds."""
     with planish.ServiceClient() as service_client:
         client = service_client.create_sampling_client(base_model=model)
@@ -81,7 +88,11 @@ def make_works(model: str, works: Mapping[str, Rounds], rounds: int) -> dict[str
                 make_round(client.get_tokenizer(), f"{name} {number}", shape, number)
                 for number, shape in enumerate(shapes)
             ]
-            made[name] = [answered(one, rollouts(client, one)) for one in plain] if work.is_answered else plain
+            made[name] = (
+                [answered(one, rollouts(client, one)) for one in plain]
+                if work.is_answered
+                else plain
+            )
         return made
 
 

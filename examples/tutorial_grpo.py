@@ -1,10 +1,12 @@
-"""GRPO by hand, in one notebook: sample answers, grade them, train on the difference, watch the reward.
+"""GRPO by hand, in one notebook: sample answers, grade them, train on the difference, watch the
+reward.
 
     marimo edit examples/tutorial_grpo.py                 as a notebook
     python examples/tutorial_grpo.py                      as a script, on GSM8K from the hub
     python examples/tutorial_grpo.py dataset=DIRECTORY steps=3 batch_size=4 group_size=4
 
-Every piece of the algorithm is in sight here. planish/recipes/rl_loop.py is the same loop with checkpoints and metrics.
+Every piece of the algorithm is in sight here. planish/recipes/rl_loop.py is the same loop with
+checkpoints and metrics.
 """
 
 import marimo
@@ -99,7 +101,9 @@ def _(DEFAULT_MODEL, mo, os, sys):
     if unknown:
         raise ValueError(f"unknown settings {sorted(unknown)}; known are {sorted(settings)}")
     settings.update(given)
-    n_steps, batch_size, group_size = (int(settings[name]) for name in ("steps", "batch_size", "group_size"))
+    n_steps, batch_size, group_size = (
+        int(settings[name]) for name in ("steps", "batch_size", "group_size")
+    )
     plot_path = os.path.expanduser(settings["plot"])
     return batch_size, group_size, n_steps, plot_path, settings
 
@@ -128,7 +132,9 @@ def _(get_renderer, planish, recommended_renderer_name, settings):
         max_tokens=int(settings["max_tokens"]),
         stop=renderer.get_stop_sequences(),
     )
-    adam_params = planish.AdamParams(learning_rate=float(settings["learning_rate"]), beta1=0.9, beta2=0.95)
+    adam_params = planish.AdamParams(
+        learning_rate=float(settings["learning_rate"]), beta1=0.9, beta2=0.95
+    )
     return adam_params, renderer, sampling_params, tokenizer, training_client
 
 
@@ -178,7 +184,9 @@ def _(mo):
 @app.cell
 def _(load_problems, problem_prompt, renderer, settings, tokenizer):
     problems = load_problems(settings["dataset"], "train")
-    print(f"{len(problems)} problems. What the model reads for the first one, answer {problems[0].answer}:\n")
+    print(
+        f"{len(problems)} problems. What the model reads for the first one, answer {problems[0].answer}:\n"
+    )
     print(tokenizer.decode(renderer.build_generation_prompt(problem_prompt(problems[0])).to_ints()))
     return (problems,)
 
@@ -253,7 +261,9 @@ async def _(
         prompts = [renderer.build_generation_prompt(problem_prompt(problem)) for problem in batch]
         responses = await asyncio.gather(
             *(
-                sampling_client.sample_async(prompt=prompt, num_samples=group_size, sampling_params=sampling_params)
+                sampling_client.sample_async(
+                    prompt=prompt, num_samples=group_size, sampling_params=sampling_params
+                )
                 for prompt in prompts
             )
         )
@@ -273,12 +283,20 @@ async def _(
                 datums.append(datum_of(prompt, sequence, reward - mean))
 
         if datums:
-            backward = await training_client.forward_backward_async(datums, loss_fn="importance_sampling")
+            backward = await training_client.forward_backward_async(
+                datums, loss_fn="importance_sampling"
+            )
             update = await training_client.optim_step_async(adam_params)
             await backward.result_async()
             await update.result_async()
 
-        history.append({"step": step, "reward": sum(group_means) / batch_size, "degenerate": degenerate / batch_size})
+        history.append(
+            {
+                "step": step,
+                "reward": sum(group_means) / batch_size,
+                "degenerate": degenerate / batch_size,
+            }
+        )
         print(
             f"step {step:2d} | reward {history[-1]['reward']:.3f} | "
             f"degenerate {history[-1]['degenerate']:.0%} | datums {len(datums)}"

@@ -1,15 +1,18 @@
-"""A model behind an OpenAI-compatible endpoint as a policy over messages: a judge, an opponent, a teacher.
+"""A model behind an OpenAI-compatible endpoint as a policy over messages: a judge, an opponent, a
+teacher.
 
     judge = ChatEndpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", api_key_env="JUDGE_KEY")
 
-One request a call, POST BASE_URL/chat/completions, by the HTTP library that planish has anyway. OpenAI's own client would bring the
-retries along, but it reads base URL, organisation and project from the environment where they are not given, and what a judge is
-shown would then depend on it; here the only variable that is read is the one that the options name, and the key is never an option,
-since options are written into run directories.
+One request a call, POST BASE_URL/chat/completions, by the HTTP library that planish has anyway.
+OpenAI's own client would bring the retries along, but it reads base URL, organisation and project
+from the environment where they are not given, and what a judge is shown would then depend on it;
+here the only variable that is read is the one that the options name, and the key is never an
+option, since options are written into run directories.
 
-What may go better at another time is asked again after a while that grows: no connection, no answer in time, a broken answer, 408,
-409, 425, 429 and most of 5xx. Anything else says that the request is wrong, and is raised at once. Options are plain data, so an
-endpoint pickles; connections are opened with the first call and closed with the last one under way.
+What may go better at another time is asked again after a while that grows: no connection, no answer
+in time, a broken answer, 408, 409, 425, 429 and most of 5xx. Anything else says that the request is
+wrong, and is raised at once. Options are plain data, so an endpoint pickles; connections are opened
+with the first call and closed with the last one under way.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
 LATER = (408, 409, 425, 429)
 NEVER = (501, 505)
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WISH = 0.5, 30.0, 120.0
-"""Seconds between attempts: at first, at most, and at most if the endpoint asks for it (Retry-After)."""
+"""Seconds between attempts: at first, at most, and at most if the endpoint asks for it
+(Retry-After).
+"""
 CONNECT_SECONDS = 10.0
 SHOWN_CHARACTERS = 500
 """Of an endpoint's answer, in an error."""
@@ -45,7 +50,9 @@ class EndpointError(PlanishError, ConnectionError):
 
 
 class _NoAnswerError(Exception):
-    """This attempt failed; the next may not. `wish`: seconds that the endpoint wants to be left alone."""
+    """This attempt failed; the next may not. `wish`: seconds that the endpoint wants to be left
+    alone.
+    """
 
     def __init__(self, reason: str, wish: float = 0.0) -> None:
         super().__init__(reason)
@@ -79,19 +86,28 @@ class ChatEndpoint(MessageCompleter):
     max_retries: int = 5
     max_concurrent: int = 16
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as {"reasoning_effort": "low"}. They win over those above; None leaves a field out."""
+    """Further fields of the request, such as {"reasoning_effort": "low"}. They win over those
+    above; None leaves a field out.
+    """
     _opened: dict[asyncio.AbstractEventLoop, _Connections] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        """UserError for an option that cannot be right; the key is looked up, so a missing one is noticed before any work."""
+        """UserError for an option that cannot be right; the key is looked up, so a missing one is
+        noticed before any work.
+        """
         if not _is_url(self.base_url):
-            raise UserError(f"base_url={self.base_url!r}: give a URL such as http://127.0.0.1:8000/v1")
+            raise UserError(
+                f"base_url={self.base_url!r}: give a URL such as http://127.0.0.1:8000/v1"
+            )
         rules = {
             "model": (bool(self.model), "the name by which the endpoint knows the model"),
             "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
-            "temperature": (self.temperature is None or self.temperature >= 0, "0 or more, or None"),
+            "temperature": (
+                self.temperature is None or self.temperature >= 0,
+                "0 or more, or None",
+            ),
             "timeout_seconds": (self.timeout_seconds > 0, "seconds above 0"),
             "max_retries": (self.max_retries >= 0, "a whole number, 0 for one attempt"),
             "max_concurrent": (self.max_concurrent >= 1, "at least 1"),
@@ -109,7 +125,9 @@ class ChatEndpoint(MessageCompleter):
         return self
 
     async def __call__(self, messages: Sequence[Message]) -> Message:
-        """The model's answer; EndpointError after the last attempt, UserError for a request that the endpoint refuses."""
+        """The model's answer; EndpointError after the last attempt, UserError for a request that
+        the endpoint refuses.
+        """
         options = {"max_tokens": self.max_tokens, "temperature": self.temperature, **self.extra}
         sent = {name: value for name, value in options.items() if value is not None}
         body = {"model": self.model, "messages": list(messages), **sent}
@@ -150,7 +168,9 @@ class ChatEndpoint(MessageCompleter):
         text = f"status {status}: {response.text[:SHOWN_CHARACTERS]}"
         if status in LATER or (status >= 500 and status not in NEVER):
             return _NoAnswerError(text, _retry_after(response))
-        return UserError(f"{self._url} refused the request, {text}; check base_url, model and the key")
+        return UserError(
+            f"{self._url} refused the request, {text}; check base_url, model and the key"
+        )
 
     @asynccontextmanager
     async def _connections(self) -> AsyncIterator[_Connections]:
@@ -186,7 +206,9 @@ class ChatEndpoint(MessageCompleter):
             return {}
         key = os.environ.get(self.api_key_env)
         if not key:
-            raise UserError(f"api_key_env={self.api_key_env}: there is no such variable in the environment; set it")
+            raise UserError(
+                f"api_key_env={self.api_key_env}: there is no such variable in the environment; set it"
+            )
         return {"Authorization": f"Bearer {key}"}
 
     @property
@@ -206,7 +228,9 @@ def _message(response: Response) -> Message:
     try:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
-        raise _NoAnswerError(f"this is no chat completion: {response.text[:SHOWN_CHARACTERS]}") from None
+        raise _NoAnswerError(
+            f"this is no chat completion: {response.text[:SHOWN_CHARACTERS]}"
+        ) from None
     if not isinstance(content, str | None):
         raise _NoAnswerError(f"its content is no text: {content!r:.{SHOWN_CHARACTERS}}")
     return {"role": "assistant", "content": content or ""}

@@ -1,11 +1,14 @@
-"""Where a run begins, and what it leaves behind: a training client made, resumed or started from weights; checkpoints on the way.
+"""Where a run begins, and what it leaves behind: a training client made, resumed or started from
+weights; checkpoints on the way.
 
-Kinds of checkpoints, all recorded in checkpoints.jsonl by the number of batches that were trained before them:
+Kinds of checkpoints, all recorded in checkpoints.jsonl by the number of batches that were trained
+before them:
     periodic   state and weights for sampling, with a time to live
     rolling    state alone, short-lived; deleted when the next state of any kind is safe
     final      state and weights for sampling, which do not expire
-A run resumes at the last row that has a state, also when `max_steps` ended it early; so the same command with more steps
-goes on where the weights are. A state that has expired since, or whose files are damaged, is passed over for the one before.
+A run resumes at the last row that has a state, also when `max_steps` ended it early; so the same
+command with more steps goes on where the weights are. A state that has expired since, or whose
+files are damaged, is passed over for the one before.
 """
 
 import logging
@@ -13,7 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from planish.errors import CheckpointError, DamagedFileError, PlanishError, UnknownModelError, UserError, as_user_errors
+from planish.errors import (
+    CheckpointError,
+    DamagedFileError,
+    PlanishError,
+    UnknownModelError,
+    UserError,
+    as_user_errors,
+)
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
 from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of
 
@@ -54,7 +64,8 @@ def start_training(
     data_size: int,
     user_metadata: Mapping[str, str] | None = None,
 ) -> Start:
-    """A client resumed from the run's newest state that is left, or from given weights with a fresh optimizer, or new.
+    """A client resumed from the run's newest state that is left, or from given weights with a fresh
+    optimizer, or new.
 
     Raises UserError when the run in the directory was trained on a data set of another size.
     """
@@ -72,7 +83,9 @@ def start_training(
             base_model=model_name, rank=lora_rank, seed=seed, **metadata
         )
         return Start(client, None, data_size)
-    client = service_client.create_training_client_from_state(checkpoint_of(load_checkpoint_path), **metadata)
+    client = service_client.create_training_client_from_state(
+        checkpoint_of(load_checkpoint_path), **metadata
+    )
     info = client.get_info()
     found = (info.model_data.model_name, info.lora_rank)
     if found != (model_name, lora_rank):
@@ -94,7 +107,9 @@ def _resumed(
     errors: list[CheckpointError | DamagedFileError] = []
     for record in records:
         try:
-            client = service_client.create_training_client_from_state_with_optimizer(record.state_path, **metadata)
+            client = service_client.create_training_client_from_state_with_optimizer(
+                record.state_path, **metadata
+            )
         except (CheckpointError, DamagedFileError) as error:
             logger.warning("%s: %s; going on from an older one if there is any", run.path, error)
             errors.append(error)
@@ -107,7 +122,9 @@ def _resumed(
 
 
 def choose_renderer(renderer_name: str | None, model_name: str, tokenizer: Any) -> Renderer:
-    """The named renderer, or the one for the model's name, or the one that the model's own files ask for."""
+    """The named renderer, or the one for the model's name, or the one that the model's own files
+    ask for.
+    """
     if renderer_name is not None:
         with as_user_errors("renderer_name"):
             return get_renderer(renderer_name, tokenizer)
@@ -126,7 +143,9 @@ def origin_metadata(recipe_name: str | None, renderer_name: str | None) -> dict[
 
 @dataclass
 class RunCheckpoints:
-    """Saves the states of one run. `extra` of a row is the loop's own, such as counters, and comes back at a resume."""
+    """Saves the states of one run. `extra` of a row is the loop's own, such as counters, and comes
+    back at a resume.
+    """
 
     training_client: Any
     run: RunDirectory
@@ -149,7 +168,14 @@ class RunCheckpoints:
         service_client: Any = None,
     ) -> Self:
         """Of a run that begins, or goes on, at `start`."""
-        checkpoints = cls(start.training_client, run, ttl_seconds, rolling_ttl_seconds, service_client, start.data_size)
+        checkpoints = cls(
+            start.training_client,
+            run,
+            ttl_seconds,
+            rolling_ttl_seconds,
+            service_client,
+            start.data_size,
+        )
         if start.record is not None and start.record.extra.get("rolling"):
             checkpoints._rolling = start.record.state_path
         return checkpoints
@@ -157,7 +183,9 @@ class RunCheckpoints:
     def due(
         self, done: int, *, save_every: int, rolling_save_every: int
     ) -> Callable[[int, Mapping[str, Any]], CheckpointRecord] | None:
-        """How to save after `done` batches, one of the methods below; None if nothing is due then. 0 = never."""
+        """How to save after `done` batches, one of the methods below; None if nothing is due then.
+        0 = never.
+        """
         if save_every and done % save_every == 0:
             return self.periodic
         if rolling_save_every and done % rolling_save_every == 0:
@@ -166,11 +194,15 @@ class RunCheckpoints:
 
     def periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """A checkpoint from which the run resumes at `batch`, and weights that can be sampled from."""
-        return self._save(f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=True)
+        return self._save(
+            f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=True
+        )
 
     def state_only(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """A checkpoint from which the run resumes at `batch`."""
-        return self._save(f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=False)
+        return self._save(
+            f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=False
+        )
 
     def rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """A short-lived state, from which the run resumes at `batch`."""
@@ -182,7 +214,9 @@ class RunCheckpoints:
 
     def final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """The last state and weights, which do not expire."""
-        return self._save("final", f"final-{batch:06d}", batch, None, extra or {}, with_sampler=True, final=True)
+        return self._save(
+            "final", f"final-{batch:06d}", batch, None, extra or {}, with_sampler=True, final=True
+        )
 
     def _save(
         self,
@@ -196,7 +230,11 @@ class RunCheckpoints:
         final: bool | None = None,
     ) -> CheckpointRecord:
         state = self.training_client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)
-        weights = self.training_client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds) if with_sampler else None
+        weights = (
+            self.training_client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)
+            if with_sampler
+            else None
+        )
         record = CheckpointRecord(
             row_name,
             batch,
@@ -213,6 +251,8 @@ class RunCheckpoints:
         path, self._rolling = self._rolling, None
         if path is not None:
             try:
-                self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+                self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(
+                    path
+                ).result()
             except PlanishError as error:  # it has expired, or will
                 logger.info("%s was not deleted: %s", path, error)

@@ -1,17 +1,20 @@
-"""The command `planish`: models that can be loaded here, what came out of runs, and the server with what it keeps.
+"""The command `planish`: models that can be loaded here, what came out of runs, and the server with
+what it keeps.
 
 planish models               what can be loaded as a base model, and from where
 planish models --fetch       get the embedded model now, rather than at its first use
 planish plot RUN [RUN ...]   curves of runs, as a picture and as a page
 planish trace RUN            when each part of a traced run ran, for Perfetto
 planish eval TASK            a model or checkpoint on GSM8K, MATH-500 or questions of your own
-planish serve                the engine as a server, for the tinker SDK and for clients of OpenAI's API
+planish serve                the engine as a server, for the tinker SDK and for clients of OpenAI's
+                             API
 planish runs                 training runs, of a server or of this machine
 planish checkpoints          checkpoints: list, show, delete, publish, keep for a time, download
 planish export CKPT DIR      a checkpoint as a PEFT adapter, or merged into its base model
 planish chat                 talk with a model or a checkpoint
 
-A command's module is loaded when the command is named, by what the table below says: `planish --help` need not wait for torch.
+A command's module is loaded when the command is named, by what the table below says: `planish
+--help` need not wait for torch.
 """
 
 import argparse
@@ -30,7 +33,9 @@ from planish.errors import PlanishError
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: a module with `add_arguments(parser)`, and `run(arguments)` that answers an exit status or None."""
+    """A subcommand: a module with `add_arguments(parser)`, and `run(arguments)` that answers an
+    exit status or None.
+    """
 
     name: str
     module: str
@@ -38,22 +43,52 @@ class Command:
 
 
 COMMANDS = (
-    Command("models", "planish.commands.models", "list the base models that can be loaded, and from where"),
-    Command("plot", "planish.commands.plot", "draw the curves of runs: curves.png, and curves.html to explore"),
-    Command("trace", "planish.commands.trace", "turn the events of a run with enable_trace=True into trace.json"),
-    Command("eval", "planish.commands.evaluate", "measure a model or checkpoint: GSM8K, MATH-500, multiple choice"),
-    Command("serve", "planish.server.serve", "serve base models to the tinker SDK, to planish and to OpenAI's client"),
-    Command("runs", "planish.commands.runs", "list training runs, of a server or of this machine"),
-    Command("checkpoints", "planish.commands.checkpoints", "list, show, delete, publish or download checkpoints"),
     Command(
-        "export", "planish.commands.export", "write a checkpoint as a PEFT adapter or as a merged Hugging Face model"
+        "models",
+        "planish.commands.models",
+        "list the base models that can be loaded, and from where",
     ),
-    Command("chat", "planish.commands.chat", "talk with a base model or a checkpoint in the terminal"),
+    Command(
+        "plot",
+        "planish.commands.plot",
+        "draw the curves of runs: curves.png, and curves.html to explore",
+    ),
+    Command(
+        "trace",
+        "planish.commands.trace",
+        "turn the events of a run with enable_trace=True into trace.json",
+    ),
+    Command(
+        "eval",
+        "planish.commands.evaluate",
+        "measure a model or checkpoint: GSM8K, MATH-500, multiple choice",
+    ),
+    Command(
+        "serve",
+        "planish.server.serve",
+        "serve base models to the tinker SDK, to planish and to OpenAI's client",
+    ),
+    Command("runs", "planish.commands.runs", "list training runs, of a server or of this machine"),
+    Command(
+        "checkpoints",
+        "planish.commands.checkpoints",
+        "list, show, delete, publish or download checkpoints",
+    ),
+    Command(
+        "export",
+        "planish.commands.export",
+        "write a checkpoint as a PEFT adapter or as a merged Hugging Face model",
+    ),
+    Command(
+        "chat", "planish.commands.chat", "talk with a base model or a checkpoint in the terminal"
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 on success, 1 with a message on stderr when it could not be done, 130 when Ctrl-C ended it."""
+    """Run the command; 0 on success, 1 with a message on stderr when it could not be done, 130 when
+    Ctrl-C ended it.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return _run(words)
@@ -63,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _has_no_reader(sys.stdout.fileno()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
+        # for what Python still writes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
@@ -95,11 +131,17 @@ class _Version(argparse.Action):
 
 def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
     """With the arguments of the command that is `named`; the others are there by name only."""
-    parser = argparse.ArgumentParser(prog="planish", description="Reinforcement learning of language models, locally.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="what a report of a fault should name")
+    parser = argparse.ArgumentParser(
+        prog="planish", description="Reinforcement learning of language models, locally."
+    )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="what a report of a fault should name"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        subparser = commands.add_parser(command.name, help=command.help, description=f"{command.help}.")
+        subparser = commands.add_parser(
+            command.name, help=command.help, description=f"{command.help}."
+        )
         if command.name in named:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
@@ -108,9 +150,12 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _as_typed(message: str, parser: argparse.ArgumentParser) -> str:
-    """The sentence of an error with options in place of arguments: what is called says `max_tokens=0`, who typed it `--max-tokens 0`."""
+    """The sentence of an error with options in place of arguments: what is called says
+    `max_tokens=0`, who typed it `--max-tokens 0`.
+    """
     options = _options(parser)
-    # A single word is a word of the sentence too, unless it has a value; and within a path or a quotation nothing is an argument.
+    # A single word is a word of the sentence too, unless it has a value; and within a path or a
+    # quotation nothing is an argument.
     names = "|".join(rf"{name}(?:=|\b)" if "_" in name else f"{name}=" for name in options)
     return re.sub(
         rf"(?<![\w./'\"-])({names})",

@@ -1,7 +1,8 @@
 """Policies as functions: tokens in and tokens out, or messages in and a message out.
 
-An environment is played by a TokenCompleter. A MessageCompleter is for parts of an environment that talk (an opponent, a
-judge) and do not care for tokens. Neither is trained by being called: what was sampled, with its logprobs, comes back.
+An environment is played by a TokenCompleter. A MessageCompleter is for parts of an environment that
+talk (an opponent, a judge) and do not care for tokens. Neither is trained by being called: what was
+sampled, with its logprobs, comes back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class TokensWithLogprobs:
 
     tokens: list[int]
     maybe_logprobs: list[float] | None
-    """Of each token at the sampler's temperature; None if the policy has none, and then it cannot be trained on."""
+    """Of each token at the sampler's temperature; None if the policy has none, and then it cannot
+    be trained on.
+    """
     stop_reason: StopReason = "stop"
     sequence_id: str | None = None
     prompt_cache_hit_tokens: int = 0
@@ -35,7 +38,9 @@ class TokensWithLogprobs:
     @property
     def logprobs(self) -> list[float]:
         if self.maybe_logprobs is None:
-            raise ValueError("these tokens have no logprobs: they come from a policy that gives none")
+            raise ValueError(
+                "these tokens have no logprobs: they come from a policy that gives none"
+            )
         return self.maybe_logprobs
 
 
@@ -46,10 +51,14 @@ class TokenCompleter(ABC):
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        """Go on from `model_input` until a stop, or at most `max_tokens` (None: the policy's own limit)."""
+        """Go on from `model_input` until a stop, or at most `max_tokens` (None: the policy's own
+        limit).
+        """
 
     def seeded(self, seed: int) -> TokenCompleter:
-        """This policy with draws that are a function of `seed` and the number of the call; itself if it draws nothing."""
+        """This policy with draws that are a function of `seed` and the number of the call; itself
+        if it draws nothing.
+        """
         return self
 
 
@@ -61,7 +70,9 @@ class MessageCompleter(ABC):
 
 
 class TinkerTokenCompleter(TokenCompleter):
-    """The policy that a sampling client holds. The name is the one that programs of this field know."""
+    """The policy that a sampling client holds. The name is the one that programs of this field
+    know.
+    """
 
     def __init__(
         self,
@@ -93,7 +104,9 @@ class TinkerTokenCompleter(TokenCompleter):
             stop=stop,
             seed=self._next_seed(),
         )
-        response = await self.sampling_client.sample_async(prompt=model_input, num_samples=1, sampling_params=params)
+        response = await self.sampling_client.sample_async(
+            prompt=model_input, num_samples=1, sampling_params=params
+        )
         [sequence] = response.sequences
         return TokensWithLogprobs(
             sequence.tokens,
@@ -134,7 +147,9 @@ class TinkerMessageCompleter(MessageCompleter):
         temperature: float = 1.0,
     ) -> None:
         self.renderer = renderer
-        self.stop_condition = renderer.get_stop_sequences() if stop_condition is None else stop_condition
+        self.stop_condition = (
+            renderer.get_stop_sequences() if stop_condition is None else stop_condition
+        )
         self._complete = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
 
     async def __call__(self, messages: Sequence[Message]) -> Message:
@@ -144,5 +159,7 @@ class TinkerMessageCompleter(MessageCompleter):
 
 
 def derived_seed(seed: int, *place: int) -> int:
-    """A seed for one place of a run, such as (step, group, trajectory): the same in every run, unlike at every other place."""
+    """A seed for one place of a run, such as (step, group, trajectory): the same in every run,
+    unlike at every other place.
+    """
     return random.Random(":".join(map(str, (seed, *place)))).getrandbits(31)

@@ -1,8 +1,10 @@
-"""What a person sees while a run goes on: a bar for the run, a bar for each stage that is under way, a line for each step.
+"""What a person sees while a run goes on: a bar for the run, a bar for each stage that is under
+way, a line for each step.
 
-On a terminal the bars redraw in place, below the lines. Elsewhere (a file, a pipe) there are lines only: one for each
-finished step, and while a step takes long, one every `interval` seconds that says what is under way. Several stages may
-be open at once, from any thread or task: in an asynchronous run one step is sampled while another is trained on.
+On a terminal the bars redraw in place, below the lines. Elsewhere (a file, a pipe) there are lines
+only: one for each finished step, and while a step takes long, one every `interval` seconds that
+says what is under way. Several stages may be open at once, from any thread or task: in an
+asynchronous run one step is sampled while another is trained on.
 """
 
 import threading
@@ -11,13 +13,24 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 class Stage:
-    """A part of the work that is under way, made by `StepDisplay.begin`; closed at the end of its `with` block."""
+    """A part of the work that is under way, made by `StepDisplay.begin`; closed at the end of its
+    `with` block.
+    """
 
-    def __init__(self, progress: Progress, name: str, total: int | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, progress: Progress, name: str, total: int | None, clock: Callable[[], float]
+    ) -> None:
         self.name = name
         self.total = total
         self.done = 0
@@ -82,7 +95,9 @@ class StepDisplay:
         interval: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`interval`: seconds without a line after which one says what is under way, where there is no terminal."""
+        """`interval`: seconds without a line after which one says what is under way, where there is
+        no terminal.
+        """
         self.console = console or Console(highlight=False)
         self.steps = steps
         self._unit = unit
@@ -97,9 +112,12 @@ class StepDisplay:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            speed_estimate_period=3600.0,  # a step may take minutes, and what is left is told from several
+            # a step may take minutes, and what is left is told from several
+            speed_estimate_period=3600.0,
         )
-        self._run = self._progress.add_task(unit, total=steps, completed=done, detail=f"{done}/{steps}")
+        self._run = self._progress.add_task(
+            unit, total=steps, completed=done, detail=f"{done}/{steps}"
+        )
         self._open: list[Stage] = []
         self._current: Stage | None = None
         self._last_line = clock()
@@ -110,7 +128,9 @@ class StepDisplay:
         if self.console.is_terminal:
             self._progress.start()
         else:
-            self._reporter = threading.Thread(target=self._report, name="planish-progress", daemon=True)
+            self._reporter = threading.Thread(
+                target=self._report, name="planish-progress", daemon=True
+            )
             self._reporter.start()
         return self
 
@@ -122,14 +142,18 @@ class StepDisplay:
             self._reporter.join()
 
     def begin(self, name: str, total: int | None = None) -> Stage:
-        """Say that a stage is under way, until it is closed; `total` parts of it, if they can be counted."""
+        """Say that a stage is under way, until it is closed; `total` parts of it, if they can be
+        counted.
+        """
         self._open = [stage for stage in self._open if stage.is_open]
         stage = Stage(self._progress, name, total, self._clock)
         self._open.append(stage)
         return stage
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """Say what the step is doing now, where it does one thing after the other; ends what it was doing."""
+        """Say what the step is doing now, where it does one thing after the other; ends what it was
+        doing.
+        """
         self._end_current()
         self._current = self.begin(name, total)
 
@@ -153,7 +177,11 @@ class StepDisplay:
     def status(self) -> str:
         """What is under way, as one line; "" if nothing is."""
         stages = [stage.status() for stage in list(self._open) if stage.is_open]
-        return " | ".join([f"{self._done} of {self.steps} {self._unit} done", *stages]) if stages else ""
+        return (
+            " | ".join([f"{self._done} of {self.steps} {self._unit} done", *stages])
+            if stages
+            else ""
+        )
 
     def _end_current(self) -> None:
         if self._current is not None:

@@ -1,8 +1,9 @@
 """What is drawn of runs: which metrics, over which steps, in which panels.
 
-A run is a directory with metrics.jsonl, or such a file. Files of other programs are welcome: rows may lack a metric or a
-step, repeat a step (the later row counts), or hold what is no finite number; runs may differ in length and in what they
-measure. A panel shows one quantity, for every run that has it.
+A run is a directory with metrics.jsonl, or such a file. Files of other programs are welcome: rows
+may lack a metric or a step, repeat a step (the later row counts), or hold what is no finite number;
+runs may differ in length and in what they measure. A panel shows one quantity, for every run that
+has it.
 """
 
 import fnmatch
@@ -29,7 +30,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity. Patterns are metric names in which * is any text; of a run, the first that it has is drawn."""
+    """One quantity. Patterns are metric names in which * is any text; of a run, the first that it
+    has is drawn.
+    """
 
     title: str
     patterns: tuple[str, ...]
@@ -45,7 +48,9 @@ class Panel:
         return list(dict.fromkeys(key for keys in chosen for key in keys))
 
     def has_news(self, run: Run) -> bool:
-        return any(value != self.dull for key in self.keys_of(run) for value in run.points[key].values())
+        return any(
+            value != self.dull for key in self.keys_of(run) for value in run.points[key].values()
+        )
 
 
 PANELS = (
@@ -88,20 +93,29 @@ class DrawnPanel:
     @property
     def keys(self) -> list[str]:
         """Its metrics, in the order of their line styles."""
-        return [curve.key for curve in sorted({c.key: c for c in self.curves}.values(), key=lambda c: c.key_index)]
+        return [
+            curve.key
+            for curve in sorted({c.key: c for c in self.curves}.values(), key=lambda c: c.key_index)
+        ]
 
     @property
     def is_logarithmic(self) -> bool:
         """Distances between policies go over many powers of ten."""
         values = [value for curve in self.curves for value in curve.y]
-        return all("kl" in curve.key for curve in self.curves) and min(values) > 0 and max(values) / min(values) > 100
+        return (
+            all("kl" in curve.key for curve in self.curves)
+            and min(values) > 0
+            and max(values) / min(values) > 100
+        )
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """The runs at `paths`, named by as much of their paths as tells them apart."""
     files = [_metrics_file(path) for path in paths]
     runs = []
-    for name, file in zip(_short_names([file.resolve().parent for file in files]), files, strict=True):
+    for name, file in zip(
+        _short_names([file.resolve().parent for file in files]), files, strict=True
+    ):
         points = points_of(read_rows(file))
         if not points:
             raise UserError(f"{file}: no step has been written yet; wait for the first one")
@@ -121,10 +135,17 @@ def points_of(rows: Iterable[Row]) -> dict[str, Points]:
     return {key: dict(sorted(points.items())) for key, points in found.items()}
 
 
-def drawn_panels(runs: Sequence[Run], metrics: Sequence[str] | None, smooth: int) -> list[DrawnPanel]:
-    """Panels with their curves. `metrics`: patterns, a panel each; None: those of `PANELS` that some run has."""
+def drawn_panels(
+    runs: Sequence[Run], metrics: Sequence[str] | None, smooth: int
+) -> list[DrawnPanel]:
+    """Panels with their curves. `metrics`: patterns, a panel each; None: those of `PANELS` that
+    some run has.
+    """
     return [
-        DrawnPanel(panel.title, [curve for i, run in enumerate(runs) for curve in _curves(panel, runs, run, i, smooth)])
+        DrawnPanel(
+            panel.title,
+            [curve for i, run in enumerate(runs) for curve in _curves(panel, runs, run, i, smooth)],
+        )
         for panel in _chosen(runs, metrics)
     ]
 
@@ -145,7 +166,9 @@ def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[Panel]:
     if metrics is None:
         panels = [panel for panel in PANELS if any(panel.has_news(run) for run in runs)]
         if not panels:
-            raise UserError(f"none of the usual metrics is there; name some of: {', '.join(available)}")
+            raise UserError(
+                f"none of the usual metrics is there; name some of: {', '.join(available)}"
+            )
         return panels
     for pattern in metrics:
         if not fnmatch.filter(available, pattern):
@@ -153,13 +176,17 @@ def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[Panel]:
     return [Panel(pattern, (pattern,), draw_all=True) for pattern in metrics]
 
 
-def _curves(panel: Panel, runs: Sequence[Run], run: Run, run_index: int, smooth: int) -> list[Curve]:
+def _curves(
+    panel: Panel, runs: Sequence[Run], run: Run, run_index: int, smooth: int
+) -> list[Curve]:
     keys = list(dict.fromkeys(key for run in runs for key in panel.keys_of(run)))
     curves = []
     for key in panel.keys_of(run):
         points = run.points[key]
         means = smoothed(points, smooth) if smooth > 1 else None
-        curves.append(Curve(run, key, run_index, keys.index(key), list(points), list(points.values()), means))
+        curves.append(
+            Curve(run, key, run_index, keys.index(key), list(points), list(points.values()), means)
+        )
     return curves
 
 

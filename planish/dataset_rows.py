@@ -1,8 +1,9 @@
 """Rows of a data set, wherever it is.
 
-A data set is named in one of three ways: a hub name ("openai/gsm8k", or "NAME:CONFIG"), a local directory with train and
-test files (train.jsonl, test.jsonl, or parquet), or one JSONL or parquet file, which is its own train split. The hub's rows are
-read from disk as they are asked for; those of files are held in memory.
+A data set is named in one of three ways: a hub name ("openai/gsm8k", or "NAME:CONFIG"), a local
+directory with train and test files (train.jsonl, test.jsonl, or parquet), or one JSONL or parquet
+file, which is its own train split. The hub's rows are read from disk as they are asked for; those
+of files are held in memory.
 """
 
 import json
@@ -19,7 +20,9 @@ Row = dict[str, Any]
 
 
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
-    """The rows of one split ("train" or "test") of a hub name, a directory or a file; UserError if there are none."""
+    """The rows of one split ("train" or "test") of a hub name, a directory or a file; UserError if
+    there are none.
+    """
     files = _files(Path(dataset).expanduser(), split)
     if files is not None:
         rows = [row for file in files for _, row in _located_in(file)]
@@ -28,17 +31,22 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
     else:
         rows = _open_on_hub(dataset, split)
     if not len(rows):
-        raise UserError(f"the data set {dataset} has no rows in its {split} split; give one that has")
+        raise UserError(
+            f"the data set {dataset} has no rows in its {split} split; give one that has"
+        )
     return rows
 
 
 def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
-    """The same rows, each with its place for messages: file and line where there are lines, otherwise its number."""
+    """The same rows, each with its place for messages: file and line where there are lines,
+    otherwise its number.
+    """
     files = _files(Path(dataset).expanduser(), split)
     if files is None:
         rows = open_rows(dataset, split)
         return [
-            (f"the data set {dataset}, {split} row {number}", dict(row)) for number, row in enumerate(rows, start=1)
+            (f"the data set {dataset}, {split} row {number}", dict(row))
+            for number, row in enumerate(rows, start=1)
         ]
     return [located for file in files for located in _located_in(file)]
 
@@ -100,12 +108,21 @@ def _found_files(directory: Path, split: str) -> Sequence[Path]:
 
 def _located_in(path: Path) -> list[tuple[str, Row]]:
     if path.suffix == ".parquet":
-        return [(f"{path}, row {number}", row) for number, row in enumerate(_read_parquet(path), start=1)]
+        return [
+            (f"{path}, row {number}", row)
+            for number, row in enumerate(_read_parquet(path), start=1)
+        ]
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error}); give JSON lines or a .parquet file") from error
-    places = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+        raise UserError(
+            f"{path} is not UTF-8 text ({error}); give JSON lines or a .parquet file"
+        ) from error
+    places = [
+        (f"{path}, line {number}", line)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     return [(where, _parse(line, where)) for where, line in places]
 
 
@@ -126,7 +143,9 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         return read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet ({error}); get the file again") from error
+        raise UserError(
+            f"{path} cannot be read as parquet ({error}); get the file again"
+        ) from error
 
 
 def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:
@@ -135,7 +154,8 @@ def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:
     name, config = _hub_name(dataset)
     try:
         return load_dataset(name, config, split=split)  # type: ignore[return-value]
-    except Exception as error:  # no network, no such dataset, no right to it: many types, which differ between releases
+    except Exception as error:
+        # no network, no such dataset, no right to it: many types, which differ between releases
         raise _no_answer(dataset, f"its {split} split", error) from error
 
 
@@ -155,4 +175,6 @@ def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
 def check_shuffle_seed(shuffle_seed: int | None) -> None:
     """UserError for one that no generator of numpy takes."""
     if shuffle_seed is not None and shuffle_seed < 0:
-        raise UserError(f"shuffle_seed={shuffle_seed}: give a whole number of at least 0, or None for no shuffling")
+        raise UserError(
+            f"shuffle_seed={shuffle_seed}: give a whole number of at least 0, or None for no shuffling"
+        )

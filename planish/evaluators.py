@@ -1,4 +1,6 @@
-"""Measurements of a policy between training steps. Each answers metrics by name; the loop puts the names into the step's row."""
+"""Measurements of a policy between training steps. Each answers metrics by name; the loop puts the
+names into the step's row.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -33,7 +35,9 @@ def evaluator_name(evaluator: Evaluator) -> str:
 
 @contextmanager
 def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
-    """Errors that leave the block say which evaluator was asked, and when; so does a cancellation that nobody asked for."""
+    """Errors that leave the block say which evaluator was asked, and when; so does a cancellation
+    that nobody asked for.
+    """
     try:
         with only_errors():
             yield
@@ -42,7 +46,9 @@ def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
         raise
 
 
-def add_metrics(metrics: dict[str, float], found: Mapping[str, float], evaluator: Evaluator) -> None:
+def add_metrics(
+    metrics: dict[str, float], found: Mapping[str, float], evaluator: Evaluator
+) -> None:
     """Put what `evaluator` gave beside what others did; UserError for a name that is taken."""
     if (twice := next((name for name in ["step", *metrics] if name in found), None)) is not None:
         owner = "the row's own" if twice == "step" else "that of another evaluator"
@@ -54,7 +60,9 @@ def add_metrics(metrics: dict[str, float], found: Mapping[str, float], evaluator
 
 
 def checked_metrics(given: Any, source: str) -> dict[str, int | float]:
-    """What `source` gave, as Python's own numbers. UserError unless it is numbers by name; NaN and infinity are numbers too."""
+    """What `source` gave, as Python's own numbers. UserError unless it is numbers by name; NaN and
+    infinity are numbers too.
+    """
     if not isinstance(given, Mapping):
         raise UserError(f"{source} gave {given!r} as metrics; give a mapping of names to numbers")
     return {name: _number(name, value, source) for name, value in given.items()}
@@ -66,7 +74,9 @@ def _number(name: Any, value: Any, source: str) -> int | float:
     if type(value) in (int, float):
         return value
     if isinstance(value, str | bytes):  # float() would read them
-        raise UserError(f"{source} gave the metric {name}={value!r}; give a number, and text as a log")
+        raise UserError(
+            f"{source} gave the metric {name}={value!r}; give a number, and text as a log"
+        )
     try:
         return float(value)  # of another library, such as NumPy
     except (TypeError, ValueError):

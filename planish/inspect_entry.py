@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false
 # inspect_ai is an extra, which the environment of the tests does not have (see docs/evaluation.md).
-"""What Inspect loads of planish (the entry point `inspect_ai`): the name of the provider, and how to get it."""
+"""What Inspect loads of planish (the entry point `inspect_ai`): the name of the provider, and how
+to get it.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +11,9 @@ from inspect_ai.model import modelapi
 
 
 def planish_api() -> Any:
-    """Imported here and not above: Inspect loads this module at each start, and torch takes seconds."""
+    """Imported here and not above: Inspect loads this module at each start, and torch takes
+    seconds.
+    """
     return import_module("planish.evaluation.inspect_model").PlanishAPI
 
 

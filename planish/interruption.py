@@ -1,5 +1,7 @@
-"""Ctrl-C as a request: the loop ends at a point from which it can be resumed. A second Ctrl-C ends it at once. And what else may
-end a task from outside: cancellation, and the first error of several tasks."""
+"""Ctrl-C as a request: the loop ends at a point from which it can be resumed. A second Ctrl-C ends
+it at once. And what else may end a task from outside: cancellation, and the first error of several
+tasks.
+"""
 
 import asyncio
 import signal
@@ -34,8 +36,9 @@ class Interruption:
         self._asked.set()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`. If the run is asked to end, or this is cancelled, `work` is cancelled and has ended before
-        Interrupted, or the cancellation, is raised."""
+        """The result of `work`. If the run is asked to end, or this is cancelled, `work` is
+        cancelled and has ended before Interrupted, or the cancellation, is raised.
+        """
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self._asked.wait())
         try:
@@ -52,10 +55,11 @@ class Interruption:
 
     @contextmanager
     def on_control_c(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the block the first Ctrl-C asks, and is answered by `say`; the next one is an ordinary KeyboardInterrupt.
+        """Within the block the first Ctrl-C asks, and is answered by `say`; the next one is an
+        ordinary KeyboardInterrupt.
 
-        Not where signals do not arrive, which is in threads other than those of `run_in_thread`, nor where Ctrl-C is not for this
-        process, as behind nohup.
+        Not where signals do not arrive, which is in threads other than those of `run_in_thread`,
+        nor where Ctrl-C is not for this process, as behind nohup.
         """
         loop = asyncio.get_running_loop()
 
@@ -70,24 +74,32 @@ class Interruption:
             with waiting.asking(ask):
                 yield
         elif threading.current_thread() is threading.main_thread():
-            with _ControlC(_further_one(signal.getsignal(signal.SIGINT))) as control_c, control_c.asking(ask):
+            with (
+                _ControlC(_further_one(signal.getsignal(signal.SIGINT))) as control_c,
+                control_c.asking(ask),
+            ):
                 yield
         else:
             yield
 
 
 def _further_one(before: Any) -> Handler:
-    """What a Ctrl-C does that nobody is asked by, where `before` is what the first one would have done.
+    """What a Ctrl-C does that nobody is asked by, where `before` is what the first one would have
+    done.
 
-    asyncio's would cancel the run, which then waits until all that it plays has cleaned up. That of others is theirs: a KeyboardInterrupt in the
-    loop of a notebook ends the notebook.
+    asyncio's would cancel the run, which then waits until all that it plays has cleaned up. That of
+    others is theirs: a KeyboardInterrupt in the loop of a notebook ends the notebook.
     """
-    is_asyncios = isinstance(getattr(getattr(before, "func", None), "__self__", None), asyncio.Runner)
+    is_asyncios = isinstance(
+        getattr(getattr(before, "func", None), "__self__", None), asyncio.Runner
+    )
     return before if callable(before) and not is_asyncios else signal.default_int_handler
 
 
 class _ControlC:
-    """What Ctrl-C does, in the main thread, within the block: it asks, or `further` where there is nobody to ask."""
+    """What Ctrl-C does, in the main thread, within the block: it asks, or `further` where there is
+    nobody to ask.
+    """
 
     def __init__(self, further: Handler = signal.default_int_handler) -> None:
         self._further = further
@@ -126,10 +138,11 @@ _main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=N
 
 
 def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` from an event loop in a thread of its own, while this one waits: for a notebook, whose loop runs already.
+    """The result of `work` from an event loop in a thread of its own, while this one waits: for a
+    notebook, whose loop runs already.
 
-    Ctrl-C does what it does to a run in this thread: the first one within `on_control_c` asks. Any other cancels `work`, and is raised when that
-    has cleaned up.
+    Ctrl-C does what it does to a run in this thread: the first one within `on_control_c` asks. Any
+    other cancels `work`, and is raised when that has cleaned up.
     """
     if threading.current_thread() is not threading.main_thread():
         return _run_in_thread(work, None)
@@ -172,10 +185,12 @@ def interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """A cancellation that leaves the block, and that nobody asked this task for, is a RuntimeError, and so is SystemExit.
+    """A cancellation that leaves the block, and that nobody asked this task for, is a RuntimeError,
+    and so is SystemExit.
 
-    Code that awaits a task of its own which was cancelled lets a cancellation out: asyncio takes it for the end of the task around it, of
-    which nobody would hear. SystemExit, of code that calls `exit()`, would end the program at once, with nothing saved.
+    Code that awaits a task of its own which was cancelled lets a cancellation out: asyncio takes it
+    for the end of the task around it, of which nobody would hear. SystemExit, of code that calls
+    `exit()`, would end the program at once, with nothing saved.
     """
     try:
         yield
@@ -183,25 +198,31 @@ def only_errors() -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling() > 0:
             raise
-        raise RuntimeError("CancelledError: what was awaited was cancelled, and nobody asked for that here") from error
+        raise RuntimeError(
+            "CancelledError: what was awaited was cancelled, and nobody asked for that here"
+        ) from error
     except SystemExit as error:
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """Several tasks run at once; of their errors the first is raised as it is, and says how many others there were.
+    """Several tasks run at once; of their errors the first is raised as it is, and says how many
+    others there were.
 
     Interrupted comes before all others, since they followed from it.
     """
     try:
         yield
     except BaseExceptionGroup as group:
-        leaves = list({id(error): error for error in leaves_of(group)}.values())  # two tasks may have seen one error
+        # two tasks may have seen one error
+        leaves = list({id(error): error for error in leaves_of(group)}.values())
         first = next((error for error in leaves if isinstance(error, Interrupted)), leaves[0])
         if len(leaves) > 1:
             another = next(error for error in leaves if error is not first)
-            first.add_note(f"{len(leaves) - 1} more tasks failed, the first of them with: {another!r}")
+            first.add_note(
+                f"{len(leaves) - 1} more tasks failed, the first of them with: {another!r}"
+            )
         raise first from first.__cause__
 
 

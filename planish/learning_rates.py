@@ -3,13 +3,15 @@
     rate = 5e-5 * m * (2000 / hidden_size) ** p         m = 10 for LoRA, 1 for full fine-tuning
                                                         p = 0.781 for Llama, 0.0775 for Qwen
 
-Sources: m is the finding of "LoRA Without Regret" (Schulman et al., Thinking Machines Lab 2025): the best rate of LoRA is about
-ten times that of full fine-tuning, whatever the rank. 5e-5 and the exponents are the published fit over sweeps of supervised
-training on Llama and Qwen models (the public Tinker cookbook's hyperparameter helper); its values for eight models are in
-the tests. The loss of those sweeps is a sum over examples, and Adam makes the rate nearly independent of that.
+Sources: m is the finding of "LoRA Without Regret" (Schulman et al., Thinking Machines Lab 2025):
+the best rate of LoRA is about ten times that of full fine-tuning, whatever the rank. 5e-5 and the
+exponents are the published fit over sweeps of supervised training on Llama and Qwen models (the
+public Tinker cookbook's hyperparameter helper); its values for eight models are in the tests. The
+loss of those sweeps is a sum over examples, and Adam makes the rate nearly independent of that.
 
-SmolLM2 has Llama's architecture and takes its exponent; that lies outside of what was fitted, and one recorded run is all that
-speaks for it (docs/results.md). For other families there is no number, so there is an error.
+SmolLM2 has Llama's architecture and takes its exponent; that lies outside of what was fitted, and
+one recorded run is all that speaks for it (docs/results.md). For other families there is no number,
+so there is an error.
 """
 
 import re
@@ -61,7 +63,8 @@ VARIANT = re.compile(r"(-instruct|-base)?(-2507)?")
 def get_lr(model_name: str, is_lora: bool = True) -> float:
     """The rate for a model name, such as "Qwen/Qwen3-8B", or for a local model directory.
 
-    Divide it for runs that begin with trained weights. UserError for a family of which nothing is known.
+    Divide it for runs that begin with trained weights. UserError for a family of which nothing is
+    known.
     """
     family, hidden_size = _family(model_name)
     factor = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0
@@ -69,7 +72,9 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
 
 
 def get_lora_lr_over_full_finetune_lr(model_name: str) -> float:
-    """How many times larger the best rate of LoRA is than that of full fine-tuning: 10, for every model."""
+    """How many times larger the best rate of LoRA is than that of full fine-tuning: 10, for every
+    model.
+    """
     return 10.0
 
 

@@ -1,4 +1,6 @@
-"""The options of the losses, for those who give them and for the engine. The formulas: planish/engine/losses.py."""
+"""The options of the losses, for those who give them and for the engine. The formulas:
+planish/engine/losses.py.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -24,10 +26,14 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
     config: dict[str, float] = {"temperature": 1.0, **LOSS_OPTIONS[name]}
     for key, value in (given or {}).items():
         if key not in config:
-            raise UserError(f"loss_fn_config[{key!r}] is unknown for {name!r}; it takes {', '.join(config)}")
+            raise UserError(
+                f"loss_fn_config[{key!r}] is unknown for {name!r}; it takes {', '.join(config)}"
+            )
         config[key] = option_value(key, value)
     if config["temperature"] <= 0:
-        raise UserError(f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0")
+        raise UserError(
+            f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0"
+        )
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
     if not 0 <= low <= 1 <= high:
         raise UserError(

@@ -2,7 +2,8 @@
 
     stderr = sqrt( sum_i (x_i - mean)^2 / (N (N - 1)) )
 
-Where a value is itself estimated from several answers, the error covers their luck too: questions are drawn, and answers within them.
+Where a value is itself estimated from several answers, the error covers their luck too: questions
+are drawn, and answers within them.
 """
 
 import math
@@ -23,7 +24,10 @@ class Mean:
         mean = math.fsum(values) / count
         if count < 2:
             return cls(mean, None)
-        return cls(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count * (count - 1))))
+        return cls(
+            mean,
+            math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count * (count - 1))),
+        )
 
     def named(self, name: str) -> dict[str, float]:
         """As metrics: NAME, and NAME_stderr where it is known."""

@@ -1,7 +1,9 @@
-"""What a metric means, said once where it is logged, and the table of a page that is made from that.
+"""What a metric means, said once where it is logged, and the table of a page that is made from
+that.
 
-In a pattern, <word> stands for any text. A pattern that begins with env/ also covers <evaluator>/env/..., the same measure on
-an evaluator's rollouts. Of several patterns that fit a key, the first counts.
+In a pattern, <word> stands for any text. A pattern that begins with env/ also covers
+<evaluator>/env/..., the same measure on an evaluator's rollouts. Of several patterns that fit a
+key, the first counts.
 """
 
 import re
@@ -29,7 +31,9 @@ class MetricDefinition:
     def _expression(self) -> re.Pattern[str]:
         parts = re.split(r"<\w+>", self.pattern)
         expression = "(.+)".join(map(re.escape, parts))
-        return re.compile(f"(?:[^/]+/)?{expression}" if self.pattern.startswith("env/") else expression)
+        return re.compile(
+            f"(?:[^/]+/)?{expression}" if self.pattern.startswith("env/") else expression
+        )
 
     def covers(self, key: str) -> bool:
         return self._expression.fullmatch(key) is not None
@@ -43,12 +47,18 @@ class Section:
 
 SPANS = (
     MetricDefinition(
-        "time/<span>:total", "s", "sum of a part that ran several times in the step; parts that ran at once overlap"
+        "time/<span>:total",
+        "s",
+        "sum of a part that ran several times in the step; parts that ran at once overlap",
     ),
     MetricDefinition("time/<span>:count", "", "how many times it ran"),
     MetricDefinition("time/<span>:mean", "s", "mean of one time"),
     MetricDefinition(
-        "time/<span>:max", "s", "the longest", "", "far above the mean: one straggler keeps the step waiting"
+        "time/<span>:max",
+        "s",
+        "the longest",
+        "",
+        "far above the mean: one straggler keeps the step waiting",
     ),
 )
 """What planish/timing.py measures in any loop of parts that ran several times in a step."""
@@ -56,7 +66,9 @@ SPANS = (
 
 def definition_in(sections: Iterable[Section], key: str) -> MetricDefinition | None:
     """The definition of a metric as logged, such as test/env/all/correct; None if it has none."""
-    return next((metric for section in sections for metric in section.metrics if metric.covers(key)), None)
+    return next(
+        (metric for section in sections for metric in section.metrics if metric.covers(key)), None
+    )
 
 
 def table(sections: Iterable[Section]) -> str:
@@ -70,7 +82,13 @@ def table(sections: Iterable[Section]) -> str:
             "|---|---|---|---|---|",
         ]
         for metric in section.metrics:
-            cells = (f"`{metric.pattern}`", metric.unit, metric.definition, metric.healthy, metric.sick)
+            cells = (
+                f"`{metric.pattern}`",
+                metric.unit,
+                metric.definition,
+                metric.healthy,
+                metric.sick,
+            )
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
@@ -81,7 +99,9 @@ def with_table(page: str, sections: Sequence[Section], begin: str, end: str) -> 
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise UserError(f"the page has no lines {begin!r} and {end!r}; put them around the place of the table")
+        raise UserError(
+            f"the page has no lines {begin!r} and {end!r}; put them around the place of the table"
+        )
     return f"{before}{begin}\n\n{table(sections)}\n{end}{after}"
 
 

@@ -1,14 +1,16 @@
 """Where the metrics of a run go, step by step.
 
-The run directory's metrics.jsonl is the record: if it cannot be written, the run ends. A console shows each step as a table
-or a line. W&B, Trackio and TensorBoard are copies of the record (planish/metric_services.py):
+The run directory's metrics.jsonl is the record: if it cannot be written, the run ends. A console
+shows each step as a table or a line. W&B, Trackio and TensorBoard are copies of the record
+(planish/metric_services.py):
 
-* A copy that cannot be opened is an error at the start. One that fails later is named once, loudly, and left out; the run
-  goes on, and the copy catches up with the record when the run is resumed.
-* A resumed run continues the same run there, and no step is in a copy twice. TensorBoard takes back the steps that are
-  done again; W&B and Trackio cannot, and keep them as they were first.
+* A copy that cannot be opened is an error at the start. One that fails later is named once, loudly,
+  and left out; the run goes on, and the copy catches up with the record when the run is resumed.
+* A resumed run continues the same run there, and no step is in a copy twice. TensorBoard takes back
+  the steps that are done again; W&B and Trackio cannot, and keep them as they were first.
 
-metric_logs.json in the run directory holds, for each copy, the run's id there and the first step that it was not told.
+metric_logs.json in the run directory holds, for each copy, the run's id there and the first step
+that it was not told.
 """
 
 import importlib.metadata
@@ -39,7 +41,9 @@ class MetricLog(ABC):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:  # noqa: B027  (nothing to do is the usual case)
-        """Bring to its place what was logged; nothing is logged after it. `failed`: the run ended by an error."""
+        """Bring to its place what was logged; nothing is logged after it. `failed`: the run ended
+        by an error.
+        """
 
 
 class JsonlLog(MetricLog):
@@ -64,7 +68,9 @@ class TableLog(MetricLog):
 
 
 class LineLog(MetricLog):
-    """A few metrics of a step on a line; `shown` maps their names to how they are written, such as "reward {:.3f}"."""
+    """A few metrics of a step on a line; `shown` maps their names to how they are written, such as
+    "reward {:.3f}".
+    """
 
     def __init__(self, console: Console, steps: int, shown: Mapping[str, str]) -> None:
         self.console = console
@@ -72,14 +78,20 @@ class LineLog(MetricLog):
         self.shown = shown
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self.console.print(step_line(step, self.steps, metrics, self.shown), soft_wrap=True, markup=False)
+        self.console.print(
+            step_line(step, self.steps, metrics, self.shown), soft_wrap=True, markup=False
+        )
 
 
 class MetricLogs(MetricLog):
     """Several logs as one; a context manager that closes them."""
 
-    def __init__(self, own: Sequence[MetricLog], copies: Mapping[str, MetricLog], warn: Callable[[str], None]) -> None:
-        """What `own` raises is raised. What one of the named `copies` raises is told to `warn`, and the copy is left out."""
+    def __init__(
+        self, own: Sequence[MetricLog], copies: Mapping[str, MetricLog], warn: Callable[[str], None]
+    ) -> None:
+        """What `own` raises is raised. What one of the named `copies` raises is told to `warn`, and
+        the copy is left out.
+        """
         self._own = own
         self._copies = dict(copies)
         self._warn = warn
@@ -91,7 +103,9 @@ class MetricLogs(MetricLog):
         self.close(failed=kind is not None)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """A number that JSON does not have is not worth the run: it is told to `warn`, and left out."""
+        """A number that JSON does not have is not worth the run: it is told to `warn`, and left
+        out.
+        """
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in [name for name in metrics if name not in finite]:
             self._warn(f"{name} is {metrics[name]} in step {step}, and is left out")
@@ -114,7 +128,9 @@ class MetricLogs(MetricLog):
             try:
                 copy.close(failed=failed)
             except Exception as error:
-                self._warn(f"{name} failed to finish, its last steps may be missing there: {_text(error)}")
+                self._warn(
+                    f"{name} failed to finish, its last steps may be missing there: {_text(error)}"
+                )
         self._copies.clear()
 
 
@@ -140,7 +156,13 @@ class Copy(MetricLog):
     """A service's copy of a run's record: told each step once, over all processes of the run."""
 
     def __init__(
-        self, name: str, service: Service, run_id: str, memory: Memory, told: int, warn: Callable[[str], None]
+        self,
+        name: str,
+        service: Service,
+        run_id: str,
+        memory: Memory,
+        told: int,
+        warn: Callable[[str], None],
     ) -> None:
         """`told`: the first step that the service does not have."""
         self._name = name
@@ -168,12 +190,17 @@ class Copy(MetricLog):
 
 
 def require_loggers(loggers: Sequence[str]) -> None:
-    """UserError for a name that is none, or whose package is not installed; to be called before any work."""
+    """UserError for a name that is none, or whose package is not installed; to be called before any
+    work.
+    """
     for name in loggers:
         if name not in SERVICES:
-            raise UserError(f"loggers: there is no {name!r}; give any of {', '.join(sorted(SERVICES))}")
+            raise UserError(
+                f"loggers: there is no {name!r}; give any of {', '.join(sorted(SERVICES))}"
+            )
         try:
-            importlib.metadata.version(name)  # a directory ./wandb, as W&B itself makes, would pass for the module
+            # a directory ./wandb, as W&B itself makes, would pass for the module
+            importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError as error:
             raise UserError(
                 f"loggers: {name} is not installed; run: pip install 'planish[{name}]', or leave it out"
@@ -194,9 +221,10 @@ def open_metric_logs(
 ) -> MetricLogs:
     """Everything that the metrics of a run of `steps` steps go to. Call it after `run.resume_at`.
 
-    `loggers`: of "wandb", "trackio" and "tensorboard". The console shows tables, or with `shown` a line a step (see
-    LineLog). `project` and `name` are those at W&B and Trackio; by default "planish" and the name of the run directory.
-    Raises UserError when one of the loggers is not there or cannot be opened.
+    `loggers`: of "wandb", "trackio" and "tensorboard". The console shows tables, or with `shown` a
+    line a step (see LineLog). `project` and `name` are those at W&B and Trackio; by default
+    "planish" and the name of the run directory. Raises UserError when one of the loggers is not
+    there or cannot be opened.
     """
     require_loggers(loggers)
     console = console or Console(highlight=False)
@@ -225,7 +253,9 @@ def open_metric_logs(
     return MetricLogs([JsonlLog(run), own_console], copies, warn)
 
 
-def _open_copy(logger: str, run: CopiedRun, memory: Memory, rows: Sequence[Row], warn: Callable[[str], None]) -> Copy:
+def _open_copy(
+    logger: str, run: CopiedRun, memory: Memory, rows: Sequence[Row], warn: Callable[[str], None]
+) -> Copy:
     """The copy, told all of the record that it does not have."""
     try:
         service = SERVICES[logger](run)
@@ -235,7 +265,9 @@ def _open_copy(logger: str, run: CopiedRun, memory: Memory, rows: Sequence[Row],
             if row["step"] >= told:
                 copy.log(row["step"], {key: value for key, value in row.items() if key != "step"})
     except Exception as error:  # of a library that is not ours: network, login, a disk, a setting
-        raise UserError(f"loggers: {logger} could not be started: {_text(error)}. {SERVICES[logger].remedy}") from error
+        raise UserError(
+            f"loggers: {logger} could not be started: {_text(error)}. {SERVICES[logger].remedy}"
+        ) from error
     return copy
 
 

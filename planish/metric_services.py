@@ -1,6 +1,8 @@
-"""Services that keep and show metrics: W&B, Trackio, TensorBoard. Each is an extra, loaded when it is asked for.
+"""Services that keep and show metrics: W&B, Trackio, TensorBoard. Each is an extra, loaded when it
+is asked for.
 
-A service is opened for a run that may have been there before, and says from which step on it is to be told, if it knows.
+A service is opened for a run that may have been there before, and says from which step on it is to
+be told, if it knows.
 """
 
 import importlib
@@ -29,7 +31,9 @@ class CopiedRun:
     run_id: str
     """The same in every process of the run, and in no other run."""
     first_step: int
-    """The first step that it may be told by this process; later ones that an earlier process told are done again."""
+    """The first step that it may be told by this process; later ones that an earlier process told
+    are done again.
+    """
 
 
 class Service(ABC):
@@ -50,7 +54,9 @@ class Service(ABC):
 
 
 class TensorBoard(Service):
-    """Event files in DIRECTORY/tensorboard; `tensorboard --logdir DIRECTORY` shows them. Steps can be taken back."""
+    """Event files in DIRECTORY/tensorboard; `tensorboard --logdir DIRECTORY` shows them. Steps can
+    be taken back.
+    """
 
     remedy = "See that log_path can be written to."
 
@@ -59,7 +65,9 @@ class TensorBoard(Service):
         self._writer = writer(run.directory / "tensorboard", purge_step=run.first_step)
         self.next_step = run.first_step
         if run.first_step == 0:
-            self._writer.add_text("config", "```json\n" + json.dumps(run.config, indent=2) + "\n```", 0)
+            self._writer.add_text(
+                "config", "```json\n" + json.dumps(run.config, indent=2) + "\n```", 0
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -73,7 +81,8 @@ class TensorBoard(Service):
 class Wandb(Service):
     """A run at W&B, or with WANDB_MODE=offline in DIRECTORY/wandb for `wandb sync`.
 
-    Offline, W&B keeps the last steps in memory: a kill that gives no time to finish loses them there.
+    Offline, W&B keeps the last steps in memory: a kill that gives no time to finish loses them
+    there.
     """
 
     remedy = "Log in with `wandb login` or set WANDB_API_KEY; WANDB_MODE=offline keeps the metrics in log_path/wandb."
@@ -102,7 +111,9 @@ class Wandb(Service):
 
 
 class Trackio(Service):
-    """A run in Trackio's local database, or at the Space or server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
+    """A run in Trackio's local database, or at the Space or server that TRACKIO_SPACE_ID or
+    TRACKIO_SERVER_URL names.
+    """
 
     remedy = "See `trackio --help`, and TRACKIO_SPACE_ID and TRACKIO_SERVER_URL if they are set."
 
@@ -111,7 +122,11 @@ class Trackio(Service):
         # Trackio finds a run by its name, so the name holds the id.
         name = f"{run.name}-{run.run_id}"
         self._run = trackio.init(
-            run.project or DEFAULT_PROJECT, name=name, resume="allow", config=dict(run.config), embed=False
+            run.project or DEFAULT_PROJECT,
+            name=name,
+            resume="allow",
+            config=dict(run.config),
+            embed=False,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -121,4 +136,8 @@ class Trackio(Service):
         self._run.finish()
 
 
-SERVICES: dict[str, type[Service]] = {"wandb": Wandb, "trackio": Trackio, "tensorboard": TensorBoard}
+SERVICES: dict[str, type[Service]] = {
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "tensorboard": TensorBoard,
+}

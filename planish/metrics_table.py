@@ -1,7 +1,8 @@
-"""The metrics of one step as a table for a terminal: rewards first, then environments, tests, optimizer, and time last.
+"""The metrics of one step as a table for a terminal: rewards first, then environments, tests,
+optimizer, and time last.
 
-Compact: as many metrics to a line as the width holds, and of a span that ran several times its total only; metrics.jsonl
-has the rest.
+Compact: as many metrics to a line as the width holds, and of a span that ran several times its
+total only; metrics.jsonl has the rest.
 """
 
 import re
@@ -35,21 +36,36 @@ def metrics_table(step: int, steps: int, metrics: Mapping[str, float], width: in
             section, name = _place(key)
             sections.setdefault(section, []).append((name, value))
     cells = max(1, (width - SECTION_WIDTH - 1) // (NAME_WIDTH + VALUE_WIDTH + 2))
-    title = f"── step {step}/{steps} ".ljust(min(width, SECTION_WIDTH + cells * (NAME_WIDTH + VALUE_WIDTH + 2)), "─")
-    table = Table(title=title, title_style="bold", box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    title = f"── step {step}/{steps} ".ljust(
+        min(width, SECTION_WIDTH + cells * (NAME_WIDTH + VALUE_WIDTH + 2)), "─"
+    )
+    table = Table(
+        title=title,
+        title_style="bold",
+        box=None,
+        show_header=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column(style="bold", width=SECTION_WIDTH, no_wrap=True, overflow="ellipsis")
     for _ in range(cells):
         table.add_column(style="dim", width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
         table.add_column(justify="right", width=VALUE_WIDTH, no_wrap=True)
     for section, found in sorted(sections.items()):
         for start in range(0, len(found), cells):
-            row = [Text(text) for name, value in found[start : start + cells] for text in (name, number(value))]
+            row = [
+                Text(text)
+                for name, value in found[start : start + cells]
+                for text in (name, number(value))
+            ]
             table.add_row(Text(section.title if start == 0 else ""), *row)
     return table
 
 
 def number(value: float) -> str:
-    """At most nine characters: whole numbers below a hundred million are whole, others have four digits."""
+    """At most nine characters: whole numbers below a hundred million are whole, others have four
+    digits.
+    """
     if float(value).is_integer() and abs(value) < 1e8:
         whole = f"{int(value):,}"
         return whole if len(whole) <= VALUE_WIDTH else str(int(value))
@@ -58,7 +74,9 @@ def number(value: float) -> str:
 
 
 def _place(key: str) -> tuple[_Section, str]:
-    """Section of a metric and its name there: "env/all/correct" is "correct" in the section env/all."""
+    """Section of a metric and its name there: "env/all/correct" is "correct" in the section
+    env/all.
+    """
     if key.endswith("reward/total"):
         return _section("reward", "reward"), key.removesuffix("/reward/total")
     if environment := _ENVIRONMENT.fullmatch(key):

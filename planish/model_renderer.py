@@ -1,10 +1,12 @@
 """The renderer of a model, made once in each process.
 
-A renderer holds a tokenizer, which is megabytes. Builders of groups therefore carry names, which pickle as a few bytes, and
-ask here when they make their environments, in this process or in another one.
+A renderer holds a tokenizer, which is megabytes. Builders of groups therefore carry names, which
+pickle as a few bytes, and ask here when they make their environments, in this process or in another
+one.
 
-The name of a model may be known to the service alone, such as a server with models of its own. So a run asks the service
-first (`learn_renderer`). A process that no run prepared finds the model as an engine would (planish/model/sources.py).
+The name of a model may be known to the service alone, such as a server with models of its own. So a
+run asks the service first (`learn_renderer`). A process that no run prepared finds the model as an
+engine would (planish/model/sources.py).
 """
 
 from typing import Any
@@ -24,8 +26,12 @@ def model_renderer(model_name: str, renderer_name: str | None = None) -> Rendere
     return _RENDERERS[model_name, renderer_name]
 
 
-def learn_renderer(service_client: Any, model_name: str, renderer_name: str | None = None) -> Renderer:
-    """The same, with the tokenizer that the service has for the name. From now on `model_renderer` gives this one."""
+def learn_renderer(
+    service_client: Any, model_name: str, renderer_name: str | None = None
+) -> Renderer:
+    """The same, with the tokenizer that the service has for the name. From now on `model_renderer`
+    gives this one.
+    """
     tokenizer = service_client.create_sampling_client(base_model=model_name).get_tokenizer()
     return _keep(model_name, renderer_name, tokenizer)
 

@@ -1,6 +1,7 @@
 """Curves of one or several runs, as a picture (PNG) and as a page to explore (HTML, works offline).
 
-What is drawn is chosen in planish/curves.py. Both show the same panels: a color for each run, a line style for each metric.
+What is drawn is chosen in planish/curves.py. Both show the same panels: a color for each run, a
+line style for each metric.
 """
 
 import colorsys
@@ -25,10 +26,12 @@ def plot_runs(
     metrics: Sequence[str] | None = None,
     smooth: int = 1,
 ) -> tuple[Path, Path]:
-    """Write curves.png and curves.html into `out` (none: the run, or for several runs here); returns their paths.
+    """Write curves.png and curves.html into `out` (none: the run, or for several runs here);
+    returns their paths.
 
-    `metrics`: names or patterns such as "test/*", a panel each; none: what is usual, where a run has it. `smooth`: draw the
-    mean over so many steps over the values. Raises UserError for a path that holds no run, and for what no run has.
+    `metrics`: names or patterns such as "test/*", a panel each; none: what is usual, where a run
+    has it. `smooth`: draw the mean over so many steps over the values. Raises UserError for a path
+    that holds no run, and for what no run has.
     """
     if not paths:
         raise UserError("there is no run to plot; give the log_path of at least one")
@@ -43,14 +46,20 @@ def plot_runs(
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out={directory}: {error}; give a directory that can be written to") from error
+        raise UserError(
+            f"out={directory}: {error}; give a directory that can be written to"
+        ) from error
     write_whole(directory / PNG, _picture(panels, runs))
     write_whole(directory / PAGE, _page(panels, runs))
     return directory / PNG, directory / PAGE
 
 
-def draw_curve(path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("reward/total",), *, title: str) -> bool:
-    """Write a PNG of the metrics `names` over the steps; rows without a metric are gaps. False if no row has any."""
+def draw_curve(
+    path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("reward/total",), *, title: str
+) -> bool:
+    """Write a PNG of the metrics `names` over the steps; rows without a metric are gaps. False if
+    no row has any.
+    """
     points = points_of(rows)
     found = {name: points[name] for name in names if name in points}
     if not found:
@@ -66,7 +75,18 @@ def draw_curve(path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("r
     return True
 
 
-_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
+_COLORS = (
+    "#1f77b4",
+    "#d62728",
+    "#2ca02c",
+    "#9467bd",
+    "#ff7f0e",
+    "#17becf",
+    "#8c564b",
+    "#e377c2",
+    "#7f7f7f",
+    "#bcbd22",
+)
 _PNG_DASHES = ("-", "--", ":", "-.")
 _PAGE_DASHES = ("solid", "dash", "dot", "dashdot")
 _PAGE_MARKS = ("━━", "╍╍", "┉┉", "━┉")
@@ -123,18 +143,24 @@ def _finish(axes: Any, panel: DrawnPanel) -> None:
     if panel.is_logarithmic:
         axes.set_yscale("log")
     if len(keys) > 1:
-        handles = [axes.plot([], [], color="black", linestyle=_PNG_DASHES[i % 4])[0] for i in range(len(keys))]
+        handles = [
+            axes.plot([], [], color="black", linestyle=_PNG_DASHES[i % 4])[0]
+            for i in range(len(keys))
+        ]
         axes.legend(handles, [_label(key) for key in keys], fontsize=7)
 
 
 def _label(text: str) -> str:
-    """Text as it is: no formula between dollar signs, and not hidden, as labels that begin with an underscore are."""
+    """Text as it is: no formula between dollar signs, and not hidden, as labels that begin with an
+    underscore are.
+    """
     shown = text.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # seconds to load, and only for pictures
+    # seconds to load, and only for pictures
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
@@ -165,12 +191,19 @@ def _page(panels: Sequence[DrawnPanel], runs: Sequence[Run]) -> str:
         if panel.is_logarithmic:
             figure.update_yaxes(type="log", exponentformat="power", **place)
     figure.update_xaxes(matches="x", showticklabels=True)
-    height, legend = 340 * rows + 100, {"orientation": "h", "yref": "container", "y": 1, "yanchor": "top"}
-    figure.update_layout(height=height, template="plotly_white", margin={"t": 100}, legend=legend, showlegend=True)
+    height, legend = (
+        340 * rows + 100,
+        {"orientation": "h", "yref": "container", "y": 1, "yanchor": "top"},
+    )
+    figure.update_layout(
+        height=height, template="plotly_white", margin={"t": 100}, legend=legend, showlegend=True
+    )
     config = {"responsive": True, "displaylogo": False}
     plots = figure.to_html(full_html=False, include_plotlyjs=True, div_id="curves", config=config)
     listed = "".join(_row(run) for run in runs)
-    return _PAGE.format(title=html.escape(", ".join(run.name for run in runs)), listed=listed, plots=plots)
+    return _PAGE.format(
+        title=html.escape(", ".join(run.name for run in runs)), listed=listed, plots=plots
+    )
 
 
 _PAGE = """<!doctype html>
@@ -188,7 +221,9 @@ def _row(run: Run) -> str:
 
 
 def _page_title(panel: DrawnPanel) -> str:
-    marked = [f"{_PAGE_MARKS[index % 4]} {html.escape(key)}" for index, key in enumerate(panel.keys)]
+    marked = [
+        f"{_PAGE_MARKS[index % 4]} {html.escape(key)}" for index, key in enumerate(panel.keys)
+    ]
     keys = "" if panel.keys == [panel.title] else "<br><sub>" + "  ".join(marked) + "</sub>"
     return html.escape(panel.title) + keys
 

@@ -16,14 +16,18 @@ _SECONDS = 30
 
 
 def code_diff(paths: Iterable[Path]) -> str:
-    """For each git repository that holds one of `paths`: its root, its commit, and what was changed since.
+    """For each git repository that holds one of `paths`: its root, its commit, and what was changed
+    since.
 
-    Files that git does not track are named, not shown. What is longer than `MOST_BYTES` is cut, and says so.
+    Files that git does not track are named, not shown. What is longer than `MOST_BYTES` is cut, and
+    says so.
     """
     if shutil.which("git") is None:
         return f"{NO_GIT}\n"
     directories = (path if path.is_dir() else path.parent for path in paths)
-    roots = dict.fromkeys(root for path in directories if (root := _git(path, "rev-parse", "--show-toplevel")))
+    roots = dict.fromkeys(
+        root for path in directories if (root := _git(path, "rev-parse", "--show-toplevel"))
+    )
     return "\n".join(_describe(Path(root)) for root in roots) or f"{NOT_TRACKED}\n"
 
 

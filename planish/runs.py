@@ -2,20 +2,23 @@
 
     config.json         the options of the run, written whole
     metrics.jsonl       one object a training step, "step" first, flushed as each is made
-    checkpoints.jsonl   one object a checkpoint; the last one with "state_path" is where a run resumes
+    checkpoints.jsonl   one object a checkpoint; the last one with "state_path" is where a run
+                        resumes
     code.diff           the commit of the code and what differed from it
     timing_spans.jsonl  one object a training step: when each part of it ran
     trace_events.jsonl  the same as Chrome trace events, if asked for (planish/timing.py)
-    metric_logs.json    how far W&B, Trackio and TensorBoard have been told, where they are (planish/metric_logs.py)
-    reference.json      the policy that preference training measures against (planish/preference/dpo.py)
+    metric_logs.json    how far W&B, Trackio and TensorBoard have been told, where they are
+                        (planish/metric_logs.py)
+    reference.json      the policy that preference training measures against
+                        (planish/preference/dpo.py)
     preference_model.json
                         how to make the preference model that was trained (planish/preference/model_files.py)
     *.png               curves
 
-Invariants: a file is whole or absent (`write_whole`), an appended row is whole or cut off at the next start. Everything
-up to a checkpoint's row is on disk before that row is, so dropping the rows of later steps (`resume_at`) and doing those
-steps again leaves each step in metrics.jsonl exactly once. One process holds a run at a time, and only with the options
-that the run began with.
+Invariants: a file is whole or absent (`write_whole`), an appended row is whole or cut off at the
+next start. Everything up to a checkpoint's row is on disk before that row is, so dropping the rows
+of later steps (`resume_at`) and doing those steps again leaves each step in metrics.jsonl exactly
+once. One process holds a run at a time, and only with the options that the run began with.
 """
 
 import errno
@@ -69,15 +72,24 @@ class CheckpointRecord:
 
     @classmethod
     def from_row(cls, row: Row) -> Self:
-        known = {"name": "", "batch": 0, **{name: row[name] for name in _RECORD_FIELDS if name in row}}
-        return cls(**known, extra={name: value for name, value in row.items() if name not in _RECORD_FIELDS})
+        known = {
+            "name": "",
+            "batch": 0,
+            **{name: row[name] for name in _RECORD_FIELDS if name in row},
+        }
+        return cls(
+            **known,
+            extra={name: value for name, value in row.items() if name not in _RECORD_FIELDS},
+        )
 
 
 _RECORD_FIELDS = ("name", "batch", "state_path", "sampler_path", "final")
 
 
 def hold_directory(path: Path, option: str, what: str) -> FileLock:
-    """The lock of a directory, made if it is not there. `option` named it, `what` is written there; both are for the errors' words."""
+    """The lock of a directory, made if it is not there. `option` named it, `what` is written there;
+    both are for the errors' words.
+    """
     lock = FileLock(path / ".lock")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -87,18 +99,22 @@ def hold_directory(path: Path, option: str, what: str) -> FileLock:
             f"{option}={path}: another process is writing {what}; wait for it or give another {option}"
         ) from error
     except OSError as error:
-        raise StorageError(f"{option}={path}: {error}; give a directory that can be written to") from error
+        raise StorageError(
+            f"{option}={path}: {error}; give a directory that can be written to"
+        ) from error
     return lock
 
 
 class RunDirectory:
     """One run's files, held by this process until `close` (or the end of the `with` block)."""
 
-    def __init__(self, path: str | Path, config: Mapping[str, Any], *, may_change: Collection[str] = ()) -> None:
+    def __init__(
+        self, path: str | Path, config: Mapping[str, Any], *, may_change: Collection[str] = ()
+    ) -> None:
         """Make the directory, or go on with the run that is in it.
 
-        Raises UserError when another process holds it, or when the run in it had other options than `config` (those in
-        `may_change` aside).
+        Raises UserError when another process holds it, or when the run in it had other options than
+        `config` (those in `may_change` aside).
         """
         if not str(path):
             raise UserError("log_path is empty; give the run a directory")
@@ -131,7 +147,9 @@ class RunDirectory:
         return resume_points(self.path)
 
     def resume_at(self, batch: int) -> None:
-        """Drop the rows of steps from `batch` on, and of checkpoints behind it: those steps will be done again."""
+        """Drop the rows of steps from `batch` on, and of checkpoints behind it: those steps will be
+        done again.
+        """
         for file in (self._metrics, self._spans):
             file.keep(lambda row: row["step"] < batch)
         self._checkpoints.keep(lambda row: row.get("batch", 0) <= batch)
@@ -143,7 +161,9 @@ class RunDirectory:
         """Append one row and flush it. Numbers only, all finite."""
         for name, value in metrics.items():
             if not math.isfinite(value):
-                raise ValueError(f"metric {name!r} of step {step} is {value}: log finite numbers only")
+                raise ValueError(
+                    f"metric {name!r} of step {step} is {value}: log finite numbers only"
+                )
         self._metrics.append({"step": step, **_plain(metrics)})
 
     def log_spans(self, step: int, spans: Sequence[Mapping[str, float | str]]) -> None:
@@ -151,7 +171,9 @@ class RunDirectory:
         self._spans.append({"step": step, "spans": list(spans)})
 
     def log_checkpoint(self, record: CheckpointRecord) -> None:
-        """Append a checkpoint that is already on disk; all metrics so far are made durable before it."""
+        """Append a checkpoint that is already on disk; all metrics so far are made durable before
+        it.
+        """
         self._metrics.sync()
         self._checkpoints.append(record.row())
         self._checkpoints.sync()
@@ -160,12 +182,23 @@ class RunDirectory:
         path = self.path / CONFIG
         has_rows = any(_has_bytes(self.path / name) for name in (METRICS, CHECKPOINTS))
         if has_rows and not path.exists():
-            raise UserError(f"log_path={self.path} holds files of a run but no {CONFIG}; give another log_path")
+            raise UserError(
+                f"log_path={self.path} holds files of a run but no {CONFIG}; give another log_path"
+            )
         if has_rows:  # without any, options may still be corrected
-            found, given = (_options(values, {"log_path", *may_change}) for values in (_read_object(path), config))
-            changed = [name for name in sorted(found.keys() | given.keys()) if found.get(name) != given.get(name)]
+            found, given = (
+                _options(values, {"log_path", *may_change})
+                for values in (_read_object(path), config)
+            )
+            changed = [
+                name
+                for name in sorted(found.keys() | given.keys())
+                if found.get(name) != given.get(name)
+            ]
             if changed:
-                listed = ", ".join(f"{name} was {found.get(name)!r}, is {given.get(name)!r}" for name in changed)
+                listed = ", ".join(
+                    f"{name} was {found.get(name)!r}, is {given.get(name)!r}" for name in changed
+                )
                 raise UserError(
                     f"log_path={self.path} holds a run with other options: {listed}; "
                     "give the same options to go on with it, or another log_path"
@@ -203,7 +236,9 @@ def resume_points(path: str | Path) -> list[CheckpointRecord]:
 
 
 def checkpoint_of(path: str) -> str:
-    """`path` itself, or the newest state of the run directory that it names. UserError if it is neither, CheckpointError if the run has none."""
+    """`path` itself, or the newest state of the run directory that it names. UserError if it is
+    neither, CheckpointError if the run has none.
+    """
     found = _newest(path, "state", lambda record: record.state_path)
     if found == path:
         try:
@@ -217,7 +252,9 @@ def checkpoint_of(path: str) -> str:
 
 
 def weights_of(path: str) -> str:
-    """`path` itself, or what the run directory that it names saved last that can be sampled from. CheckpointError if the run has none."""
+    """`path` itself, or what the run directory that it names saved last that can be sampled from.
+    CheckpointError if the run has none.
+    """
     return _newest(path, "weights", lambda record: record.sampler_path or record.state_path)
 
 
@@ -227,18 +264,31 @@ def _newest(path: str, what: str, path_in: Callable[[CheckpointRecord], str | No
         return path
     found = next(filter(None, map(path_in, checkpoint_records(run))), None)
     if found is None:
-        raise CheckpointError(f"{path}: the run in it saved no {what}; let it reach a checkpoint first")
+        raise CheckpointError(
+            f"{path}: the run in it saved no {what}; let it reach a checkpoint first"
+        )
     return found
 
 
 def remove_run(path: str | Path) -> None:
     """Remove the files of a run, and nothing else that may be in its directory."""
-    for name in (METRICS, CHECKPOINTS, SPANS, TRACE, METRIC_LOGS, REFERENCE, PREFERENCE_MODEL, CONFIG, CODE_DIFF):
+    for name in (
+        METRICS,
+        CHECKPOINTS,
+        SPANS,
+        TRACE,
+        METRIC_LOGS,
+        REFERENCE,
+        PREFERENCE_MODEL,
+        CONFIG,
+        CODE_DIFF,
+    ):
         (Path(path).expanduser() / name).unlink(missing_ok=True)
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The objects of a JSONL file; [] if there is no file. A torn last line, as a kill leaves it, is left out.
+    """The objects of a JSONL file; [] if there is no file. A torn last line, as a kill leaves it,
+    is left out.
 
     Raises DamagedFileError when any other line is not an object.
     """
@@ -252,12 +302,16 @@ def read_rows(path: str | Path) -> list[Row]:
         if row is not None:
             rows.append(row)
         elif line.strip() and number < len(lines):
-            raise DamagedFileError(f"{path}, line {number} is not a JSON object; repair or remove that line")
+            raise DamagedFileError(
+                f"{path}, line {number} is not a JSON object; repair or remove that line"
+            )
     return rows
 
 
 def write_whole(path: str | Path, data: bytes | str) -> None:
-    """Put `data` at `path` such that a reader, now or after a power cut, sees the old file or the whole new one."""
+    """Put `data` at `path` such that a reader, now or after a power cut, sees the old file or the
+    whole new one.
+    """
     path = Path(path)
     payload = data.encode() if isinstance(data, str) else data
     aside: str | None = None
@@ -279,7 +333,9 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
 
 
 class RowFile:
-    """A JSONL file that is open for appending; the torn last line of an earlier process is repaired at the start."""
+    """A JSONL file that is open for appending; the torn last line of an earlier process is repaired
+    at the start.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -296,13 +352,17 @@ class RowFile:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(whole)  # or the next row would begin in the middle of a line
-            raise StorageError(f"cannot append to {self.path} ({error}); free space and start again") from error
+            raise StorageError(
+                f"cannot append to {self.path} ({error}); free space and start again"
+            ) from error
 
     def sync(self) -> None:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise StorageError(f"cannot write {self.path} to disk ({error}); free space and start again") from error
+            raise StorageError(
+                f"cannot write {self.path} to disk ({error}); free space and start again"
+            ) from error
 
     def keep(self, is_kept: Callable[[Row], bool]) -> None:
         """Drop all rows but those. DamagedFileError: a row has not what `is_kept` looks at."""
@@ -327,11 +387,15 @@ class RowFile:
         try:
             return open(self.path, "ab", buffering=0)
         except OSError as error:
-            raise StorageError(f"cannot write {self.path} ({error}); give another log_path") from error
+            raise StorageError(
+                f"cannot write {self.path} ({error}); give another log_path"
+            ) from error
 
 
 def _repair(path: Path) -> None:
-    """End the file with a whole line: the newline that a kill cut off is put back, half a row is removed."""
+    """End the file with a whole line: the newline that a kill cut off is put back, half a row is
+    removed.
+    """
     if not path.exists():
         return
     content = path.read_bytes()
@@ -360,7 +424,8 @@ def _read_object(path: Path) -> Row:
 
 
 def _plain(values: Mapping[str, Any]) -> Row:
-    """What JSON can hold: numbers of other libraries become Python's, paths their text, functions and other objects their name.
+    """What JSON can hold: numbers of other libraries become Python's, paths their text, functions
+    and other objects their name.
 
     No name holds an address, so the same options give the same text in every process.
     """

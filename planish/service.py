@@ -1,13 +1,16 @@
-"""The seam between those who ask and the engine that does: operations as frozen dataclasses in, futures out.
+"""The seam between those who ask and the engine that does: operations as frozen dataclasses in,
+futures out.
 
-The embedded engine implements `Service` in process, a client of a server implements it over the wire, and the server exposes
-one; a test can run against any.
+The embedded engine implements `Service` in process, a client of a server implements it over the
+wire, and the server exposes one; a test can run against any.
 
-Operations of one model run in the order in which they were submitted. `submit` raises at once on input that cannot be
-right, before anything is queued; what only shows while the work is done comes through the future. A future can be cancelled until
-its operation has begun, that of `Sample` until it is answered. If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of
-that model fails too, so a pipelined pair is applied as a whole or not at all. One that `submit` refuses was never there: who goes on
-behind it puts a `ForwardBackwardLater` whose data are that error in its place, as TrainingClient does.
+Operations of one model run in the order in which they were submitted. `submit` raises at once on
+input that cannot be right, before anything is queued; what only shows while the work is done comes
+through the future. A future can be cancelled until its operation has begun, that of `Sample` until
+it is answered. If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of that model
+fails too, so a pipelined pair is applied as a whole or not at all. One that `submit` refuses was
+never there: who goes on behind it puts a `ForwardBackwardLater` whose data are that error in its
+place, as TrainingClient does.
 """
 
 from __future__ import annotations
@@ -81,11 +84,15 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
 
 @dataclass(frozen=True)
 class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
-    """A `ForwardBackward` whose data are still being made. It keeps its place: later operations of the model wait for them."""
+    """A `ForwardBackward` whose data are still being made. It keeps its place: later operations of
+    the model wait for them.
+    """
 
     model_id: str
     data: Future[Sequence[Datum]]
-    """Its error becomes that of the operation. While it is `running()` somebody makes it, and a `close` that finishes waits for it."""
+    """Its error becomes that of the operation. While it is `running()` somebody makes it, and a
+    `close` that finishes waits for it.
+    """
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
 
@@ -128,12 +135,16 @@ class LoadWeights(Operation[LoadWeightsResponse]):
 
 @dataclass(frozen=True)
 class SaveWeightsForSampler(_Save, Operation[SaveWeightsForSamplerResponse]):
-    """A named sampler checkpoint: the adapter alone. Without `overwrite`, a name is taken again by equal weights only."""
+    """A named sampler checkpoint: the adapter alone. Without `overwrite`, a name is taken again by
+    equal weights only.
+    """
 
 
 @dataclass(frozen=True)
 class PublishSampler(Operation[str]):
-    """An ephemeral sampler of the model's weights as they are after the operations before this one; answers its id."""
+    """An ephemeral sampler of the model's weights as they are after the operations before this one;
+    answers its id.
+    """
 
     model_id: str
     sampler_id: str
@@ -168,7 +179,9 @@ class DrawnToken:
 
 
 MAX_SAMPLES = 4096
-"""Of one request: each has an id in the acceptance of a server, and a number of its own to be drawn by."""
+"""Of one request: each has an id in the acceptance of a server, and a number of its own to be drawn
+by.
+"""
 
 
 @dataclass(frozen=True)
@@ -181,13 +194,16 @@ class Sample(Operation[SampleResponse]):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: TensorData | None = None
-    """int64 [P - 1, K]: token ids whose logprobs at prompt positions 1..P-1 are asked for; -1 = none."""
+    """int64 [P - 1, K]: token ids whose logprobs at prompt positions 1..P-1 are asked for; -1 =
+    none.
+    """
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     prompt_only: bool = False
     """Draw nothing; answer what was asked about the prompt (`compute_logprobs`)."""
     on_token: Callable[[DrawnToken], None] | None = field(default=None, repr=False, compare=False)
-    """Called with each token as it is drawn, in the engine's thread: let it be short. If it raises, this operation fails.
+    """Called with each token as it is drawn, in the engine's thread: let it be short. If it raises,
+    this operation fails.
 
     It cannot travel: a client of a server refuses it.
     """
@@ -207,11 +223,15 @@ class Sample(Operation[SampleResponse]):
         targets = self.target_prompt_logprobs
         if targets is not None and not isinstance(targets, TensorData):
             kind = type(targets).__name__
-            raise UserError(f"target_prompt_logprobs is a {kind}; give TensorData.from_numpy(...) of int64")
+            raise UserError(
+                f"target_prompt_logprobs is a {kind}; give TensorData.from_numpy(...) of int64"
+            )
 
 
 def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **bounds: int) -> None:
-    """The fields as ints of Python's, also where they are numpy's. UserError for what is no whole number, or out of bounds."""
+    """The fields as ints of Python's, also where they are numpy's. UserError for what is no whole
+    number, or out of bounds.
+    """
     for name in names:
         try:
             value = whole_number(name, getattr(operation, name), remedy, **bounds)
@@ -248,13 +268,16 @@ class Service(Protocol):
     """An engine, near or far."""
 
     def submit(self, operation: Operation[R]) -> Future[R]:
-        """Queue `operation`. Raises ValueError at once on bad input, EngineClosedError after `close`.
+        """Queue `operation`. Raises ValueError at once on bad input, EngineClosedError after
+        `close`.
 
-        `CreateModel`, `CreateSampler` and `LoadWeights` may take seconds here, to read the base model or the checkpoint.
+        `CreateModel`, `CreateSampler` and `LoadWeights` may take seconds here, to read the base
+        model or the checkpoint.
         """
         ...
 
-    # What is read: EngineClosedError after `close`, but for what the service holds of models and samplers.
+    # What is read: EngineClosedError after `close`, but for what the service holds of models and
+    # samplers.
 
     def capabilities(self) -> GetServerCapabilitiesResponse: ...
 
@@ -273,7 +296,9 @@ class Service(Protocol):
     def delete_checkpoint(self, path: str) -> None: ...
 
     def close(self, finish: bool = True) -> None:
-        """Take no more work, and return when the device is free. `finish`: do what is queued first; otherwise it fails."""
+        """Take no more work, and return when the device is free. `finish`: do what is queued first;
+        otherwise it fails.
+        """
         ...
 
 
@@ -290,7 +315,9 @@ class HostedService(Service, Protocol):
     """An engine on this machine, as a server needs it."""
 
     def check_sample(self, base_model: str, operation: Sample) -> None:
-        """ValueError if `operation` could not be served by any sampler of the base model; nothing is queued."""
+        """ValueError if `operation` could not be served by any sampler of the base model; nothing
+        is queued.
+        """
         ...
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
@@ -300,7 +327,9 @@ class HostedService(Service, Protocol):
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
     ) -> None:
-        """Make the checkpoint `destination` of the files of `source`; it stays when `source` goes. Metadata are the same."""
+        """Make the checkpoint `destination` of the files of `source`; it stays when `source` goes.
+        Metadata are the same.
+        """
         ...
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:

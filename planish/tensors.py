@@ -1,4 +1,6 @@
-"""Tensors as operations carry them: int64 or float32, dense or CSR, independent of any framework; torch is imported only to make one."""
+"""Tensors as operations carry them: int64 or float32, dense or CSR, independent of any framework;
+torch is imported only to make one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ LOSS_INPUT_DTYPES: dict[str, TensorDtype] = {
 
 
 class HoldsArrays:
-    """A dataclass with arrays among its fields: equal where these hold the same numbers, NaN included. (`==` of two arrays is an array.)"""
+    """A dataclass with arrays among its fields: equal where these hold the same numbers, NaN
+    included. (`==` of two arrays is an array.)
+    """
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -53,8 +57,8 @@ def _same(one: Any, other: Any) -> bool:
 class TensorData(HoldsArrays):
     """A dense or CSR tensor of int64 or float32, independent of any framework.
 
-    A CSR tensor (`sparse_crow_indices` and `sparse_col_indices` given) is two-dimensional, `data` holds only the listed
-    values, and every other entry is 0 unless a `pad_value` is asked for.
+    A CSR tensor (`sparse_crow_indices` and `sparse_col_indices` given) is two-dimensional, `data`
+    holds only the listed values, and every other entry is 0 unless a `pad_value` is asked for.
     """
 
     dtype: TensorDtype
@@ -75,7 +79,9 @@ class TensorData(HoldsArrays):
             raise UserError(f"TensorData dtype={dtype!r}: give 'int64' or 'float32'")
         values = _as_array(data if data is not None else [], dtype)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
-            raise UserError("TensorData: sparse_crow_indices and sparse_col_indices go together; give both or neither")
+            raise UserError(
+                "TensorData: sparse_crow_indices and sparse_col_indices go together; give both or neither"
+            )
         crow = None if sparse_crow_indices is None else [int(i) for i in sparse_crow_indices]
         col = None if sparse_col_indices is None else [int(i) for i in sparse_col_indices]
         if crow is not None and col is not None:
@@ -104,7 +110,9 @@ class TensorData(HoldsArrays):
     def from_numpy(cls, array: np.ndarray) -> TensorData:
         """A copy, in its shape: whole numbers become int64, others float32."""
         if not isinstance(array, (np.ndarray, np.generic)):
-            raise UserError(f"TensorData.from_numpy: a {type(array).__name__} is given; give an array of numpy")
+            raise UserError(
+                f"TensorData.from_numpy: a {type(array).__name__} is given; give an array of numpy"
+            )
         kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
         if kind is None:
             raise UserError(
@@ -114,11 +122,17 @@ class TensorData(HoldsArrays):
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """A copy, in its shape, from whatever device and without its gradient: whole numbers become int64, others float32."""
+        """A copy, in its shape, from whatever device and without its gradient: whole numbers become
+        int64, others float32.
+        """
         if not hasattr(tensor, "detach"):
-            raise UserError(f"TensorData.from_torch: a {type(tensor).__name__} is given; give a tensor of torch")
+            raise UserError(
+                f"TensorData.from_torch: a {type(tensor).__name__} is given; give a tensor of torch"
+            )
         dense = tensor.detach().cpu()
-        return cls.from_numpy((dense.float() if dense.dtype.is_floating_point else dense).contiguous().numpy())
+        return cls.from_numpy(
+            (dense.float() if dense.dtype.is_floating_point else dense).contiguous().numpy()
+        )
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
@@ -198,16 +212,26 @@ def _as_array(data: Sequence[Any] | np.ndarray, dtype: TensorDtype) -> np.ndarra
         raise UserError(f"values of kind {kind} are not numbers; replace them")
     if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
         raise UserError("fractions given for an int64 tensor")
-    # A copy if it is the caller's own: operations are queued, and must see the values of the moment they were given.
+    # A copy if it is the caller's own: operations are queued, and must see the values of the moment
+    # they were given.
     return array.astype(_NUMPY_DTYPE[dtype], copy=array is data or array.base is not None)
 
 
-def _check_csr(values: np.ndarray, crow: list[int], col: list[int], shape: Sequence[int] | None) -> None:
+def _check_csr(
+    values: np.ndarray, crow: list[int], col: list[int], shape: Sequence[int] | None
+) -> None:
     if shape is None or len(shape) != 2:
         raise UserError("TensorData: a CSR tensor needs a two-dimensional shape")
-    if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(col) or np.any(np.diff(crow) < 0):
+    if (
+        len(crow) != shape[0] + 1
+        or crow[0] != 0
+        or crow[-1] != len(col)
+        or np.any(np.diff(crow) < 0)
+    ):
         raise UserError(
             "TensorData: sparse_crow_indices must rise from 0 to the number of values, one entry a row and one more"
         )
     if len(col) != values.size or any(not 0 <= c < shape[1] for c in col):
-        raise UserError("TensorData: sparse_col_indices needs one column within the shape for each value")
+        raise UserError(
+            "TensorData: sparse_col_indices needs one column within the shape for each value"
+        )

@@ -1,11 +1,13 @@
 """Small real models for tests: directories that `transformers` loads, and a tokenizer of bytes.
 
-`tiny_model` writes an ordinary Hugging Face directory with transformers' own classes, so it serves as the oracle of
-every test of a model: what planish computes on it can be compared with `AutoModelForCausalLM.from_pretrained(path)`.
+`tiny_model` writes an ordinary Hugging Face directory with transformers' own classes, so it serves
+as the oracle of every test of a model: what planish computes on it can be compared with
+`AutoModelForCausalLM.from_pretrained(path)`.
 
-Invariants: the same arguments give the same bytes; token id b < 256 is the byte b, so any text has a round trip; the
-special tokens that the chat formats of the supported families need are single ids; weights are large enough that logits
-differ. The random weights know nothing: a test that needs a model that answers uses the embedded default model.
+Invariants: the same arguments give the same bytes; token id b < 256 is the byte b, so any text has
+a round trip; the special tokens that the chat formats of the supported families need are single
+ids; weights are large enough that logits differ. The random weights know nothing: a test that needs
+a model that answers uses the embedded default model.
 """
 
 import json
@@ -17,7 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from planish.tokenizer import save_tokenizer
 
@@ -41,14 +50,23 @@ SPECIAL_TOKENS = (
 )
 """Ids 256, 257, ...: control tokens of ChatML and of Llama 3; decoding can skip them."""
 
-WORD_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+WORD_TOKENS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 """The ids after those: single tokens that are part of the text, as in the Qwen families."""
 
 END_OF_TURN = "<|im_end|>"
 EOS_TOKEN_ID = 256 + SPECIAL_TOKENS.index(END_OF_TURN)
 NUM_TOKENS = 256 + len(SPECIAL_TOKENS) + len(WORD_TOKENS)
 VOCAB_SIZE = 272
-"""The default vocabulary of a tiny model; as in real checkpoints it is a little larger than the tokenizer."""
+"""The default vocabulary of a tiny model; as in real checkpoints it is a little larger than the
+tokenizer.
+"""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -75,13 +93,19 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in WORD_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in WORD_TOKENS]
+    )
     return tokenizer
 
 
 def save_byte_tokenizer(directory: str | Path) -> Path:
-    """Write the byte tokenizer with its ChatML template into `directory`, for `transformers.AutoTokenizer`."""
+    """Write the byte tokenizer with its ChatML template into `directory`, for
+    `transformers.AutoTokenizer`.
+    """
     save_tokenizer(
         directory,
         byte_tokenizer(),
@@ -110,15 +134,21 @@ def tiny_model(
     max_context: int = 2048,
     shards: int = 1,
 ) -> Path:
-    """Write a random model of `family` ("llama", "mistral", "qwen2", "qwen3") as a Hugging Face directory and return its path.
+    """Write a random model of `family` ("llama", "mistral", "qwen2", "qwen3") as a Hugging Face
+    directory and return its path.
 
-    `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear", "factor": 2.0}; `dtype` is
-    "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.
+    `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear",
+    "factor": 2.0}; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
+    many files with an index.
     """
     if family not in CONFIGS or dtype not in DTYPES:
-        raise ValueError(f"family {family!r} is not in {sorted(CONFIGS)}, or dtype {dtype!r} not in {sorted(DTYPES)}")
+        raise ValueError(
+            f"family {family!r} is not in {sorted(CONFIGS)}, or dtype {dtype!r} not in {sorted(DTYPES)}"
+        )
     if vocab_size < NUM_TOKENS:
-        raise ValueError(f"vocab_size {vocab_size} is too small: the byte tokenizer has {NUM_TOKENS} tokens")
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: the byte tokenizer has {NUM_TOKENS} tokens"
+        )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[family](
@@ -151,7 +181,9 @@ def tiny_model(
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Fill every parameter from one seeded stream: matrices and biases around 0, norm scales around 1."""
+    """Fill every parameter from one seeded stream: matrices and biases around 0, norm scales around
+    1.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -160,15 +192,22 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(noise + 1.0 if is_scale else noise)
 
 
-def save_weights(directory: str | Path, tensors: Mapping[str, torch.Tensor], shards: int = 1) -> None:
+def save_weights(
+    directory: str | Path, tensors: Mapping[str, torch.Tensor], shards: int = 1
+) -> None:
     """Write tensors as model.safetensors, or as `shards` files with model.safetensors.index.json."""
     directory = Path(directory)
     if not 1 <= shards <= len(tensors):
-        raise ValueError(f"shards must be between 1 and the number of tensors, {len(tensors)}; it is {shards}")
+        raise ValueError(
+            f"shards must be between 1 and the number of tensors, {len(tensors)}; it is {shards}"
+        )
     if shards == 1:
         save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
         return
-    files = {name: f"model-{rank % shards + 1:05d}-of-{shards:05d}.safetensors" for rank, name in enumerate(tensors)}
+    files = {
+        name: f"model-{rank % shards + 1:05d}-of-{shards:05d}.safetensors"
+        for rank, name in enumerate(tensors)
+    }
     for file in set(files.values()):
         part = {name: tensor for name, tensor in tensors.items() if files[name] == file}
         save_file(part, directory / file, metadata={"format": "pt"})

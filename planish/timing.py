@@ -5,8 +5,9 @@
     spans.metrics()                       # time/sampling, time/total, ...
     run.log_spans(step, spans.rows())     # timing_spans.jsonl
 
-With a `TraceFile` the same spans also become Chrome trace events (trace_events.jsonl), which `planish trace RUN` turns into
-a file for https://ui.perfetto.dev. Spans of one task nest; tasks that run at the same time are drawn in different lanes.
+With a `TraceFile` the same spans also become Chrome trace events (trace_events.jsonl), which
+`planish trace RUN` turns into a file for https://ui.perfetto.dev. Spans of one task nest; tasks
+that run at the same time are drawn in different lanes.
 """
 
 import asyncio
@@ -39,7 +40,9 @@ class Span:
 class Spans:
     """The spans of one step."""
 
-    def __init__(self, trace: "TraceFile | None" = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, trace: "TraceFile | None" = None, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._clock = clock
         self._lanes = trace.lanes if trace is not None else None
         self._started = clock()
@@ -48,7 +51,9 @@ class Spans:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time the block as a span, also when it raises. Blocks may nest, and run in many tasks at once."""
+        """Time the block as a span, also when it raises. Blocks may nest, and run in many tasks at
+        once.
+        """
         assert name != "total", "time/total is the whole step"
         lane = self._lanes.enter() if self._lanes is not None else 0
         start = self._clock()
@@ -60,9 +65,11 @@ class Spans:
                 self._lanes.leave()
 
     def metrics(self) -> dict[str, float]:
-        """Seconds: time/NAME, or time/NAME:total, :count, :mean, :max of a span that ran several times.
+        """Seconds: time/NAME, or time/NAME:total, :count, :mean, :max of a span that ran several
+        times.
 
-        time/total is the time since this object was made. Spans of tasks that ran at once add up to more than it.
+        time/total is the time since this object was made. Spans of tasks that ran at once add up to
+        more than it.
         """
         by_name: dict[str, list[float]] = {}
         for span in self.done:
@@ -79,7 +86,9 @@ class Spans:
         return {**metrics, "time/total": self._clock() - self._started}
 
     def rows(self) -> list[dict[str, float | str]]:
-        """For timing_spans.jsonl, by their beginnings; wall_start and wall_end are seconds since the first span began."""
+        """For timing_spans.jsonl, by their beginnings; wall_start and wall_end are seconds since
+        the first span began.
+        """
         spans = sorted(self.done, key=lambda span: span.start)
         first = spans[0].start if spans else 0.0
         return [
@@ -111,7 +120,9 @@ class _Lanes:
         with self._lock:
             worker = _worker()
             if worker not in self._held:
-                self._held[worker] = _Held(heapq.heappop(self._free) if self._free else len(self._held))
+                self._held[worker] = _Held(
+                    heapq.heappop(self._free) if self._free else len(self._held)
+                )
             held = self._held[worker]
             held.depth += 1
             return held.lane
@@ -142,7 +153,9 @@ class TraceFile:
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Events of steps from `first_step` on, left by an earlier process, are dropped: those steps are done again."""
+        """Events of steps from `first_step` on, left by an earlier process, are dropped: those
+        steps are done again.
+        """
         self._rows = RowFile(directory / TRACE)
         self._rows.keep(lambda row: row["args"]["step"] < first_step)
         self.lanes = _Lanes()
@@ -168,9 +181,11 @@ class TraceFile:
 
 
 def write_trace(run: str | Path, out: str | Path | None = None) -> Path:
-    """Turn the trace_events.jsonl of a run into a file that Perfetto and chrome://tracing load; returns its path.
+    """Turn the trace_events.jsonl of a run into a file that Perfetto and chrome://tracing load;
+    returns its path.
 
-    `out`: the file; none: trace.json in the run directory. Raises UserError if the run was not traced.
+    `out`: the file; none: trace.json in the run directory. Raises UserError if the run was not
+    traced.
     """
     directory = Path(run).expanduser()
     if not directory.is_dir():
@@ -181,7 +196,9 @@ def write_trace(run: str | Path, out: str | Path | None = None) -> Path:
     path = Path(out).expanduser() if out is not None else directory / "trace.json"
     first = min(event["ts"] for event in events)
     shifted = [{**event, "ts": event["ts"] - first} for event in events]
-    write_whole(path, json.dumps({"traceEvents": [*_names(events), *shifted], "displayTimeUnit": "ms"}))
+    write_whole(
+        path, json.dumps({"traceEvents": [*_names(events), *shifted], "displayTimeUnit": "ms"})
+    )
     return path
 
 
@@ -189,4 +206,10 @@ def _names(events: list[Row]) -> Iterator[dict[str, Any]]:
     for pid in sorted({event["pid"] for event in events}):
         yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": "planish"}}
     for pid, lane in sorted({(event["pid"], event["tid"]) for event in events}):
-        yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": lane, "args": {"name": f"lane {lane}"}}
+        yield {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": pid,
+            "tid": lane,
+            "args": {"name": f"lane {lane}"},
+        }

@@ -1,8 +1,9 @@
 """Tokenizers of local model directories.
 
-A model's own tokenizer is the only truth about its tokens, and it is read through `transformers`, which users know.
-Invariants: only a local directory is read, never the network; code inside a checkpoint never runs; `transformers` is
-imported at the first load, because that import takes seconds and may bring torch.
+A model's own tokenizer is the only truth about its tokens, and it is read through `transformers`,
+which users know. Invariants: only a local directory is read, never the network; code inside a
+checkpoint never runs; `transformers` is imported at the first load, because that import takes
+seconds and may bring torch.
 """
 
 import json
@@ -18,23 +19,27 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model directory: `encode`, `decode`, `apply_chat_template`, ... as `transformers` has them.
+    """The tokenizer of a model directory: `encode`, `decode`, `apply_chat_template`, ... as
+    `transformers` has them.
 
-    Raises UnknownModelError when `directory` is no directory or holds no tokenizer, DamagedFileError when its files
-    cannot be read or ask for code of their own.
+    Raises UnknownModelError when `directory` is no directory or holds no tokenizer,
+    DamagedFileError when its files cannot be read or ask for code of their own.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise UnknownModelError(
             f"no tokenizer at {directory}: it is not a directory; name a local Hugging Face model directory"
         )
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not any(
+        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
         raise UnknownModelError(
             f"no tokenizer in {directory}: tokenizer.json and tokenizer_config.json are missing; copy them there"
         )
     try:
         return _load(directory)
-    except Exception as error:  # transformers and tokenizers raise bare Exception for files that they cannot parse
+    except Exception as error:
+        # transformers and tokenizers raise bare Exception for files that they cannot parse
         raise DamagedFileError(
             f"the tokenizer in {directory} cannot be loaded ({error}); copy tokenizer.json and tokenizer_config.json "
             "from the model again (a tokenizer that runs code of its own must be converted to tokenizer.json)"
@@ -45,10 +50,14 @@ def _load(directory: Path) -> "PreTrainedTokenizerBase":
     # Loaded here and not above: the import takes seconds and brings torch.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # tokenizer.json is the model's own pipeline; the classes that AutoTokenizer picks by family rebuild parts of it.
+    # tokenizer.json is the model's own pipeline; the classes that AutoTokenizer picks by family
+    # rebuild parts of it.
     loader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
-    tokenizer = loader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    # It is told by whoever takes the tokens, with what is to be done; this warning would be a line of its own form in a server's log.
+    tokenizer = loader.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
+    # It is told by whoever takes the tokens, with what is to be done; this warning would be a line
+    # of its own form in a server's log.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
@@ -61,7 +70,8 @@ def save_tokenizer(
     max_length: int,
     tokens: Mapping[str, str],
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json; `tokens` names the roles, such as {"eos_token": "<|im_end|>"}.
+    """Write tokenizer.json and tokenizer_config.json; `tokens` names the roles, such as
+    {"eos_token": "<|im_end|>"}.
 
     The class is written as PreTrainedTokenizerFast, the one that takes tokenizer.json as it is.
     """
@@ -75,4 +85,6 @@ def save_tokenizer(
         config["chat_template"] = chat_template
     directory = Path(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8"
+    )

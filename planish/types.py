@@ -1,8 +1,9 @@
 """The vocabulary of planish: what goes into an operation and what comes out of it.
 
-Field names and meanings are those of the public SDK that people already write against, so code moves over by changing an
-import. Everything here is plain data: no torch is imported until a tensor is asked for, and every constructor checks what
-it can check alone (shapes, kinds, ranges); what needs a model (vocabulary, context) is checked by the service.
+Field names and meanings are those of the public SDK that people already write against, so code
+moves over by changing an import. Everything here is plain data: no torch is imported until a tensor
+is asked for, and every constructor checks what it can check alone (shapes, kinds, ranges); what
+needs a model (vocabulary, context) is checked by the service.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class EncodedTextChunk:
     def __repr__(self) -> str:
         more = len(self.tokens) - _SHOWN_TOKENS
         shown = (
-            repr(self.tokens) if more <= 0 else f"[{', '.join(map(str, self.tokens[:_SHOWN_TOKENS]))}, ... {more} more]"
+            repr(self.tokens)
+            if more <= 0
+            else f"[{', '.join(map(str, self.tokens[:_SHOWN_TOKENS]))}, ... {more} more]"
         )
         return f"EncodedTextChunk(tokens={shown})"
 
@@ -73,7 +76,9 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | np.ndarray | torch.Tensor) -> ModelInput:
-        """One chunk of these token ids: a flat list, or an array or tensor of whole numbers with one dimension."""
+        """One chunk of these token ids: a flat list, or an array or tensor of whole numbers with
+        one dimension.
+        """
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])  # type: ignore[arg-type]
 
     @classmethod
@@ -101,10 +106,11 @@ class ModelInput:
 
 @dataclass(frozen=True, init=False)
 class Datum:
-    """One training sequence: position i of `model_input` predicts `loss_fn_inputs["target_tokens"][i]`.
+    """One training sequence: position i of `model_input` predicts
+    `loss_fn_inputs["target_tokens"][i]`.
 
-    Values of `loss_fn_inputs` may be TensorData, torch tensors, numpy arrays or (nested) lists; lists get the dtype of
-    their key (`LOSS_INPUT_DTYPES`).
+    Values of `loss_fn_inputs` may be TensorData, torch tensors, numpy arrays or (nested) lists;
+    lists get the dtype of their key (`LOSS_INPUT_DTYPES`).
     """
 
     model_input: ModelInput
@@ -113,15 +119,22 @@ class Datum:
     def __init__(
         self,
         model_input: ModelInput,
-        loss_fn_inputs: Mapping[str, TensorData | torch.Tensor | np.ndarray | Sequence[Any]] | None = None,
+        loss_fn_inputs: Mapping[str, TensorData | torch.Tensor | np.ndarray | Sequence[Any]]
+        | None = None,
     ) -> None:
         if not isinstance(model_input, ModelInput):
-            raise UserError(f"Datum.model_input is a {type(model_input).__name__}; give ModelInput.from_ints(tokens)")
+            raise UserError(
+                f"Datum.model_input is a {type(model_input).__name__}; give ModelInput.from_ints(tokens)"
+            )
         object.__setattr__(self, "model_input", model_input)
         if loss_fn_inputs is not None and not isinstance(loss_fn_inputs, Mapping):
             kind = type(loss_fn_inputs).__name__
-            raise UserError(f'Datum.loss_fn_inputs is a {kind}; give a dictionary such as {{"target_tokens": [...]}}')
-        converted = {key: as_tensor_data(key, value) for key, value in (loss_fn_inputs or {}).items()}
+            raise UserError(
+                f'Datum.loss_fn_inputs is a {kind}; give a dictionary such as {{"target_tokens": [...]}}'
+            )
+        converted = {
+            key: as_tensor_data(key, value) for key, value in (loss_fn_inputs or {}).items()
+        }
         object.__setattr__(self, "loss_fn_inputs", converted)
 
 
@@ -134,7 +147,9 @@ def check_data(data: Any) -> None:
             raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
         for name, value in datum.loss_fn_inputs.items():
             if not isinstance(value, TensorData):  # put there after the datum was made
-                raise UserError(f"data[{index}].loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData")
+                raise UserError(
+                    f"data[{index}].loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData"
+                )
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,9 @@ class SamplingParams:
     seed: int | None = None
     """Makes the draw reproducible; the samples of one request still differ from each other."""
     stop: str | Sequence[str] | Sequence[int] | None = None
-    """None = the model's end-of-sequence tokens; strings or token ids replace them; [] = never stop early."""
+    """None = the model's end-of-sequence tokens; strings or token ids replace them; [] = never stop
+    early.
+    """
     temperature: float = 1.0
     """0 = greedy."""
     top_k: int = -1
@@ -220,7 +237,9 @@ class LoraConfig:
 
 @dataclass(frozen=True, eq=False)
 class TopkLogprobs(HoldsArrays):
-    """The k likeliest tokens at each of n positions: two (n, k) arrays. Rows of NaN were not computed."""
+    """The k likeliest tokens at each of n positions: two (n, k) arrays. Rows of NaN were not
+    computed.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -229,13 +248,16 @@ class TopkLogprobs(HoldsArrays):
         """One list of (token id, logprob) pairs a position; None where not computed."""
         rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         return [
-            None if any(math.isnan(p) for p in probs) else list(zip(ids, probs, strict=True)) for ids, probs in rows
+            None if any(math.isnan(p) for p in probs) else list(zip(ids, probs, strict=True))
+            for ids, probs in rows
         ]
 
 
 @dataclass(frozen=True)
 class PromptAltTokens:
-    """`k` draws at every prompt position after the first: tokens int64 and logprobs float32, both [P - 1, k]."""
+    """`k` draws at every prompt position after the first: tokens int64 and logprobs float32, both
+    [P - 1, k].
+    """
 
     tokens: TensorData
     logprobs: TensorData
@@ -250,7 +272,9 @@ class SampledSequence(HoldsArrays):
     tokens_np: np.ndarray = field(repr=False)
     """int32 [n]"""
     logprobs_np: np.ndarray = field(repr=False)
-    """float32 [n]: log-softmax(logits / temperature) of each token, before top_k, top_p and min_p (temperature 0: of the logits)."""
+    """float32 [n]: log-softmax(logits / temperature) of each token, before top_k, top_p and min_p
+    (temperature 0: of the logits).
+    """
     topk_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
 
     @cached_property
@@ -288,7 +312,11 @@ class SampleResponse(HoldsArrays):
 
     @cached_property
     def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
-        return self.topk_prompt_logprobs_np.tolist() if self.topk_prompt_logprobs_np is not None else None
+        return (
+            self.topk_prompt_logprobs_np.tolist()
+            if self.topk_prompt_logprobs_np is not None
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -307,7 +335,9 @@ class OptimStepResponse:
     """What `optim_step` answers."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """"grad_norm" before clipping; "adam_step", counted from 1 (not "step": loops put these beside a "step" of their own)."""
+    """"grad_norm" before clipping; "adam_step", counted from 1 (not "step": loops put these beside
+    a "step" of their own).
+    """
 
 
 @dataclass(frozen=True)
@@ -361,7 +391,12 @@ class GetServerCapabilitiesResponse:
     def context_of(self, model_name: str) -> int | None:
         """Tokens that the model's context holds; None if that is not said."""
         return next(
-            (model.max_context_length for model in self.supported_models if model.model_name == model_name), None
+            (
+                model.max_context_length
+                for model in self.supported_models
+                if model.model_name == model_name
+            ),
+            None,
         )
 
 
@@ -453,8 +488,11 @@ def is_ttl(seconds: object) -> bool:
     return 1 <= seconds <= LONGEST_TTL_SECONDS
 
 
-def whole_number(name: str, value: Any, remedy: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
-    """`value` as an int of Python's, also where it is numpy's; of 64 bits, as neither a request nor a tensor holds more.
+def whole_number(
+    name: str, value: Any, remedy: str, low: int = -(2**63), high: int = 2**63 - 1
+) -> int:
+    """`value` as an int of Python's, also where it is numpy's; of 64 bits, as neither a request nor
+    a tensor holds more.
 
     UserError names it, with the remedy.
     """
@@ -465,13 +503,22 @@ def whole_number(name: str, value: Any, remedy: str, low: int = -(2**63), high: 
     return int(value)
 
 
-def _keep_whole(options: Any, name: str, remedy: str, low: int = -(2**63), high: int = 2**63 - 1) -> None:
-    value = whole_number(f"{type(options).__name__}.{name}", getattr(options, name), remedy, low, high)
+def _keep_whole(
+    options: Any, name: str, remedy: str, low: int = -(2**63), high: int = 2**63 - 1
+) -> None:
+    value = whole_number(
+        f"{type(options).__name__}.{name}", getattr(options, name), remedy, low, high
+    )
     object.__setattr__(options, name, value)
 
 
 def _keep_number(
-    options: Any, name: str, low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False
+    options: Any,
+    name: str,
+    low: float,
+    high: float = math.inf,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> None:
     """The field as a float of Python's: optimizers and JSON take no other kind."""
     given = getattr(options, name)
@@ -490,7 +537,9 @@ def _keep_number(
 def _token_list(tokens: Any, name: str) -> list[int]:
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if isinstance(values, Mapping) and "input_ids" in values:
-        raise UserError(f"{name} is a {type(tokens).__name__}, as tokenizers give it; take its ['input_ids']")
+        raise UserError(
+            f"{name} is a {type(tokens).__name__}, as tokenizers give it; take its ['input_ids']"
+        )
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise UserError(
             f"{name} is a {type(tokens).__name__}; give a list of token ids, such as tokenizer.encode(text)"
@@ -499,7 +548,9 @@ def _token_list(tokens: Any, name: str) -> list[int]:
     if not set(map(type, values)) <= {int}:
         for token in values:
             if not _is_int(token):
-                raise UserError(f"{name} holds {token!r}; give one list of token ids, which are whole numbers")
+                raise UserError(
+                    f"{name} holds {token!r}; give one list of token ids, which are whole numbers"
+                )
         values = [int(token) for token in values]
     if values and (max(values) >= 2**63 or min(values) < -(2**63)):
         raise UserError(
@@ -511,14 +562,21 @@ def _token_list(tokens: Any, name: str) -> list[int]:
 def _stop(stop: Any) -> Any:
     if stop is None or isinstance(stop, str):
         if stop == "":
-            raise UserError("SamplingParams.stop is an empty string, which every text contains; give [] for no stop")
+            raise UserError(
+                "SamplingParams.stop is an empty string, which every text contains; give [] for no stop"
+            )
         return stop
     values = stop.tolist() if hasattr(stop, "tolist") else stop
-    items: list[Any] = list(values) if isinstance(values, Iterable) and not isinstance(values, bytes) else [None]
+    items: list[Any] = (
+        list(values) if isinstance(values, Iterable) and not isinstance(values, bytes) else [None]
+    )
     if all(isinstance(item, str) for item in items) and all(items):
         return tuple(items)
     if all(_is_int(item) for item in items):
-        return tuple(whole_number("SamplingParams.stop", item, "token ids of the model's vocabulary") for item in items)
+        return tuple(
+            whole_number("SamplingParams.stop", item, "token ids of the model's vocabulary")
+            for item in items
+        )
     raise UserError(
         f"SamplingParams.stop={stop!r}: give a string, a list of non-empty strings, a list of token ids, or None"
     )

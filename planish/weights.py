@@ -33,7 +33,9 @@ def download(
     api_key: str | None = None,
     data_dir: PathLike | None = None,
 ) -> str:
-    """The files of a checkpoint, of a server or of this machine's own, in a directory that is new or empty; returns it."""
+    """The files of a checkpoint, of a server or of this machine's own, in a directory that is new
+    or empty; returns it.
+    """
     records = records_of(base_url, api_key, None if data_dir is None else Path(data_dir))
     out = Path(output_dir).expanduser()
     downloaded(records, tinker_path, out, "output_dir=")
@@ -50,11 +52,13 @@ def build_hf_model(
     shard_bytes: int = SHARD_BYTES,
     models: Mapping[str, str] | None = None,
 ) -> str:
-    """Merge an adapter into its base model, as a directory for `AutoModelForCausalLM.from_pretrained`; returns it.
+    """Merge an adapter into its base model, as a directory for
+    `AutoModelForCausalLM.from_pretrained`; returns it.
 
-    `base_model`: None is the one that the adapter names; another of the same architecture is taken at your word. `dtype` is float32,
-    bfloat16 or float16; None keeps that of the base. `shard_bytes`: largest file, and what is in memory at a time. `models`: names
-    as directories, as in ServiceClient.
+    `base_model`: None is the one that the adapter names; another of the same architecture is taken
+    at your word. `dtype` is float32, bfloat16 or float16; None keeps that of the base.
+    `shard_bytes`: largest file, and what is in memory at a time. `models`: names as directories, as
+    in ServiceClient.
     """
     options = ExportOptions("merged", dtype, base_model, overwrite, shard_bytes)
     return _build(adapter_path, output_path, options, models)
@@ -69,14 +73,22 @@ def build_lora_adapter(
     overwrite: bool = False,
     models: Mapping[str, str] | None = None,
 ) -> str:
-    """An adapter as a directory for `PeftModel.from_pretrained`; returns it. Arguments as of `build_hf_model`; dtype None is float32."""
-    return _build(adapter_path, output_path, ExportOptions("peft", dtype, base_model, overwrite), models)
+    """An adapter as a directory for `PeftModel.from_pretrained`; returns it. Arguments as of
+    `build_hf_model`; dtype None is float32.
+    """
+    return _build(
+        adapter_path, output_path, ExportOptions("peft", dtype, base_model, overwrite), models
+    )
 
 
-def publish_to_hf_hub(*, model_path: PathLike, repo_id: str, private: bool = True, token: str | None = None) -> str:
-    """Upload an export to the hub, into a repository that is made if there is none; returns its URL.
+def publish_to_hf_hub(
+    *, model_path: PathLike, repo_id: str, private: bool = True, token: str | None = None
+) -> str:
+    """Upload an export to the hub, into a repository that is made if there is none; returns its
+    URL.
 
-    `token` as in huggingface_hub: None takes that of `hf auth login`, or HF_TOKEN. Files of the repository that the export has not stay.
+    `token` as in huggingface_hub: None takes that of `hf auth login`, or HF_TOKEN. Files of the
+    repository that the export has not stay.
     """
     directory = Path(model_path).expanduser()
     if not (directory / MARKER).is_file():
@@ -90,7 +102,10 @@ def publish_to_hf_hub(*, model_path: PathLike, repo_id: str, private: bool = Tru
 
 
 def _build(
-    adapter_path: PathLike, output_path: PathLike, options: ExportOptions, models: Mapping[str, str] | None
+    adapter_path: PathLike,
+    output_path: PathLike,
+    options: ExportOptions,
+    models: Mapping[str, str] | None,
 ) -> str:
     origin = Origin(Path(adapter_path).expanduser())
     return str(write_export(origin, Path(output_path).expanduser(), options, models).directory)

@@ -1,7 +1,8 @@
 """A program that answers questions in a process of its own, which is killed when it takes too long.
 
-For work that nothing inside a process can stop, such as a computer algebra system on 9^{9^{9^{9}}}. The process starts at the
-first question; worker_program.py, which it runs, says what a program is and what the two say to each other.
+For work that nothing inside a process can stop, such as a computer algebra system on 9^{9^{9^{9}}}.
+The process starts at the first question; worker_program.py, which it runs, says what a program is
+and what the two say to each other.
 """
 
 import json
@@ -33,7 +34,11 @@ class WorkerProcess:
     """One process at a time. Questions from several threads take turns."""
 
     def __init__(
-        self, program: Path, arguments: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
+        self,
+        program: Path,
+        arguments: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`environment`: variables that the program has besides those of this process."""
         # -P: the modules beside a program must not stand in front of installed ones.
@@ -44,7 +49,9 @@ class WorkerProcess:
         self._lock = threading.Lock()
 
     def ask(self, question: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """The program's answer. WorkerError if it has none, WorkerStartError if there is no program that could be asked."""
+        """The program's answer. WorkerError if it has none, WorkerStartError if there is no program
+        that could be asked.
+        """
         with self._lock:
             try:
                 process = self._running()
@@ -53,7 +60,9 @@ class WorkerProcess:
                     process.stdin.write(json.dumps([timeout_seconds, question]).encode() + b"\n")
                 reply = self._receive(process, timeout_seconds)
             except BaseException:
-                self._stop()  # or an answer still to come, after Ctrl-C, say, would be taken for that to the next question
+                # or an answer still to come, after Ctrl-C, say, would be taken for that to the next
+                # question
+                self._stop()
                 raise
         if "error" in reply:
             raise WorkerError(reply["error"])
@@ -68,10 +77,15 @@ class WorkerProcess:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()  # it was killed while nobody asked
-        # Only Ctrl-C is kept from it: what ends all processes of a terminal or of a job is to end this one too.
+        # Only Ctrl-C is kept from it: what ends all processes of a terminal or of a job is to end
+        # this one too.
         with interrupts_held_back():
             self._process = process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=self._environment
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env=self._environment,
             )
         try:
             reply = self._receive(process, START_SECONDS)

@@ -1,13 +1,16 @@
-"""What runs in the process of a `worker_process.WorkerProcess`: a program's answers, and what all such programs need.
+"""What runs in the process of a `worker_process.WorkerProcess`: a program's answers, and what all
+such programs need.
 
     python -P worker_program.py PROGRAM ARGUMENT...
 
-PROGRAM is a Python file. Its function `start`, given the arguments, returns the function that answers questions; what either
-raises is the reason why there is no answer. Memory is bounded, and what a program prints goes to standard error.
+PROGRAM is a Python file. Its function `start`, given the arguments, returns the function that
+answers questions; what either raises is the reason why there is no answer. Memory is bounded, and
+what a program prints goes to standard error.
 
-One line of JSON goes out at the start, {"ready": true} or {"error": REASON}. Then [SECONDS, QUESTION] comes in and an object
-goes out, the answer or again {"error": REASON}, until standard input ends. This file imports nothing of planish, so that the
-process starts fast and needs no start method, no guard in the user's script and no main thread.
+One line of JSON goes out at the start, {"ready": true} or {"error": REASON}. Then [SECONDS,
+QUESTION] comes in and an object goes out, the answer or again {"error": REASON}, until standard
+input ends. This file imports nothing of planish, so that the process starts fast and needs no start
+method, no guard in the user's script and no main thread.
 """
 
 import importlib.util
@@ -34,7 +37,8 @@ def main() -> None:
     send(out, {"ready": True})
     for line in questions:
         seconds, question = json.loads(line)
-        # If the one that asks is killed meanwhile, nobody else ends an endless answer; the signal does, whatever is computed.
+        # If the one that asks is killed meanwhile, nobody else ends an endless answer; the signal
+        # does, whatever is computed.
         signal.setitimer(signal.ITIMER_REAL, seconds + SPARE_SECONDS)
         reply = answered(answer, question)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -42,7 +46,9 @@ def main() -> None:
 
 
 def private_pipes() -> tuple[TextIO, TextIO]:
-    """The pipes of the protocol, out of the way of what prints, reads, or calls `exit`, which closes standard input."""
+    """The pipes of the protocol, out of the way of what prints, reads, or calls `exit`, which
+    closes standard input.
+    """
     pipes = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -56,7 +62,9 @@ def limit_memory() -> None:
     except ImportError:  # not on this system
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard < 0 else min(MEMORY_BYTES, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (MEMORY_BYTES if hard < 0 else min(MEMORY_BYTES, hard), hard)
+    )
 
 
 def load(program: str) -> Any:
@@ -69,7 +77,9 @@ def load(program: str) -> Any:
     return module
 
 
-def answered(answer: Callable[[dict[str, Any]], dict[str, Any]], question: dict[str, Any]) -> dict[str, Any]:
+def answered(
+    answer: Callable[[dict[str, Any]], dict[str, Any]], question: dict[str, Any]
+) -> dict[str, Any]:
     try:
         return answer(question)
     except (Exception, SystemExit) as error:

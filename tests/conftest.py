@@ -1,4 +1,6 @@
-"""What holds for all tests: without a GPU, Triton's kernels are interpreted on the CPU; kernels are compiled once, also for tests with a cache of their own."""
+"""What holds for all tests: without a GPU, Triton's kernels are interpreted on the CPU; kernels are
+compiled once, also for tests with a cache of their own.
+"""
 
 import os
 import signal
@@ -29,7 +31,9 @@ hypothesis.settings.load_profile("planish")
 
 @pytest.fixture(scope="session")
 def planish_home() -> Callable[[Path], Path]:
-    """Makes a directory for PLANISH_HOME, empty but for the kernels, which take twenty seconds to compile."""
+    """Makes a directory for PLANISH_HOME, empty but for the kernels, which take twenty seconds to
+    compile.
+    """
     kernels = cache_home() / "kernels"
 
     def made(directory: Path) -> Path:

@@ -1,4 +1,5 @@
-"""Triton's interpreter puts its own functions in the place of the language's again whenever a kernel calls a function: a quarter of its time.
+"""Triton's interpreter puts its own functions in the place of the language's again whenever a
+kernel calls a function: a quarter of its time.
 
 Once for each module and launch is enough: they stay until the launch is over.
 """

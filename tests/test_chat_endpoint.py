@@ -1,4 +1,6 @@
-"""A chat endpoint that answers, stumbles, hangs and refuses: a local HTTP server that does as it is told."""
+"""A chat endpoint that answers, stumbles, hangs and refuses: a local HTTP server that does as it is
+told.
+"""
 
 import asyncio
 import json
@@ -34,7 +36,11 @@ class Script:
 
 
 def said(text: Any) -> tuple[int, dict[str, str], bytes]:
-    return 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+    return (
+        200,
+        {},
+        json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode(),
+    )
 
 
 @pytest.fixture
@@ -128,7 +134,9 @@ def test_what_may_go_better_is_asked_again(script, stumble):
 
 def test_the_last_attempt_is_told(script):
     script.answers = [(500, {}, b"out of memory")]
-    with pytest.raises(EndpointError, match="no answer in 3 attempts, at last: status 500: out of memory"):
+    with pytest.raises(
+        EndpointError, match="no answer in 3 attempts, at last: status 500: out of memory"
+    ):
         ask(ChatEndpoint(script.url, "judge", max_retries=2))
     assert len(script.bodies) == 3
     with pytest.raises(EndpointError, match="in 1 attempts.*ConnectError"):
@@ -139,7 +147,11 @@ def test_the_last_attempt_is_told(script):
 
 
 def test_a_wish_to_wait_is_granted(script):
-    script.answers = [(429, {"Retry-After": "0.4"}, b""), (429, {"Retry-After": "tomorrow"}, b""), said("now")]
+    script.answers = [
+        (429, {"Retry-After": "0.4"}, b""),
+        (429, {"Retry-After": "tomorrow"}, b""),
+        said("now"),
+    ]
     assert ask(ChatEndpoint(script.url, "judge")) == "now"
     first, second, third = script.times
     assert second - first >= 0.4
@@ -149,7 +161,9 @@ def test_a_wish_to_wait_is_granted(script):
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
 def test_a_wrong_request_is_refused_at_once(script, status):
     script.answers = [(status, {}, b"no such model")]
-    with pytest.raises(UserError, match=f"status {status}: no such model; check base_url, model and the key"):
+    with pytest.raises(
+        UserError, match=f"status {status}: no such model; check base_url, model and the key"
+    ):
         ask(ChatEndpoint(script.url, "judge"))
     assert len(script.bodies) == 1
 

@@ -42,7 +42,9 @@ def test_an_unknown_model_is_an_error_with_what_was_tried(mapped, capsys):
 
 
 def test_it_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "planish", "--help"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "planish", "--help"], capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert "models" in done.stdout
 
@@ -51,7 +53,9 @@ def test_it_tells_its_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"planish {version('planish')}, torch {version('torch')}, Python 3.")
+    assert capsys.readouterr().out.startswith(
+        f"planish {version('planish')}, torch {version('torch')}, Python 3."
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,22 +67,48 @@ def test_it_tells_its_version(capsys):
         (["eval", "gsm8k", "--model", "mine", "--base-url", "http://[::1"], "--base-url: .*IPv6"),
         (["chat", "--base-url", "http://[::1"], "--base-url: .*IPv6"),
         (["chat", "--model", "tinker://foo"], "planish: checkpoint path 'tinker://foo': expected"),
-        (["eval", "gsm8k", "--model", "tinker://foo"], "planish: checkpoint path 'tinker://foo': expected"),
-        (["eval", "gsm8k", "--model", "mine", "--temperature", "nan"], "planish: --temperature nan: give"),
-        (["eval", "gsm8k", "--model", "mine", "--temperature", "inf"], "planish: --temperature inf: give"),
+        (
+            ["eval", "gsm8k", "--model", "tinker://foo"],
+            "planish: checkpoint path 'tinker://foo': expected",
+        ),
+        (
+            ["eval", "gsm8k", "--model", "mine", "--temperature", "nan"],
+            "planish: --temperature nan: give",
+        ),
+        (
+            ["eval", "gsm8k", "--model", "mine", "--temperature", "inf"],
+            "planish: --temperature inf: give",
+        ),
         (["eval", "gsm8k", "--model", "mine", "--limit", "0"], "planish: --limit 0: give"),
-        (["eval", "gsm8k", "--model", "mine", "--max-tokens", "0"], "planish: --max-tokens 0: give"),
-        (["eval", "gsm8k", "--model", "mine", "--samples", "2"], "planish: --samples 2 at --temperature 0 would be"),
-        (["eval", "gsm8k", "--model", "mine", "--k", "1,4"], r"planish: --k \[1, 4\] with --samples 1: give"),
-        (["eval", "gsm8k", "--model", "mine", "--concurrency", "0"], "planish: --concurrency 0: give"),
-        (["eval", "gsm8k", "--model", "mine", "--base-url", "ftp://x"], "planish: --base-url 'ftp://x': give a URL"),
+        (
+            ["eval", "gsm8k", "--model", "mine", "--max-tokens", "0"],
+            "planish: --max-tokens 0: give",
+        ),
+        (
+            ["eval", "gsm8k", "--model", "mine", "--samples", "2"],
+            "planish: --samples 2 at --temperature 0 would be",
+        ),
+        (
+            ["eval", "gsm8k", "--model", "mine", "--k", "1,4"],
+            r"planish: --k \[1, 4\] with --samples 1: give",
+        ),
+        (
+            ["eval", "gsm8k", "--model", "mine", "--concurrency", "0"],
+            "planish: --concurrency 0: give",
+        ),
+        (
+            ["eval", "gsm8k", "--model", "mine", "--base-url", "ftp://x"],
+            "planish: --base-url 'ftp://x': give a URL",
+        ),
         (["eval", "math500", "--model", "mine", "--limit", "1"], '"problem"'),
         (["chat", "--model", "mine", "--max-tokens", "0"], "planish: --max-tokens 0: give"),
         (["chat", "--model", "mine", "--temperature", "-1"], "planish: --temperature -1.0: give"),
         (["plot", ".", "--smooth", "0"], "planish: --smooth 0: give"),
     ],
 )
-def test_what_was_typed_wrong_is_told_in_a_line(mapped, tmp_path, capsys, monkeypatch, words, message):
+def test_what_was_typed_wrong_is_told_in_a_line(
+    mapped, tmp_path, capsys, monkeypatch, words, message
+):
     (tmp_path / "test.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)
     more = ["--data", "test.jsonl"] if words[0] == "eval" else []
@@ -86,7 +116,9 @@ def test_what_was_typed_wrong_is_told_in_a_line(mapped, tmp_path, capsys, monkey
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_data_that_are_not_there_are_named_as_they_were_typed(mapped, tmp_path, capsys, monkeypatch):
+def test_data_that_are_not_there_are_named_as_they_were_typed(
+    mapped, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for data in ("missing.jsonl", "./max_tokens=3", "."):
         assert main(["eval", "gsm8k", "--model", "mine", "--data", data]) == 1
@@ -117,7 +149,9 @@ sys.exit(cli.main(["say"]))
 
 def test_a_reader_that_has_seen_enough_is_no_error():
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", SAY], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SAY], stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -135,7 +169,9 @@ def test_trace_writes_a_file_for_a_viewer(tmp_path, capsys):
         trace.write(0, spans)
     assert main(["trace", str(tmp_path)]) == 0
     assert str(tmp_path / "trace.json") in capsys.readouterr().out
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"][-1]["name"] == "sampling"
+    assert (
+        json.loads((tmp_path / "trace.json").read_text())["traceEvents"][-1]["name"] == "sampling"
+    )
     assert main(["trace", str(tmp_path), "--out", str(tmp_path / "other.json")]) == 0
     assert (tmp_path / "other.json").is_file()
 

@@ -1,4 +1,6 @@
-"""Lines come out as they were given; bars on a terminal, and elsewhere a line while a step takes long."""
+"""Lines come out as they were given; bars on a terminal, and elsewhere a line while a step takes
+long.
+"""
 
 import io
 import threading
@@ -86,7 +88,9 @@ def test_a_closed_stage_hears_nothing_more():
 def test_counts_hold_when_many_threads_report():
     shown, _ = console()
     stage = StepDisplay(1, console=shown).begin("sampling", 4000)
-    threads = [threading.Thread(target=lambda: [stage.advance() for _ in range(1000)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [stage.advance() for _ in range(1000)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -96,7 +100,10 @@ def test_counts_hold_when_many_threads_report():
 
 def test_a_long_step_says_now_and_then_what_it_does_where_there_is_no_terminal():
     shown, out = console()
-    with StepDisplay(2, console=shown, interval=0.05) as display, display.begin("sampling", 8) as stage:
+    with (
+        StepDisplay(2, console=shown, interval=0.05) as display,
+        display.begin("sampling", 8) as stage,
+    ):
         stage.advance(3)
         deadline = time.monotonic() + 5
         while out.getvalue().count("\n") < 2 and time.monotonic() < deadline:
@@ -126,7 +133,10 @@ def test_nothing_is_reported_after_the_end():
 
 def test_the_bars_fit_into_80_columns():
     shown, out = console(is_terminal=True)
-    with StepDisplay(1000, 999, shown) as display, display.begin("evaluating test, step 1000", 1319) as stage:
+    with (
+        StepDisplay(1000, 999, shown) as display,
+        display.begin("evaluating test, step 1000", 1319) as stage,
+    ):
         stage.sampled(123456)
         stage.advance(1318)
         display._progress.refresh()

@@ -34,22 +34,44 @@ def test_a_metric_is_drawn_where_it_is_and_as_it_was_last():
 
 
 def test_rows_without_a_step_are_placed_by_their_batch_or_left_out():
-    assert points_of([{"progress/batch": 4, "a": 1.0}, {"a": 9.0}, {"step": None, "a": 8.0}])["a"] == {4: 1.0}
+    assert points_of([{"progress/batch": 4, "a": 1.0}, {"a": 9.0}, {"step": None, "a": 8.0}])[
+        "a"
+    ] == {4: 1.0}
 
 
 def test_what_is_no_finite_number_is_no_point():
-    row = {"step": 0, "text": "x", "flag": True, "nan": math.nan, "inf": math.inf, "list": [1], "a": 1}
+    row = {
+        "step": 0,
+        "text": "x",
+        "flag": True,
+        "nan": math.nan,
+        "inf": math.inf,
+        "list": [1],
+        "a": 1,
+    }
     assert points_of([row]) == {"a": {0: 1}}
 
 
 def test_default_panels_are_those_that_a_run_has_something_for():
     runs = [
-        run("a", env__all__reward__total={0: 0.1}, reward__total={0: 0.2}, test__env__all__correct={0: 0.3}),
         run(
-            "b", reward__total={0: 0.4}, train_mean_nll={0: 2.0}, test__nll={0: 3.0}, env__all__turns_per_episode={0: 1}
+            "a",
+            env__all__reward__total={0: 0.1},
+            reward__total={0: 0.2},
+            test__env__all__correct={0: 0.3},
+        ),
+        run(
+            "b",
+            reward__total={0: 0.4},
+            train_mean_nll={0: 2.0},
+            test__nll={0: 3.0},
+            env__all__turns_per_episode={0: 1},
         ),
     ]
-    panels = {panel.title: [(c.run.name, c.key) for c in panel.curves] for panel in drawn_panels(runs, None, 1)}
+    panels = {
+        panel.title: [(c.run.name, c.key) for c in panel.curves]
+        for panel in drawn_panels(runs, None, 1)
+    }
     assert panels == {
         "reward": [("a", "env/all/reward/total"), ("b", "reward/total")],
         "test": [("a", "test/env/all/correct")],
@@ -58,9 +80,10 @@ def test_default_panels_are_those_that_a_run_has_something_for():
 
 
 def test_turns_are_drawn_where_there_are_several():
-    assert [p.title for p in drawn_panels([run("a", env__all__turns_per_episode={0: 1, 1: 2.5})], None, 1)] == [
-        "turns an episode"
-    ]
+    assert [
+        p.title
+        for p in drawn_panels([run("a", env__all__turns_per_episode={0: 1, 1: 2.5})], None, 1)
+    ] == ["turns an episode"]
 
 
 def test_several_evaluators_share_the_test_panel_and_differ_in_style():
@@ -86,7 +109,9 @@ def test_chosen_metrics_are_a_panel_each():
 def test_a_metric_that_no_run_has_is_refused_with_those_there_are():
     with pytest.raises(UserError, match=r"metrics=rewards: no run has it; there are: optim/lr"):
         drawn_panels([run("a", optim__lr={0: 1.0})], ["rewards"], 1)
-    with pytest.raises(UserError, match=r"none of the usual metrics is there; name some of: optim/lr"):
+    with pytest.raises(
+        UserError, match=r"none of the usual metrics is there; name some of: optim/lr"
+    ):
         drawn_panels([run("a", optim__lr={0: 1.0})], None, 1)
 
 

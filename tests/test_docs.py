@@ -1,8 +1,10 @@
-"""The guides are run: every block of Python, in the order of its page, with a tiny random model in the place of the embedded one.
+"""The guides are run: every block of Python, in the order of its page, with a tiny random model in
+the place of the embedded one.
 
-The blocks of a page share one namespace, as if the page were one script; it runs in an empty directory. Where a block is
-followed at once by a block of `text`, it prints just that. A page in `NOT_RUN` shows fragments. Documented commands are not
-run, but each must be one that its recipe takes.
+The blocks of a page share one namespace, as if the page were one script; it runs in an empty
+directory. Where a block is followed at once by a block of `text`, it prints just that. A page in
+`NOT_RUN` shows fragments. Documented commands are not run, but each must be one that its recipe
+takes.
 """
 
 import argparse
@@ -55,24 +57,34 @@ def blocks_of(text: str) -> list[Block]:
     blocks = []
     for fence, after in zip_longest(fences, fences[1:]):
         if fence["kind"] == "python":
-            is_output = after is not None and after["kind"] == "text" and not text[fence.end() : after.start()].strip()
+            is_output = (
+                after is not None
+                and after["kind"] == "text"
+                and not text[fence.end() : after.start()].strip()
+            )
             output = after["body"] if after is not None and is_output else None
             blocks.append(Block(text.count("\n", 0, fence.start("body")), fence["body"], output))
     return blocks
 
 
 def commands_of(text: str) -> list[tuple[str, list[str]]]:
-    """(recipe, options) of each command; what a shell would not give to the recipe is left out, and what follows behind two spaces."""
+    """(recipe, options) of each command; what a shell would not give to the recipe is left out, and
+    what follows behind two spaces.
+    """
     found = []
     for module, rest in COMMAND.findall(text):
         words = shlex.split(re.split(r"\s{2,}", re.sub(r"\s*\\\n\s*", " ", rest))[0], comments=True)
         options = [word for word in words if re.match(r"[a-z_.]+=", word)]
-        found.append((module, [option for option in options if not re.search(r"=\.\.\.|=[A-Z]+$", option)]))
+        found.append(
+            (module, [option for option in options if not re.search(r"=\.\.\.|=[A-Z]+$", option)])
+        )
     return found
 
 
 def run_page(text: str, path: Path, name: str) -> None:
-    """Run the blocks as a module of that name, so that what they define can be pickled and looked up."""
+    """Run the blocks as a module of that name, so that what they define can be pickled and looked
+    up.
+    """
     module = ModuleType(name)
     sys.modules[name] = module
     try:
@@ -82,7 +94,9 @@ def run_page(text: str, path: Path, name: str) -> None:
             with contextlib.redirect_stdout(printed):
                 exec(code, module.__dict__)
             if block.output is not None:
-                assert printed.getvalue() == block.output, f"{path}, line {block.line}, prints something else"
+                assert printed.getvalue() == block.output, (
+                    f"{path}, line {block.line}, prints something else"
+                )
     finally:
         del sys.modules[name]
 
@@ -124,14 +138,26 @@ def test_every_command_of_a_recipe_is_one_that_it_takes(page):
 
 def test_pages_that_are_not_run_exist_and_have_blocks():
     for page in NOT_RUN:
-        assert blocks_of((DOCS / page).read_text()), f"{page} has nothing that could be run: take it off the list"
+        assert blocks_of((DOCS / page).read_text()), (
+            f"{page} has nothing that could be run: take it off the list"
+        )
     assert set(PAGES) >= SLOW
 
 
 def planish_commands_of(text: str) -> list[list[str]]:
-    """The words behind `planish` of each line of a fence that begins so, without what a shell or a reader is told besides."""
-    lines = [line for fence in FENCE.finditer(text) for line in fence["body"].replace("\\\n", " ").splitlines()]
-    said = [re.split(r"\s[#<>&]|\s{2,}(?=[a-z])", line)[0] for line in lines if line.startswith("planish ")]
+    """The words behind `planish` of each line of a fence that begins so, without what a shell or a
+    reader is told besides.
+    """
+    lines = [
+        line
+        for fence in FENCE.finditer(text)
+        for line in fence["body"].replace("\\\n", " ").splitlines()
+    ]
+    said = [
+        re.split(r"\s[#<>&]|\s{2,}(?=[a-z])", line)[0]
+        for line in lines
+        if line.startswith("planish ")
+    ]
     return [shlex.split(words)[1:] for words in said]
 
 
@@ -169,7 +195,10 @@ def test_blocks_and_commands_are_found(tmp_path):
     assert [(block.line, block.output) for block in blocks_of(PAGE)] == [(2, "1\n"), (10, None)]
     assert commands_of(PAGE) == [("planish.recipes.demo", ["steps=3", "largest=5"])]
     listed = "```\nplanish runs RUN  of this one\nplanish eval gsm8k --k 1,2 \\\n    --limit 3 < q.jsonl  # all\n```\nplanish chat"
-    assert planish_commands_of(listed) == [["runs", "RUN"], ["eval", "gsm8k", "--k", "1,2", "--limit", "3"]]
+    assert planish_commands_of(listed) == [
+        ["runs", "RUN"],
+        ["eval", "gsm8k", "--k", "1,2", "--limit", "3"],
+    ]
     run_page(PAGE, tmp_path, "page_of_a_test")
     with pytest.raises(AssertionError, match="line 2, prints something else"):
         run_page(PAGE.replace("x = 1", "x = 2"), tmp_path, "page_of_a_test")

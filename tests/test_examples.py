@@ -1,4 +1,5 @@
-"""What a reader would run first: the README's script, the tutorial and the recipes, on a tiny random model.
+"""What a reader would run first: the README's script, the tutorial and the recipes, on a tiny
+random model.
 
 The model's name leads to another directory; everything else is as a person starts it.
 """
@@ -31,8 +32,13 @@ def workplace(tmp_path_factory, planish_home):
     planish_home(directory / "home")
     (directory / "sums").mkdir()
     for split, count in (("train", 12), ("test", 3)):
-        rows = [{"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(count)]
-        (directory / "sums" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"}
+            for n in range(count)
+        ]
+        (directory / "sums" / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return directory
 
 
@@ -68,7 +74,15 @@ def test_the_script_of_the_readme_runs(workplace):
 
 
 def test_the_tutorial_runs_as_a_script(workplace):
-    settings = ["dataset=sums", "steps=2", "batch_size=2", "group_size=3", "max_tokens=8", "rank=4", "plot=curve.png"]
+    settings = [
+        "dataset=sums",
+        "steps=2",
+        "batch_size=2",
+        "group_size=3",
+        "max_tokens=8",
+        "rank=4",
+        "plot=curve.png",
+    ]
     printed = run(workplace, str(ROOT / "examples" / "tutorial_grpo.py"), *settings)
     assert "12 problems" in printed
     assert re.findall(r"^step +(\d) \| reward [\d.]+", printed, flags=re.MULTILINE) == ["0", "1"]
@@ -82,7 +96,9 @@ def test_the_tutorial_is_a_notebook(workplace):
 
 @pytest.fixture
 def in_process(workplace, monkeypatch):
-    """Recipes as functions: starting a process for each would take longer than all the rest of this file."""
+    """Recipes as functions: starting a process for each would take longer than all the rest of this
+    file.
+    """
     monkeypatch.setenv("PLANISH_MODELS", f"{DEFAULT_MODEL}={workplace / 'model'}")
     monkeypatch.setenv("PLANISH_HOME", str(workplace / "home"))
     monkeypatch.setenv("PLANISH_DATA", str(workplace / "data"))
@@ -96,7 +112,13 @@ SMALL = {"dataset": "sums", "batch_size": 4, "lora_rank": 4, "save_every": 1}
 def test_a_warm_start_and_then_rewards(in_process, capsys):
     sl_loop.main(sl_loop.Config(**SMALL, max_steps=2, log_path="sl", eval_examples=3))
     rewards = rl_loop.Config(
-        **SMALL, group_size=2, max_tokens=8, log_path="rl", load_checkpoint_path="sl", eval_problems=3, max_steps=1
+        **SMALL,
+        group_size=2,
+        max_tokens=8,
+        log_path="rl",
+        load_checkpoint_path="sl",
+        eval_problems=3,
+        max_steps=1,
     )
     rl_loop.main(rewards)
     rl_loop.main(chz.replace(rewards, max_steps=2))
@@ -125,7 +147,11 @@ def test_a_run_that_cannot_begin_says_why_in_words_of_the_command_line(in_proces
         ("load_checkpoint_path", "runs/typo", "'runs/typo' is neither the path of a checkpoint"),
     ):
         with pytest.raises(UserError, match=message):
-            rl_loop.main(chz.replace(rl_loop.Config(**SMALL, log_path="never", max_steps=1), **{option: value}))
+            rl_loop.main(
+                chz.replace(
+                    rl_loop.Config(**SMALL, log_path="never", max_steps=1), **{option: value}
+                )
+            )
     for argument in ("--learning_rate=1e-4", "-h", "4"):
         with pytest.raises(UserError, match=f"{argument}: options are written name=value"):
             read_options(rl_loop.Config, {}, [argument])
@@ -136,7 +162,9 @@ def test_the_demo_on_a_model_that_cannot_add(in_process):
     demo.main(config)
     demo.main(config)
     assert len(read_rows("runs/demo/metrics.jsonl")) == 2
-    assert len(list((in_process / "runs/demo/checkpoints").glob("*"))) == 1, "those of the old demo are gone"
+    assert len(list((in_process / "runs/demo/checkpoints").glob("*"))) == 1, (
+        "those of the old demo are gone"
+    )
 
 
 def test_a_recipe_runs_from_the_command_line_and_names_what_is_wrong(workplace):

@@ -25,7 +25,9 @@ HEAVY = (
 
 def test_import_planish_loads_no_torch():
     program = f"import planish, sys; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -66,7 +66,10 @@ ABOVE_THE_SEAM = (
 )
 FORBIDDEN = {(part, "engine") for part in ABOVE_THE_SEAM}
 FORBIDDEN |= {("server", "client"), ("client", "server")}
-IN_FUNCTIONS = {("planish.client.local", "planish.engine"), ("planish.commands.models", "planish.native")}
+IN_FUNCTIONS = {
+    ("planish.client.local", "planish.engine"),
+    ("planish.commands.models", "planish.native"),
+}
 """For whom torch would be loaded in vain: clients of a server, and a list of models."""
 
 
@@ -89,10 +92,16 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def arrows_of(source: str, node: ast.AST, in_function: bool = False, for_types: bool = False) -> Iterator[Arrow]:
+def arrows_of(
+    source: str, node: ast.AST, in_function: bool = False, for_types: bool = False
+) -> Iterator[Arrow]:
     for child in ast.iter_child_nodes(node):
-        inner = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        types_only = for_types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+        inner = in_function or isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        )
+        types_only = for_types or (
+            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        )
         names: list[str] = []
         if isinstance(child, ast.Import):
             names = [alias.name for alias in child.names]
@@ -101,7 +110,9 @@ def arrows_of(source: str, node: ast.AST, in_function: bool = False, for_types: 
             joined = [f"{child.module}.{alias.name}" for alias in child.names]
             names = [name if name in MODULES else child.module or "" for name in joined]
         yield from (
-            Arrow(source, n, in_function, for_types) for n in dict.fromkeys(names) if n.split(".")[0] == "planish"
+            Arrow(source, n, in_function, for_types)
+            for n in dict.fromkeys(names)
+            if n.split(".")[0] == "planish"
         )
         yield from arrows_of(source, child, inner, types_only)
 
@@ -129,7 +140,8 @@ def test_imports_point_down(arrows):
     up = [
         a
         for a in arrows
-        if LEVEL[part(a.target)] > LEVEL[part(a.source)] or (part(a.source), part(a.target)) in FORBIDDEN
+        if LEVEL[part(a.target)] > LEVEL[part(a.source)]
+        or (part(a.source), part(a.target)) in FORBIDDEN
     ]
     assert up == []
 
@@ -140,7 +152,9 @@ def test_no_import_hides_in_a_function(arrows):
 
 
 def test_there_is_no_cycle(arrows):
-    graph = {name: {a.target for a in arrows if a.source == name and not a.for_types} for name in MODULES}
+    graph = {
+        name: {a.target for a in arrows if a.source == name and not a.for_types} for name in MODULES
+    }
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -155,5 +169,7 @@ def test_there_is_no_cycle(arrows):
 
 
 def test_the_client_reaches_the_engine_in_one_place(arrows):
-    reaching = {a.source for a in arrows if part(a.source) == "client" and part(a.target) == "engine"}
+    reaching = {
+        a.source for a in arrows if part(a.source) == "client" and part(a.target) == "engine"
+    }
     assert reaching == {"planish.client.local"}

@@ -22,20 +22,26 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_values(name):
     assert get_lr(name) == pytest.approx(PUBLISHED[name], rel=2e-4)
-    assert get_lr(name) / get_lr(name, is_lora=False) == pytest.approx(get_lora_lr_over_full_finetune_lr(name))
+    assert get_lr(name) / get_lr(name, is_lora=False) == pytest.approx(
+        get_lora_lr_over_full_finetune_lr(name)
+    )
 
 
 def test_the_embedded_model_has_a_rate():
     assert get_lr(DEFAULT_MODEL) == pytest.approx(1.322e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize(("family", "exponent"), [("llama", 0.781), ("qwen2", 0.0775), ("qwen3", 0.0775)])
+@pytest.mark.parametrize(
+    ("family", "exponent"), [("llama", 0.781), ("qwen2", 0.0775), ("qwen3", 0.0775)]
+)
 def test_a_local_directory_is_read(tmp_path, family, exponent):
     model = tiny_model(tmp_path / family, family, hidden_size=32)
     assert get_lr(str(model)) == pytest.approx(5e-4 * (2000 / 32) ** exponent)
 
 
-@pytest.mark.parametrize("name", ["google/gemma-3-4b", "Qwen/Qwen3-8B-Coder", "meta-llama/Llama-3.2-11B", "mine"])
+@pytest.mark.parametrize(
+    "name", ["google/gemma-3-4b", "Qwen/Qwen3-8B-Coder", "meta-llama/Llama-3.2-11B", "mine"]
+)
 def test_an_unknown_model_is_an_error_that_says_what_to_give(name):
     with pytest.raises(UserError, match=f"model_name={name}.*learning_rate="):
         get_lr(name)

@@ -1,4 +1,6 @@
-"""What the documents point to is there: files, headings, and modules that are named by their path; and each page can be reached from the README."""
+"""What the documents point to is there: files, headings, and modules that are named by their path;
+and each page can be reached from the README.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Metrics reach the run directory, the console and the services, each step once, whatever happens to a service."""
+"""Metrics reach the run directory, the console and the services, each step once, whatever happens
+to a service.
+"""
 
 import importlib
 import importlib.metadata
@@ -22,7 +24,8 @@ from planish.metric_logs import MetricLogs, open_metric_logs, require_loggers
 from planish.metric_services import SERVICES, CopiedRun, Service
 from planish.runs import RunDirectory, read_rows
 
-# The first process logs steps 0 to 4, the second steps 3 to 6, of which a service without a way back takes 5 and 6.
+# The first process logs steps 0 to 4, the second steps 3 to 6, of which a service without a way
+# back takes 5 and 6.
 EACH_STEP_ONCE = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.03), (6, 6.03)]
 CONFIG = {"learning_rate": 1e-4, "nested": {"a": [1, 2]}}
 
@@ -59,12 +62,16 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Fresh
 
 
-def log_steps(directory: Path, start: int, end: int, loggers: tuple[str, ...] = ("wandb",), **options: Any) -> str:
+def log_steps(
+    directory: Path, start: int, end: int, loggers: tuple[str, ...] = ("wandb",), **options: Any
+) -> str:
     """One process of a run: resume at `start`, log steps up to `end`; returns what was printed."""
     out = io.StringIO()
     with RunDirectory(directory, CONFIG) as run:
         run.resume_at(start)
-        with open_metric_logs(loggers, run, steps=20, console=Console(file=out, width=200), **options) as logs:
+        with open_metric_logs(
+            loggers, run, steps=20, console=Console(file=out, width=200), **options
+        ) as logs:
             for step in range(start, end):
                 logs.log(step, {"a": step + start / 100})
     return out.getvalue()
@@ -109,7 +116,13 @@ def test_a_resumed_run_continues_the_same_run_without_doubled_steps(tmp_path, re
 def test_a_logger_that_joins_later_is_told_what_was_before(tmp_path, recorder):
     log_steps(tmp_path, 0, 3, loggers=())
     log_steps(tmp_path, 3, 5)
-    assert [(step, value) for _, step, value in recorder.told] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.03), (4, 4.03)]
+    assert [(step, value) for _, step, value in recorder.told] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.03),
+        (4, 4.03),
+    ]
 
 
 def test_a_logger_that_fails_is_named_once_and_the_run_goes_on(tmp_path, recorder):
@@ -177,7 +190,9 @@ def test_a_metric_that_is_not_finite_is_named_and_left_out_everywhere(tmp_path, 
     assert "WARNING: c is -inf in step 0, and is left out" in printed.getvalue()
 
 
-def test_a_logger_that_cannot_start_is_an_error_that_closes_the_others(tmp_path, recorder, monkeypatch):
+def test_a_logger_that_cannot_start_is_an_error_that_closes_the_others(
+    tmp_path, recorder, monkeypatch
+):
     class Broken(Recorder):
         remedy = "Log in with `broken login`."
 
@@ -199,12 +214,15 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command(monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "wandb").mkdir()  # as W&B makes one; Python would take it for a package
-    with pytest.raises(UserError, match=r"wandb is not installed; run: pip install 'planish\[wandb\]'"):
+    with pytest.raises(
+        UserError, match=r"wandb is not installed; run: pip install 'planish\[wandb\]'"
+    ):
         require_loggers(["wandb"])
 
 
 @pytest.mark.parametrize(
-    ("loggers", "message"), [(["neptune"], "no 'neptune'; give any of"), (["wandb", "wandb"], "names one twice")]
+    ("loggers", "message"),
+    [(["neptune"], "no 'neptune'; give any of"), (["wandb", "wandb"], "names one twice")],
 )
 def test_names_that_are_none_are_refused(loggers, message, recorder):
     with pytest.raises(UserError, match=message):
@@ -262,10 +280,26 @@ with RunDirectory(directory, {"learning_rate": 1e-4}) as run:
 """
 
 
-def process(directory: Path, logger: str, start: int, end: int, **environment: str) -> subprocess.CompletedProcess[str]:
+def process(
+    directory: Path, logger: str, start: int, end: int, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """One process of a run, since W&B reads its settings once a process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "TRACKIO"))}
-    command = [sys.executable, "-W", "error", "-c", PROCESS, str(directory), logger, str(start), str(end)]
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("WANDB", "TRACKIO"))
+    }
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        PROCESS,
+        str(directory),
+        logger,
+        str(start),
+        str(end),
+    ]
     return subprocess.run(command, capture_output=True, text=True, env={**kept, **environment})
 
 
@@ -280,18 +314,27 @@ def test_wandb_keeps_each_step_once_also_after_a_resumption(tmp_path):
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert {(run.project, run.display_name) for run in runs} == {("planish", "first")}
     assert len({run.run_id for run in runs}) == 1
-    history = [record.history for record in records if record.WhichOneof("record_type") == "history"]
-    values = [{"".join(item.nested_key) or item.key: float(item.value_json) for item in row.item} for row in history]
+    history = [
+        record.history for record in records if record.WhichOneof("record_type") == "history"
+    ]
+    values = [
+        {"".join(item.nested_key) or item.key: float(item.value_json) for item in row.item}
+        for row in history
+    ]
     assert [(row["_step"], row["a"]) for row in values] == EACH_STEP_ONCE
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Records of W&B's offline file: blocks of 32 KiB that hold chunks of crc, length, kind (1 and 4 end a record)."""
+    """Records of W&B's offline file: blocks of 32 KiB that hold chunks of crc, length, kind (1 and
+    4 end a record).
+    """
     record_type: Any = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     data, position, record = path.read_bytes(), 7, b""
     while position < len(data):
         left = 32768 - position % 32768
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7]) if left >= 7 else (0, 0, 0)
+        _, length, kind = (
+            struct.unpack("<IHB", data[position : position + 7]) if left >= 7 else (0, 0, 0)
+        )
         if kind == 0:
             position += left
             continue
@@ -315,10 +358,14 @@ def test_wandb_without_a_login_says_how_to_log_in(tmp_path):
 def test_trackio_keeps_each_step_once_also_after_a_resumption(tmp_path):
     pytest.importorskip("trackio")
     for start, end in ((0, 5), (3, 7)):
-        done = process(tmp_path / "run", "trackio", start, end, TRACKIO_DIR=str(tmp_path / "trackio"))
+        done = process(
+            tmp_path / "run", "trackio", start, end, TRACKIO_DIR=str(tmp_path / "trackio")
+        )
         assert done.returncode == 0, done.stderr
     with closing(sqlite3.connect(tmp_path / "trackio/planish.db")) as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        rows = database.execute(
+            "select run_name, step, metrics from metrics order by step"
+        ).fetchall()
     assert [(step, json.loads(metrics)["a"]) for _, step, metrics in rows] == EACH_STEP_ONCE
     [name] = {name for name, _, _ in rows}
     assert name.startswith("first-")

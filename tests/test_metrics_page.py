@@ -1,4 +1,6 @@
-"""The script in docs/metrics.md runs, here two steps on a tiny random model in the place of the embedded one."""
+"""The script in docs/metrics.md runs, here two steps on a tiny random model in the place of the
+embedded one.
+"""
 
 import os
 import re
@@ -13,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_script_of_the_page_runs(tmp_path, planish_home):
-    [script] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), flags=re.DOTALL)
+    [script] = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), flags=re.DOTALL
+    )
     assert "range(10)" in script
     assert "max_tokens=96" in script
     (tmp_path / "script.py").write_text(
@@ -26,7 +30,9 @@ def test_the_script_of_the_page_runs(tmp_path, planish_home):
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-W", "error::ResourceWarning", "script.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     form = r"\d+: reward [\d.]+, \d+ tokens, \d+% cut off, entropy [\d.]+"
     assert [bool(re.fullmatch(form, line)) for line in done.stdout.splitlines()] == [True] * 2

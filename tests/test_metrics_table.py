@@ -48,7 +48,17 @@ def test_it_fits_its_width_and_holds_every_value(width):
 def test_rewards_come_first_and_time_last():
     lines = shown(METRICS, 80)
     sections = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
-    assert sections == ["reward", "env/[tag]", "env/all", "test/env/all", "optim", "kl", "async", "progress", "time"]
+    assert sections == [
+        "reward",
+        "env/[tag]",
+        "env/all",
+        "test/env/all",
+        "optim",
+        "kl",
+        "async",
+        "progress",
+        "time",
+    ]
     assert lines[0].startswith("── step 12/100 ──")
     assert lines[1].split() == ["reward", "test/env/all", "0.41", "env/all", "0.4843"]
 

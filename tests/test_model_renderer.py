@@ -1,4 +1,6 @@
-"""Renderers by names: one a process, found as an engine finds the model, or learned from a service that alone knows it."""
+"""Renderers by names: one a process, found as an engine finds the model, or learned from a service
+that alone knows it.
+"""
 
 import pytest
 

@@ -31,7 +31,9 @@ def write_run(directory: Path, steps: int, offset: float = 0.0) -> Path:
 
 def traces(page: Path) -> list[dict]:
     """The curves that the page gives to plotly."""
-    [call] = re.findall(r'Plotly\.newPlot\(\s*"curves",\s*(\[.*?\]),\s*\{"', page.read_text(), re.DOTALL)
+    [call] = re.findall(
+        r'Plotly\.newPlot\(\s*"curves",\s*(\[.*?\]),\s*\{"', page.read_text(), re.DOTALL
+    )
     return json.loads(call)
 
 
@@ -51,7 +53,9 @@ def test_a_run_becomes_a_picture_and_a_page_in_its_directory(tmp_path):
 
 
 def test_the_page_holds_the_values_and_loads_nothing(tmp_path):
-    png, page = plot_runs([write_run(tmp_path / "run", 3)], tmp_path / "out", metrics=["env/all/correct"])
+    png, page = plot_runs(
+        [write_run(tmp_path / "run", 3)], tmp_path / "out", metrics=["env/all/correct"]
+    )
     assert png.parent == tmp_path / "out"
     [trace] = traces(page)
     assert (trace["x"], trace["y"]) == ([0, 1, 2], [0.0, 0.1, 0.2])
@@ -61,7 +65,10 @@ def test_the_page_holds_the_values_and_loads_nothing(tmp_path):
 
 
 def test_runs_of_different_lengths_are_compared(tmp_path):
-    runs = [write_run(tmp_path / name, steps, offset) for name, steps, offset in (("a", 3, 0.1), ("b", 9, 0.2))]
+    runs = [
+        write_run(tmp_path / name, steps, offset)
+        for name, steps, offset in (("a", 3, 0.1), ("b", 9, 0.2))
+    ]
     _, page = plot_runs(runs, tmp_path, metrics=["env/all/reward/total"])
     assert [(trace["name"], len(trace["y"]), trace["showlegend"]) for trace in traces(page)] == [
         ("a", 3, True),
@@ -72,7 +79,9 @@ def test_runs_of_different_lengths_are_compared(tmp_path):
 
 
 def test_a_run_is_in_the_legend_once(tmp_path):
-    _, page = plot_runs([write_run(tmp_path / "a", 4), write_run(tmp_path / "b", 4)], tmp_path, smooth=2)
+    _, page = plot_runs(
+        [write_run(tmp_path / "a", 4), write_run(tmp_path / "b", 4)], tmp_path, smooth=2
+    )
     listed = [trace["name"] for trace in traces(page) if trace["showlegend"]]
     assert listed == ["a", "b"]
     smoothed = traces(page)[:2]
@@ -81,7 +90,9 @@ def test_a_run_is_in_the_legend_once(tmp_path):
 
 
 def test_names_are_shown_as_they_are(tmp_path):
-    """Neither HTML in a page nor formulas or hidden labels in a picture; warnings of the libraries are errors here."""
+    """Neither HTML in a page nor formulas or hidden labels in a picture; warnings of the libraries
+    are errors here.
+    """
     runs = [write_run(tmp_path / name, 2) for name in ("_<b>bold</b>", "$x$ & $", "100%")]
     png, page = plot_runs(runs, tmp_path)
     assert png.stat().st_size > 0
@@ -109,9 +120,21 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 def test_the_command_plots_and_says_where(tmp_path, capsys):
     run = write_run(tmp_path / "run", 4)
-    arguments = ["plot", str(run), "--out", str(tmp_path), "--metrics", "test/*,env/all/correct", "--smooth", "3"]
+    arguments = [
+        "plot",
+        str(run),
+        "--out",
+        str(tmp_path),
+        "--metrics",
+        "test/*,env/all/correct",
+        "--smooth",
+        "3",
+    ]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "curves.png"), str(tmp_path / "curves.html")]
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "curves.png"),
+        str(tmp_path / "curves.html"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +150,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch, arguments
 
 
 def test_the_curve_is_a_picture_and_leaves_no_global_state(tmp_path):
-    rows = [{"step": step, "reward/total": step / 4} for step in range(5)] + [{"step": 5, "test/correct": 0.5}]
+    rows = [{"step": step, "reward/total": step / 4} for step in range(5)] + [
+        {"step": 5, "test/correct": 0.5}
+    ]
     before = "matplotlib.pyplot" in sys.modules
     assert draw_curve(tmp_path / "curve.png", rows, title="GRPO")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,9 @@ from planish.provenance import code_diff
 
 def git(directory, *arguments):
     name = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    done = subprocess.run(["git", *name, "-C", str(directory), *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *name, "-C", str(directory), *arguments], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -28,7 +30,9 @@ def test_commit_change_and_untracked_names(repository):
     (repository / "notes.txt").write_text("secret\n")
     told = code_diff([repository / "code.py", repository])
     root = git(repository, "rev-parse", "--show-toplevel")
-    assert told.startswith(f"### repo: {root} @ {git(repository, 'rev-parse', 'HEAD')}\nuntracked: notes.txt\n")
+    assert told.startswith(
+        f"### repo: {root} @ {git(repository, 'rev-parse', 'HEAD')}\nuntracked: notes.txt\n"
+    )
     assert "-old = 1\n+new = 1\n" in told
     assert "secret" not in told
     assert told.count("### repo") == 1
@@ -46,6 +50,8 @@ def test_a_change_that_is_huge_is_cut(repository, monkeypatch):
 def test_no_commit_no_repository_and_no_git(tmp_path, monkeypatch):
     assert code_diff([tmp_path]) == "not in a git repository\n"
     git(tmp_path, "init", "-q")
-    assert code_diff([tmp_path]).endswith("@ no commit\ngit diff HEAD failed: what differed is not known\n")
+    assert code_diff([tmp_path]).endswith(
+        "@ no commit\ngit diff HEAD failed: what differed is not known\n"
+    )
     monkeypatch.setenv("PATH", "")
     assert "git is not installed" in code_diff([tmp_path])

@@ -1,4 +1,6 @@
-"""The names that programs may import from `planish`. Adding one is a decision; losing one breaks programs."""
+"""The names that programs may import from `planish`. Adding one is a decision; losing one breaks
+programs.
+"""
 
 import planish
 
@@ -81,7 +83,9 @@ def test_public_names():
 
 def test_every_method_has_its_async_form():
     for name, methods in METHODS.items():
-        public = {attribute for attribute in vars(getattr(planish, name)) if not attribute.startswith("_")}
+        public = {
+            attribute for attribute in vars(getattr(planish, name)) if not attribute.startswith("_")
+        }
         assert public == methods | {f"{method}_async" for method in methods} | ONLY_DIRECT[name]
         for method in methods:
             assert getattr(getattr(planish, name), f"{method}_async").__name__ == f"{method}_async"

@@ -82,14 +82,25 @@ def test_resume_drops_exactly_the_steps_that_are_done_again(tmp_path):
         for step in range(5):
             run.log(step, {"reward/total": step / 10})
             if step == 2:
-                run.log_checkpoint(CheckpointRecord(name="000003", batch=3, state_path="planish://a/weights/000003"))
+                run.log_checkpoint(
+                    CheckpointRecord(
+                        name="000003", batch=3, state_path="planish://a/weights/000003"
+                    )
+                )
     with RunDirectory(tmp_path, CONFIG) as run:
         [record] = run.resume_points()
         run.resume_at(record.batch)
         for step in range(record.batch, 6):
             run.log(step, {"reward/total": 1.0})
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
-    assert [row["reward/total"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.0, 0.1, 0.2, 1.0, 1.0, 1.0]
+    assert [row["reward/total"] for row in read_rows(tmp_path / "metrics.jsonl")] == [
+        0.0,
+        0.1,
+        0.2,
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_checkpoints_behind_the_resumed_one_are_dropped(tmp_path):
@@ -106,9 +117,12 @@ def test_the_resume_point_is_the_last_row_with_a_state(tmp_path):
         run.log_checkpoint(CheckpointRecord("000002", 2, state_path="s2"))
         run.log_checkpoint(CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5}))
         run.log_checkpoint(CheckpointRecord("000005", 5, sampler_path="only-weights"))
-    assert resume_points(tmp_path)[0] == CheckpointRecord("000004", 4, state_path="s4", extra={"elapsed": 1.5})
+    assert resume_points(tmp_path)[0] == CheckpointRecord(
+        "000004", 4, state_path="s4", extra={"elapsed": 1.5}
+    )
     with pytest.raises(
-        UserError, match=r"'runs/typo' is neither the path of a checkpoint .* nor the directory of a run"
+        UserError,
+        match=r"'runs/typo' is neither the path of a checkpoint .* nor the directory of a run",
     ):
         checkpoint_of("runs/typo")
     assert (checkpoint_of(str(tmp_path)), weights_of(str(tmp_path))) == ("s4", "only-weights")
@@ -248,7 +262,8 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_they_lead_to(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("file", "row"), [("metrics.jsonl", '{"stfp": 1}'), ("checkpoints.jsonl", '{"name": "a", "batch": "2"}')]
+    ("file", "row"),
+    [("metrics.jsonl", '{"stfp": 1}'), ("checkpoints.jsonl", '{"name": "a", "batch": "2"}')],
 )
 def test_a_row_that_is_none_of_a_runs_is_named(tmp_path, file, row):
     with RunDirectory(tmp_path, CONFIG) as run:
@@ -256,6 +271,9 @@ def test_a_row_that_is_none_of_a_runs_is_named(tmp_path, file, row):
         run.log_checkpoint(CheckpointRecord("a", 1, state_path="tinker://run/weights/a"))
     with open(tmp_path / file, "a") as rows:
         rows.write(row + "\n")
-    with RunDirectory(tmp_path, CONFIG) as run, pytest.raises(DamagedFileError, match=f"{file}: the row.*remove"):
+    with (
+        RunDirectory(tmp_path, CONFIG) as run,
+        pytest.raises(DamagedFileError, match=f"{file}: the row.*remove"),
+    ):
         run.resume_at(1)
     assert lines(tmp_path / file)[-1] == row

@@ -16,7 +16,9 @@ LLAMA3 = {
 
 
 def logits(directory):
-    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", output_loading_info=True
+    )
     model, loading = loaded
     assert not any(loading.values()), loading
     with torch.no_grad():
@@ -25,7 +27,8 @@ def logits(directory):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    "options", [{}, {"tied": False, "dtype": "bfloat16", "shards": 3, "rope_scaling": LLAMA3, "head_dim": 32}]
+    "options",
+    [{}, {"tied": False, "dtype": "bfloat16", "shards": 3, "rope_scaling": LLAMA3, "head_dim": 32}],
 )
 def test_transformers_loads_it_and_its_logits_differ(tmp_path, family, options):
     scores = logits(tiny_model(tmp_path, family, **options))
@@ -36,12 +39,16 @@ def test_transformers_loads_it_and_its_logits_differ(tmp_path, family, options):
 
 
 def test_the_seed_decides(tmp_path):
-    one, same, other = (logits(tiny_model(tmp_path / str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
+    one, same, other = (
+        logits(tiny_model(tmp_path / str(i), seed=seed)) for i, seed in enumerate((0, 0, 1))
+    )
     assert torch.equal(one, same)
     assert not torch.allclose(one, other)
 
 
-@pytest.mark.parametrize("options", [{"family": "gpt2"}, {"dtype": "int8"}, {"vocab_size": 256}, {"shards": 0}])
+@pytest.mark.parametrize(
+    "options", [{"family": "gpt2"}, {"dtype": "int8"}, {"vocab_size": 256}, {"shards": 0}]
+)
 def test_bad_options_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         tiny_model(tmp_path, **options)

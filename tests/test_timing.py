@@ -91,7 +91,9 @@ def test_spans_of_tasks_that_run_at_once_are_all_there():
     asyncio.run(step())
     metrics = spans.metrics()
     assert metrics["time/rollout:count"] == 20
-    assert metrics["time/rollout:total"] > metrics["time/total"] > metrics["time/rollout:max"] >= 0.019
+    assert (
+        metrics["time/rollout:total"] > metrics["time/total"] > metrics["time/rollout:max"] >= 0.019
+    )
 
 
 def traced_run(directory, first_step, steps):
@@ -104,7 +106,9 @@ def traced_run(directory, first_step, steps):
 
 
 def test_events_nest_within_a_lane_and_do_not_cross(tmp_path):
-    """In a lane, a viewer draws an event inside of the one that surrounds it; events that overlap otherwise are lost."""
+    """In a lane, a viewer draws an event inside of the one that surrounds it; events that overlap
+    otherwise are lost.
+    """
 
     async def rollout(spans: Spans, seconds: float) -> None:
         with spans.measure("rollout"):
@@ -194,7 +198,9 @@ def test_the_trace_of_a_run_is_what_a_viewer_loads(tmp_path):
 
 
 def test_a_run_without_a_trace_is_an_error_that_says_how_to_get_one(tmp_path):
-    with pytest.raises(UserError, match="no trace_events.jsonl; a run writes it with enable_trace=True"):
+    with pytest.raises(
+        UserError, match="no trace_events.jsonl; a run writes it with enable_trace=True"
+    ):
         write_trace(tmp_path)
     with pytest.raises(UserError, match="there is no such run"):
         write_trace(tmp_path / "none")

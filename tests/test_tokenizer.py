@@ -8,14 +8,27 @@ import pytest
 from transformers import AutoTokenizer
 
 from planish.errors import DamagedFileError, UnknownModelError
-from planish.testing import CHAT_TEMPLATE, SPECIAL_TOKENS, WORD_TOKENS, byte_tokenizer, save_byte_tokenizer, tiny_model
+from planish.testing import (
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS,
+    WORD_TOKENS,
+    byte_tokenizer,
+    save_byte_tokenizer,
+    tiny_model,
+)
 from planish.tokenizer import load_tokenizer, save_tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_bytes_are_ids_and_any_text_has_a_round_trip(tmp_path, family):
     tokenizer = load_tokenizer(tiny_model(tmp_path, family))
-    for text in ["abc", "e\u0301 stays decomposed", "日本\U0001f600\x00\x7f", " \n\t ", "<|im_start|>x<think>"]:
+    for text in [
+        "abc",
+        "e\u0301 stays decomposed",
+        "日本\U0001f600\x00\x7f",
+        " \n\t ",
+        "<|im_start|>x<think>",
+    ]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("é a") == [*"é a".encode()]
     for index, token in enumerate((*SPECIAL_TOKENS, *WORD_TOKENS)):
@@ -38,11 +51,15 @@ def test_a_text_beyond_the_context_is_no_warning(tmp_path, caplog, monkeypatch):
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("named", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "named", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"]
+)
 def test_tokenizer_json_is_taken_as_it_is_whatever_class_is_named(tmp_path, named):
     directory = tiny_model(tmp_path, "qwen2")
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": named}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**config, "tokenizer_class": named})
+    )
     stored = json.loads((directory / "tokenizer.json").read_text())
     tokenizer: Any = load_tokenizer(directory)
     loaded = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -53,7 +70,9 @@ def test_tokenizer_json_is_taken_as_it_is_whatever_class_is_named(tmp_path, name
 def test_the_same_tokens_as_auto_tokenizer(tmp_path):
     directory = tiny_model(tmp_path)
     text = "Round trip: 12 + 30 = 42 <|im_end|>"
-    assert load_tokenizer(directory).encode(text) == AutoTokenizer.from_pretrained(directory).encode(text)
+    assert load_tokenizer(directory).encode(text) == AutoTokenizer.from_pretrained(
+        directory
+    ).encode(text)
 
 
 def test_a_template_may_be_absent(tmp_path):
@@ -66,7 +85,9 @@ def test_a_template_may_be_absent(tmp_path):
 def test_absent_and_damaged_tokenizers(tmp_path):
     with pytest.raises(UnknownModelError, match="not a directory"):
         load_tokenizer(tmp_path / "absent")
-    with pytest.raises(UnknownModelError, match=r"tokenizer\.json and tokenizer_config\.json are missing"):
+    with pytest.raises(
+        UnknownModelError, match=r"tokenizer\.json and tokenizer_config\.json are missing"
+    ):
         load_tokenizer(tmp_path)
     save_byte_tokenizer(tmp_path)
     for damaged in ("{", "[]", '{"version": "1.0"}'):
@@ -80,7 +101,9 @@ def test_code_of_a_checkpoint_never_runs(tmp_path):
     ran = tmp_path / "ran"
     (directory / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
     config = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "chat_template": CHAT_TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Evil"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**config, "tokenizer_class": "Evil"})
+    )
     assert load_tokenizer(directory).encode("a") == [97]
     (directory / "tokenizer.json").unlink()
     with pytest.raises(DamagedFileError, match="cannot be loaded"):

@@ -73,7 +73,9 @@ def test_tokens_are_whole_numbers(tokens):
 
 @pytest.mark.parametrize("tokens", ["text", b"text", {1: 2}, None, 5, torch.tensor(5)])
 def test_what_is_no_list_of_tokens_names_its_kind(tokens):
-    with pytest.raises(ValueError, match=rf"is a {type(tokens).__name__}; give a list of token ids.*tokenizer"):
+    with pytest.raises(
+        ValueError, match=rf"is a {type(tokens).__name__}; give a list of token ids.*tokenizer"
+    ):
         ModelInput.from_ints(tokens)
     with pytest.raises(ValueError, match=r"is a dict.*take its \['input_ids'\]"):
         ModelInput.from_ints({"input_ids": [1]})  # type: ignore[arg-type]
@@ -86,15 +88,25 @@ def test_other_chunks_are_refused():
 
 @pytest.mark.parametrize(
     "value",
-    [torch.tensor([1, 2, 3]), np.array([1, 2, 3], np.int32), [1, 2, 3], (1, 2, 3), TensorData([1, 2, 3], "int64", [3])],
+    [
+        torch.tensor([1, 2, 3]),
+        np.array([1, 2, 3], np.int32),
+        [1, 2, 3],
+        (1, 2, 3),
+        TensorData([1, 2, 3], "int64", [3]),
+    ],
 )
 def test_a_datum_takes_tensors_arrays_and_lists(value):
-    target = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": value}).loss_fn_inputs["target_tokens"]
+    target = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": value}).loss_fn_inputs[
+        "target_tokens"
+    ]
     assert (target.dtype, target.shape, target.data) == ("int64", [3], [1, 2, 3])
 
 
 def test_lists_take_the_dtype_of_their_key():
-    inputs = Datum(ModelInput.from_ints([1]), {"weights": [1], "advantages": [2], "logprobs": [[1, 2]]}).loss_fn_inputs
+    inputs = Datum(
+        ModelInput.from_ints([1]), {"weights": [1], "advantages": [2], "logprobs": [[1, 2]]}
+    ).loss_fn_inputs
     assert {data.dtype for data in inputs.values()} == {"float32"}
     assert inputs["logprobs"].shape == [1, 2]
     with pytest.raises(ValueError, match="'other'"):
@@ -170,9 +182,24 @@ def test_csr_is_used_where_it_is_smaller_and_pads():
         {"dtype": None},
         {"dtype": "int64", "shape": [3]},
         {"dtype": "int64", "shape": [1, 2], "sparse_crow_indices": [0, 2]},
-        {"dtype": "int64", "shape": [1, 2], "sparse_crow_indices": [0, 1], "sparse_col_indices": [5, 1]},
-        {"dtype": "int64", "shape": [2], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0, 1]},
-        {"dtype": "int64", "shape": [1, 9], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0, 9]},
+        {
+            "dtype": "int64",
+            "shape": [1, 2],
+            "sparse_crow_indices": [0, 1],
+            "sparse_col_indices": [5, 1],
+        },
+        {
+            "dtype": "int64",
+            "shape": [2],
+            "sparse_crow_indices": [0, 2],
+            "sparse_col_indices": [0, 1],
+        },
+        {
+            "dtype": "int64",
+            "shape": [1, 9],
+            "sparse_crow_indices": [0, 2],
+            "sparse_col_indices": [0, 9],
+        },
     ],
 )
 def test_impossible_tensors_are_refused(arguments):
@@ -180,7 +207,9 @@ def test_impossible_tensors_are_refused(arguments):
         TensorData([1, 2], **arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]
+)
 def test_torch_round_trip(dtype):
     tensor = torch.arange(6, dtype=dtype).reshape(2, 3)
     back = TensorData.from_torch(tensor).to_torch()
@@ -235,15 +264,35 @@ def test_options_out_of_range_name_themselves(cls, arguments):
             {"max_tokens": np.int64(5), "seed": np.int64(3), "temperature": np.float32(0.5)},
             {int, float},
         ),
-        (SamplingParams, {"seed": 2**64 - 1, "temperature": 1, "top_p": 1, "min_p": 0}, {int, float}),
-        (AdamParams, {"learning_rate": np.float32(1e-3), "beta1": np.float32(0.5), "beta2": 0}, {float}),
-        (LoraConfig, {"rank": np.int64(4), "seed": np.int64(4), "train_unembed": np.bool_(True)}, {int, bool}),
-        (Sample, {**SAMPLE, "num_samples": np.int64(2), "topk_sample_logprobs": np.int8(2)}, {int, bool}),
+        (
+            SamplingParams,
+            {"seed": 2**64 - 1, "temperature": 1, "top_p": 1, "min_p": 0},
+            {int, float},
+        ),
+        (
+            AdamParams,
+            {"learning_rate": np.float32(1e-3), "beta1": np.float32(0.5), "beta2": 0},
+            {float},
+        ),
+        (
+            LoraConfig,
+            {"rank": np.int64(4), "seed": np.int64(4), "train_unembed": np.bool_(True)},
+            {int, bool},
+        ),
+        (
+            Sample,
+            {**SAMPLE, "num_samples": np.int64(2), "topk_sample_logprobs": np.int8(2)},
+            {int, bool},
+        ),
     ],
 )
 def test_numbers_of_numpy_become_python_s(cls, arguments, kinds):
     """Random generators, optimizers and JSON take no others."""
-    values = [value for value in vars(cls(**arguments)).values() if isinstance(value, (int, float, np.generic))]
+    values = [
+        value
+        for value in vars(cls(**arguments)).values()
+        if isinstance(value, (int, float, np.generic))
+    ]
     assert values
     assert {type(value) for value in values} <= kinds
 
@@ -272,7 +321,9 @@ def test_an_adapter_that_trains_nothing_is_refused():
 
 
 def test_results_are_python_lists_with_none_where_undefined():
-    top = TopkLogprobs(np.array([[0, 0], [5, 6]], np.int32), np.array([[np.nan, np.nan], [-1, -2]], np.float32))
+    top = TopkLogprobs(
+        np.array([[0, 0], [5, 6]], np.int32), np.array([[np.nan, np.nan], [-1, -2]], np.float32)
+    )
     sequence = SampledSequence("stop", "s:0", np.array([5], np.int32), np.array([-1.0], np.float32))
     response = SampleResponse([sequence], np.array([np.nan, -0.5], np.float32), top)
     assert response.sequences[0].tokens == [5]
@@ -292,7 +343,15 @@ def test_checkpoint_paths_are_read_back():
 
 @pytest.mark.parametrize(
     "path",
-    ["", "abc", "tinker://a/weights", "tinker://a/other/b", "tinker://a/weights/b/c", "http://a/weights/b", None],
+    [
+        "",
+        "abc",
+        "tinker://a/weights",
+        "tinker://a/other/b",
+        "tinker://a/weights/b/c",
+        "http://a/weights/b",
+        None,
+    ],
 )
 def test_other_paths_are_refused(path):
     with pytest.raises(ValueError, match="tinker://"):
@@ -309,7 +368,9 @@ def test_numbers_that_no_request_can_hold_are_refused_when_they_are_given(name):
 
 def sampled(tokens: list[int], logprobs: list[float]) -> SampledSequence:
     topk = TopkLogprobs(np.array([tokens]), np.array([logprobs], np.float32))
-    return SampledSequence("stop", "s:0", np.array(tokens, np.int32), np.array(logprobs, np.float32), topk)
+    return SampledSequence(
+        "stop", "s:0", np.array(tokens, np.int32), np.array(logprobs, np.float32), topk
+    )
 
 
 @pytest.mark.parametrize(
@@ -317,9 +378,13 @@ def sampled(tokens: list[int], logprobs: list[float]) -> SampledSequence:
     [
         lambda last: TensorData([1.0, last], "float32"),
         lambda last: TensorData([last], "float32", [2, 2], [0, 1, 1], [0]),
-        lambda last: Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2], "weights": [1.0, last]}),
+        lambda last: Datum(
+            ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2], "weights": [1.0, last]}
+        ),
         lambda last: sampled([1, 2], [-1.0, last]),
-        lambda last: SampleResponse([sampled([1, 2], [-1.0, -1.0])], np.array([np.nan, last], np.float32)),
+        lambda last: SampleResponse(
+            [sampled([1, 2], [-1.0, -1.0])], np.array([np.nan, last], np.float32)
+        ),
     ],
 )
 def test_what_holds_arrays_is_equal_where_their_numbers_are(make):
@@ -335,7 +400,9 @@ def test_what_holds_much_is_shown_in_short():
     prompt = ModelInput.from_ints(tokens)
     datum = Datum(prompt, {"target_tokens": tokens, "weights": [1.0] * len(tokens)})
     sparse = TensorData(tokens, "int64", [1, 100_000], [0, 100_000], tokens)
-    assert repr(ModelInput.from_ints([1, 2])) == "ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2])])"
+    assert (
+        repr(ModelInput.from_ints([1, 2])) == "ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2])])"
+    )
     assert "[0, 1, 2, " in repr(prompt)
     assert "99984 more" in repr(prompt)
     assert repr(sparse) == "TensorData(dtype='int64', shape=[1, 100000], sparse)"

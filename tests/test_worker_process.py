@@ -67,7 +67,11 @@ def test_one_process_answers_all_questions(worker):
 
 @pytest.mark.parametrize(
     ("question", "message"),
-    [({"hang": True}, "no answer in 0.3 s"), ({"die": True}, "ended"), ({"half": True}, "ended without an answer")],
+    [
+        ({"hang": True}, "no answer in 0.3 s"),
+        ({"die": True}, "ended"),
+        ({"half": True}, "ended without an answer"),
+    ],
 )
 def test_a_process_that_hangs_or_dies_is_replaced(worker, question, message):
     process = worker()
@@ -90,7 +94,10 @@ def test_a_process_that_was_killed_while_nobody_asked_is_replaced_before_the_que
 def test_a_question_on_which_the_program_fails_leaves_it_for_the_next(worker):
     process = worker()
     before = process.ask({}, 30.0)["pid"]
-    for question, message in (({"fail": True}, "ValueError: cannot"), ({"leave": True}, "SystemExit")):
+    for question, message in (
+        ({"fail": True}, "ValueError: cannot"),
+        ({"leave": True}, "SystemExit"),
+    ):
         with pytest.raises(WorkerError, match=message):
             process.ask(question, 30.0)
     assert process.ask({}, 30.0)["pid"] == before
@@ -98,7 +105,10 @@ def test_a_question_on_which_the_program_fails_leaves_it_for_the_next(worker):
 
 @pytest.mark.parametrize(
     ("before", "message"),
-    [("import no_such_module", "ModuleNotFoundError: .*no_such_module"), ("sys.exit(3)", "ended without")],
+    [
+        ("import no_such_module", "ModuleNotFoundError: .*no_such_module"),
+        ("sys.exit(3)", "ended without"),
+    ],
 )
 def test_a_program_that_does_not_start_says_why(worker, before, message):
     with pytest.raises(WorkerStartError, match=message):
@@ -151,7 +161,8 @@ def test_a_process_that_hangs_ends_also_if_the_one_that_asked_was_killed(tmp_pat
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(before="pass"))
     command = [sys.executable, "-c", KILLED_WHILE_IT_ASKS, str(program)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=40)  # returns when nobody is left who could write
+    # returns when nobody is left who could write
+    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=40)
     assert done.returncode == -signal.SIGKILL
 
 

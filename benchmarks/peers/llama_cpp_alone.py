@@ -1,4 +1,5 @@
-"""llama.cpp by llama-cpp-python: one sequence of the embedded model, of which it has the 4-bit file that the others' weights were made of.
+"""llama.cpp by llama-cpp-python: one sequence of the embedded model, of which it has the 4-bit file
+that the others' weights were made of.
 
 `LLAMA_TYPE=bf16` computes with the same weights in bf16.
 """
@@ -23,7 +24,9 @@ def load(path: str) -> Peer:
     with tempfile.TemporaryDirectory() as directory:
         file = in_bf16(gguf(), directory) if os.environ.get("LLAMA_TYPE") == "bf16" else gguf()
         cores = os.cpu_count()
-        model = llama_cpp.Llama(str(file), n_ctx=CONTEXT, n_threads=cores, n_threads_batch=cores, verbose=False)
+        model = llama_cpp.Llama(
+            str(file), n_ctx=CONTEXT, n_threads=cores, n_threads_batch=cores, verbose=False
+        )
     draw = np.random.default_rng(0)
 
     def sample(work: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +36,9 @@ def load(path: str) -> Peer:
         logprobs = []
         for _ in range(work["new_tokens"]):
             model.eval(tokens)
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(model.ctx), (model.n_vocab(),)).astype(np.float64)
+            logits = np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits(model.ctx), (model.n_vocab(),)
+            ).astype(np.float64)
             distribution = np.exp(logits - logits.max())
             cumulative = distribution.cumsum()
             token = int(cumulative.searchsorted(draw.random() * cumulative[-1]))

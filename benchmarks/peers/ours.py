@@ -19,7 +19,9 @@ from iteration import iteration, rollouts, tokens_of, train_step
 def load(model: str) -> Peer:
     service_client = planish.ServiceClient(**json.loads(os.environ.get("OURS_OPTIONS", "{}")))
     sampling_client = service_client.create_sampling_client(base_model=model)
-    training_client = service_client.create_lora_training_client(base_model=model, rank=32, seed=0, train_unembed=False)
+    training_client = service_client.create_lora_training_client(
+        base_model=model, rank=32, seed=0, train_unembed=False
+    )
 
     def sample(work: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": tokens_of(rollouts(sampling_client, work))}

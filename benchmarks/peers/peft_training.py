@@ -1,7 +1,8 @@
-"""transformers and PEFT: W2 in micro-batches, eager or with `torch.compile`, in the dtype that torch multiplies quickest.
+"""transformers and PEFT: W2 in micro-batches, eager or with `torch.compile`, in the dtype that
+torch multiplies quickest.
 
-The model's head runs on the positions of completions only, and adapters have the dtype of the base weights.
-`PEFT_MICRO_BATCH` sequences at a time; `PEFT_COMPILE=1` compiles the model.
+The model's head runs on the positions of completions only, and adapters have the dtype of the base
+weights. `PEFT_MICRO_BATCH` sequences at a time; `PEFT_COMPILE=1` compiles the model.
 """
 
 import os
@@ -14,7 +15,9 @@ import transformers
 from serving import Peer, quickest_dtype, serve
 
 # In float32, 16 sequences need more than 20 GiB.
-MICRO_BATCH = int(os.environ.get("PEFT_MICRO_BATCH", "16" if quickest_dtype() == torch.bfloat16 else "4"))
+MICRO_BATCH = int(
+    os.environ.get("PEFT_MICRO_BATCH", "16" if quickest_dtype() == torch.bfloat16 else "4")
+)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMPILE = os.environ.get("PEFT_COMPILE") == "1"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -24,15 +27,21 @@ def load(path: str) -> Peer:
     base: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
     lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules=LINEARS, lora_dropout=0.0)
     model = peft.get_peft_model(base.to(DEVICE), lora, autocast_adapter_dtype=False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-5, weight_decay=0.0
+    )
     forward = torch.compile(model) if COMPILE else model
 
     def train(work: dict[str, Any]) -> dict[str, Any]:
         total = 0.0
         for tokens, sampled, advantages in micro_batches(work):
             new = sampled.shape[1]
-            logits = forward(input_ids=tokens, use_cache=False, logits_to_keep=new + 1).logits[:, :-1]
-            logprobs = torch.log_softmax(logits.float(), -1).gather(2, tokens[:, -new:, None]).squeeze(2)
+            logits = forward(input_ids=tokens, use_cache=False, logits_to_keep=new + 1).logits[
+                :, :-1
+            ]
+            logprobs = (
+                torch.log_softmax(logits.float(), -1).gather(2, tokens[:, -new:, None]).squeeze(2)
+            )
             loss = -((logprobs - sampled).exp() * advantages[:, None]).sum()
             loss.backward()
             total += loss.item()
@@ -42,11 +51,17 @@ def load(path: str) -> Peer:
             torch.cuda.synchronize()
         return {"loss": total}
 
-    versions = {"transformers": transformers.__version__, "peft": peft.__version__, "torch": torch.__version__}
+    versions = {
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "torch": torch.__version__,
+    }
     return Peer({"W2": train}, versions)
 
 
-def micro_batches(work: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    work: dict[str, Any],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     rows = [
         (prompt + tokens, logprobs, advantage)
         for prompt, *group in zip(

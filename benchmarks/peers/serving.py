@@ -1,8 +1,9 @@
-"""A peer of a benchmark as a process: it loads once, then does one piece of work for each line it is told.
+"""A peer of a benchmark as a process: it loads once, then does one piece of work for each line it
+is told.
 
-Peers need their own environments, so this file and those beside it import nothing of planish except `ours.py`. A line on
-standard input is "WORK ROUND"; the answer is one JSON object on the standard output that the process began with. What libraries
-print goes to standard error.
+Peers need their own environments, so this file and those beside it import nothing of planish except
+`ours.py`. A line on standard input is "WORK ROUND"; the answer is one JSON object on the standard
+output that the process began with. What libraries print goes to standard error.
 """
 
 import json
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
-"""Does the work of one round (see `works.py`); answers facts by which peers' results can be compared.
+"""Does the work of one round (see `works.py`); answers facts by which peers' results can be
+compared.
 
-Its time is what is measured; a fact "seconds" takes the place of that, where a peer must make something first that
-is there already when it runs for long.
+Its time is what is measured; a fact "seconds" takes the place of that, where a peer must make
+something first that is there already when it runs for long.
 """
 
 
@@ -50,7 +52,14 @@ def serve(load: Callable[[str], Peer]) -> None:
         start, used = time.perf_counter(), time.process_time()
         facts = peer.works[name](rounds[name][int(number)])
         seconds = time.perf_counter() - start
-        wire.say({"seconds": seconds, "cpu_seconds": time.process_time() - used, "peak_gib": peak_gib(), **facts})
+        wire.say(
+            {
+                "seconds": seconds,
+                "cpu_seconds": time.process_time() - used,
+                "peak_gib": peak_gib(),
+                **facts,
+            }
+        )
 
 
 def quickest_dtype() -> Any:
@@ -62,7 +71,9 @@ def quickest_dtype() -> Any:
 
 
 def peak_gib() -> float:
-    """Largest resident memory of this process so far; of a process that computes on a GPU, the most of its memory that torch held."""
+    """Largest resident memory of this process so far; of a process that computes on a GPU, the most
+    of its memory that torch held.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / (1 << 30)

@@ -1,4 +1,6 @@
-"""transformers with the loop written by hand: each prompt is computed once, and its cache repeated for its samples."""
+"""transformers with the loop written by hand: each prompt is computed once, and its cache repeated
+for its samples.
+"""
 
 from typing import Any
 
@@ -17,7 +19,10 @@ def load(path: str) -> Peer:
     def sample(work: dict[str, Any]) -> dict[str, Any]:
         cache = transformers.DynamicCache(config=model.config)
         out = model(
-            torch.tensor(work["prompts"], device=DEVICE), past_key_values=cache, use_cache=True, logits_to_keep=1
+            torch.tensor(work["prompts"], device=DEVICE),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         cache.batch_repeat_interleave(work["samples"])
         logits = out.logits[:, -1].repeat_interleave(work["samples"], 0)

@@ -1,8 +1,9 @@
-"""TRL's GRPOTrainer: W3 as one step on all prompts, in bf16, in micro-batches of `TRL_MICRO_BATCH` sequences.
+"""TRL's GRPOTrainer: W3 as one step on all prompts, in bf16, in micro-batches of `TRL_MICRO_BATCH`
+sequences.
 
-What is measured is the step alone, from its beginning to its end, as of a trainer that has long been running: a trainer
-is made for each round, around the same model with its adapter, and what that takes is left out. Its step samples with the
-weights that the round before it left.
+What is measured is the step alone, from its beginning to its end, as of a trainer that has long
+been running: a trainer is made for each round, around the same model with its adapter, and what
+that takes is left out. Its step samples with the weights that the round before it left.
 """
 
 import os
@@ -64,7 +65,9 @@ def load(path: str) -> Peer:
             trainer.train()
         return {"seconds": clock.seconds, "tokens": reward.tokens}
 
-    versions = {package.__name__: package.__version__ for package in (trl, transformers, peft, torch)}
+    versions = {
+        package.__name__: package.__version__ for package in (trl, transformers, peft, torch)
+    }
     return Peer({"W3": iterate}, versions)
 
 

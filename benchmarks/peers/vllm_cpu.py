@@ -11,7 +11,9 @@ from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
 
 def load(path: str) -> Peer:
-    llm = LLM(path, dtype="bfloat16", enable_prefix_caching=True, max_model_len=1024, max_num_seqs=256)
+    llm = LLM(
+        path, dtype="bfloat16", enable_prefix_caching=True, max_model_len=1024, max_num_seqs=256
+    )
 
     def sample(work: dict[str, Any]) -> dict[str, Any]:
         params = SamplingParams(

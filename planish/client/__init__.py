@@ -1,1 +1,3 @@
-"""What a user holds: clients that turn method calls into operations of a `Service`, and the futures that come back."""
+"""What a user holds: clients that turn method calls into operations of a `Service`, and the futures
+that come back.
+"""

@@ -1,7 +1,8 @@
 """Results under way: one object that both blocking and async code can wait for.
 
-A method is written once, as one that returns a `Pending`; its `_async` form is made from it by `submitting` (awaiting it gives the
-Pending), `awaiting` (gives the result), `in_thread` or `reading` (for methods that block).
+A method is written once, as one that returns a `Pending`; its `_async` form is made from it by
+`submitting` (awaiting it gives the Pending), `awaiting` (gives the result), `in_thread` or
+`reading` (for methods that block).
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ class Pending(Generic[T]):
     """The result of a submitted operation: `.result()`, or `await`."""
 
     def __init__(self, future: Future[T], *, withdraw: bool = False) -> None:
-        """`withdraw`: when a task that awaits this is cancelled, or Ctrl-C ends the wait for it, so is the operation."""
+        """`withdraw`: when a task that awaits this is cancelled, or Ctrl-C ends the wait for it, so
+        is the operation.
+        """
         self._future = future
         self._withdraw = withdraw
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Pending cannot be copied or pickled: wait for its result, and copy or send that")
+        raise TypeError(
+            "a Pending cannot be copied or pickled: wait for its result, and copy or send that"
+        )
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for it. TimeoutError after `timeout` seconds; the operation goes on then."""
@@ -38,10 +43,14 @@ class Pending(Generic[T]):
             raise
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Wait for it without blocking the event loop. TimeoutError after `timeout` seconds; the operation goes on then."""
+        """Wait for it without blocking the event loop. TimeoutError after `timeout` seconds; the
+        operation goes on then.
+        """
         try:
             # The shield lets several tasks wait, and one of them give up.
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._future)), timeout)
+            return await asyncio.wait_for(
+                asyncio.shield(asyncio.wrap_future(self._future)), timeout
+            )
         except asyncio.CancelledError:
             if self._withdraw:
                 self._future.cancel()
@@ -55,7 +64,9 @@ class Pending(Generic[T]):
         return await self.result_async()
 
     def future(self) -> Future[T]:
-        """The underlying future. Its callbacks run in the thread of the engine, or of the connection: let them be short, and wait for nothing."""
+        """The underlying future. Its callbacks run in the thread of the engine, or of the
+        connection: let them be short, and wait for nothing.
+        """
         return self._future
 
     def done(self) -> bool:
@@ -63,7 +74,9 @@ class Pending(Generic[T]):
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Withdraw the operation if it can still be: a sampling request until it is answered, others until they begin."""
+        """Withdraw the operation if it can still be: a sampling request until it is answered,
+        others until they begin.
+        """
         return self._future.cancel()
 
 
@@ -83,7 +96,9 @@ class _Chained(Future[T]):
 
 
 def chained(source: Future[S], convert: Callable[[S], T]) -> Future[T]:
-    """A future of `convert(result)`. `convert` runs once, in the thread that answers `source`: let it be short."""
+    """A future of `convert(result)`. `convert` runs once, in the thread that answers `source`: let
+    it be short.
+    """
     future: _Chained[T] = _Chained(source)
 
     def deliver(source: Future[S]) -> None:
@@ -107,7 +122,9 @@ def completed(value: T) -> Pending[T]:
 
 
 def submitting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, Pending[T]]]:
-    """The async form of a method that submits: awaiting it gives the Pending; the operation is in its place by then."""
+    """The async form of a method that submits: awaiting it gives the Pending; the operation is in
+    its place by then.
+    """
 
     @wraps(method)
     async def twin(*args: P.args, **kwargs: P.kwargs) -> Pending[T]:
@@ -137,7 +154,9 @@ def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
 
 def reading(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The async form of a method that does its work before it returns a completed result: that runs in another thread."""
+    """The async form of a method that does its work before it returns a completed result: that runs
+    in another thread.
+    """
 
     @wraps(method)
     async def twin(*args: P.args, **kwargs: P.kwargs) -> T:

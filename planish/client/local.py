@@ -1,6 +1,8 @@
-"""The one place where a client reaches for what is behind it: an engine in this process, or a server.
+"""The one place where a client reaches for what is behind it: an engine in this process, or a
+server.
 
-The engine is imported at its first use, and so is the HTTP client (remote_http), so `import planish` loads neither.
+The engine is imported at its first use, and so is the HTTP client (remote_http), so `import
+planish` loads neither.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from planish.errors import UserError
 from planish.service import Service
 
 URL_VARIABLE = "PLANISH_BASE_URL"
-"""Names the server of clients that are given none. TINKER_BASE_URL is not read: where it is set, for scripts of the public SDK, a
-ServiceClient() without a URL is still an engine in its process."""
+"""Names the server of clients that are given none. TINKER_BASE_URL is not read: where it is set,
+for scripts of the public SDK, a ServiceClient() without a URL is still an engine in its process.
+"""
 
 
-def start_engine(models: Mapping[str, str] | None, data_dir: str | Path | None, settings: Mapping[str, Any]) -> Service:
+def start_engine(
+    models: Mapping[str, str] | None, data_dir: str | Path | None, settings: Mapping[str, Any]
+) -> Service:
     """An engine in this process; `settings` are the fields of EngineSettings."""
     from planish.engine.engine import Engine
     from planish.engine.settings import EngineSettings
@@ -32,9 +37,17 @@ def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]
     return RemoteService(base_url, api_key, user_metadata)
 
 
-def chosen_url(base_url: str | None, api_key: str | None, engine_options: Mapping[str, Any]) -> str | None:
-    """`base_url`, or what the environment says; None is this process. UserError if both are meant, or a key of no server is given."""
-    source, url = ("base_url", base_url) if base_url is not None else (URL_VARIABLE, os.environ.get(URL_VARIABLE))
+def chosen_url(
+    base_url: str | None, api_key: str | None, engine_options: Mapping[str, Any]
+) -> str | None:
+    """`base_url`, or what the environment says; None is this process. UserError if both are meant,
+    or a key of no server is given.
+    """
+    source, url = (
+        ("base_url", base_url)
+        if base_url is not None
+        else (URL_VARIABLE, os.environ.get(URL_VARIABLE))
+    )
     given = [name for name, value in engine_options.items() if value not in (None, "auto")]
     if url and given:
         raise UserError(

@@ -1,4 +1,5 @@
-"""`Service` on a server: the same operations, over the protocol of planish/wire, so that a script runs near or far unchanged.
+"""`Service` on a server: the same operations, over the protocol of planish/wire, so that a script
+runs near or far unchanged.
 
     remote_checks     what is wrong before anything is sent
     remote_lane       the operations of one model, in order
@@ -8,9 +9,10 @@
     remote_thread     the event loop in which all of that runs
     remote_tokenizer  tokenizers, fetched once
 
-What differs from an engine in this process: `submit` returns before the server has looked, so what only the server can see to be wrong
-(a prompt that is too long, say) comes through the future. The caller's ids of models and samplers are names in this object; the
-server's own, with which paths of checkpoints begin, are in what operations answer. A server that is restarted is waited for; what it
+What differs from an engine in this process: `submit` returns before the server has looked, so what
+only the server can see to be wrong (a prompt that is too long, say) comes through the future. The
+caller's ids of models and samplers are names in this object; the server's own, with which paths of
+checkpoints begin, are in what operations answer. A server that is restarted is waited for; what it
 had acknowledged goes on.
 """
 
@@ -55,7 +57,11 @@ from planish.service import (
 from planish.types import Checkpoint, CheckpointPath, GetServerCapabilitiesResponse
 from planish.wire.client_operations import Posted
 from planish.wire.fields import Fields
-from planish.wire.records import capabilities_from_json, checkpoint_from_json, lora_from_weights_info
+from planish.wire.records import (
+    capabilities_from_json,
+    checkpoint_from_json,
+    lora_from_weights_info,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,12 +78,16 @@ class RemoteService:
         *,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """Begin a session. `api_key`: by default PLANISH_API_KEY, else TINKER_API_KEY of the environment, else none.
+        """Begin a session. `api_key`: by default PLANISH_API_KEY, else TINKER_API_KEY of the
+        environment, else none.
 
-        `patience_seconds`: for so long a server may be away, to be restarted, before what waits for it fails.
+        `patience_seconds`: for so long a server may be away, to be restarted, before what waits for
+        it fails.
         """
         url = checked_url(base_url)
-        self._link = Link(url, checked_key(api_key), patience_seconds, compress=not is_this_machine(url))
+        self._link = Link(
+            url, checked_key(api_key), patience_seconds, compress=not is_this_machine(url)
+        )
         self._thread = LoopThread("planish-remote", self._link)
         try:
             self._session = self._thread.call(RemoteSession.begin, self._link, user_metadata or {})
@@ -96,9 +106,11 @@ class RemoteService:
         self._saves: set[Future[Any]] = set()
         """Those of them that are checkpoints."""
         self._is_closed = False
-        # So that `close` knows of every operation that is given. Reentrant: a sampler may be collected, and so released, within `submit`.
+        # So that `close` knows of every operation that is given. Reentrant: a sampler may be
+        # collected, and so released, within `submit`.
         self._giving = threading.RLock()
-        # One that nobody can reach any more lets go of its connection; at exit, one that is left waits for its checkpoints and tells the server.
+        # One that nobody can reach any more lets go of its connection; at exit, one that is left
+        # waits for its checkpoints and tells the server.
         weakref.finalize(self, self._thread.stop).atexit = False
         self._at_exit = _weak_close(self)
         atexit.register(self._at_exit)
@@ -114,7 +126,8 @@ class RemoteService:
         check(operation)
         operation = _kept(operation)
         answer: Future[Any] = Future()
-        # Until it is answered: of `ServiceClient(...).create_sampling_client(...).sample(...)` the caller holds the future alone.
+        # Until it is answered: of `ServiceClient(...).create_sampling_client(...).sample(...)` the
+        # caller holds the future alone.
         kept = [self]
         answer.add_done_callback(lambda _: kept.clear())
         with self._giving:
@@ -159,7 +172,9 @@ class RemoteService:
     def checkpoint_info(self, path: str) -> CheckpointInfo:
         parsed = CheckpointPath.parse(path)
         info = self._post(Posted.json("/weights_info", {"tinker_path": str(parsed)}))
-        return CheckpointInfo(info.text("base_model"), lora_from_weights_info(info), self._checkpoint(parsed, info))
+        return CheckpointInfo(
+            info.text("base_model"), lora_from_weights_info(info), self._checkpoint(parsed, info)
+        )
 
     def delete_checkpoint(self, path: str) -> None:
         parsed = CheckpointPath.parse(path)
@@ -168,7 +183,9 @@ class RemoteService:
         self._call(self._link.delete, f"/training_runs/{run}/checkpoints/{segment}/{name}")
 
     def close(self, finish: bool = True) -> None:
-        """End the session. `finish`: wait for what is under way first; otherwise it fails, though the server may still do it."""
+        """End the session. `finish`: wait for what is under way first; otherwise it fails, though
+        the server may still do it.
+        """
         with self._giving:
             self._is_closed = True
         try:
@@ -201,7 +218,10 @@ class RemoteService:
                 sampler = self._sampler(operation.sampler_id)
                 self._thread.spawn(self._drawing.sample, operation, sampler, answer)
             case PublishSampler():
-                lane, sampler = self._lane(operation.model_id), self._new_sampler(operation.sampler_id)
+                lane, sampler = (
+                    self._lane(operation.model_id),
+                    self._new_sampler(operation.sampler_id),
+                )
                 answer.add_done_callback(lambda answer: _settle(sampler, lane, answer))
                 named = replace(operation, model_id=lane.model_id, sampler_id=sampler.server_id)
                 self._thread.post(lane.put, Entry(named, answer))
@@ -233,13 +253,17 @@ class RemoteService:
     def _lane(self, model_id: str) -> Lane:
         lane = self._models.get(model_id)
         if lane is None:
-            raise UserError(f"model_id={model_id!r}: there is no such model (or it was unloaded); create one")
+            raise UserError(
+                f"model_id={model_id!r}: there is no such model (or it was unloaded); create one"
+            )
         return lane
 
     def _sampler(self, sampler_id: str) -> RemoteSampler:
         sampler = self._samplers.get(sampler_id)
         if sampler is None:
-            raise UserError(f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one")
+            raise UserError(
+                f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one"
+            )
         return sampler
 
     def _checkpoint(self, path: CheckpointPath, info: Fields) -> Checkpoint:
@@ -249,7 +273,9 @@ class RemoteService:
         for checkpoint in self.checkpoints(path.run_id):
             if checkpoint.tinker_path == str(path):
                 return checkpoint
-        raise CheckpointError(f"{path} is not among the checkpoints of its run any more; name another one")
+        raise CheckpointError(
+            f"{path} is not among the checkpoints of its run any more; name another one"
+        )
 
     # Waiting for the server.
 
@@ -271,7 +297,9 @@ class RemoteService:
 
 
 def _kept(operation: Operation[R]) -> Operation[R]:
-    """With lists and dictionaries of its own: it is written down later, and the caller may go on to change his."""
+    """With lists and dictionaries of its own: it is written down later, and the caller may go on to
+    change his.
+    """
     match operation:
         case ForwardBackward():
             config = dict(operation.loss_fn_config)
@@ -289,13 +317,17 @@ def _forget(known: dict[str, R], gone: R) -> None:
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("the connection to the server was closed before this was done; make a new ServiceClient")
+    return EngineClosedError(
+        "the connection to the server was closed before this was done; make a new ServiceClient"
+    )
 
 
 def _settle(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> None:
     """Note what became of a published sampler, before anybody else hears of it."""
     if published.cancelled():
-        sampler.ready.set_exception(UserError(f"sampler_id={sampler.server_id!r}: its making was cancelled"))
+        sampler.ready.set_exception(
+            UserError(f"sampler_id={sampler.server_id!r}: its making was cancelled")
+        )
     elif (error := published.exception()) is not None:
         sampler.ready.set_exception(error)
     else:
@@ -304,7 +336,9 @@ def _settle(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> None:
 
 
 def _checkpoints(page: Fields) -> list[Checkpoint]:
-    """Those that planish's clients can use: external weights are files to be fetched by other programs."""
+    """Those that planish's clients can use: external weights are files to be fetched by other
+    programs.
+    """
     return [
         checkpoint_from_json(fields)
         for fields in page.objects("checkpoints")
@@ -313,7 +347,9 @@ def _checkpoints(page: Fields) -> list[Checkpoint]:
 
 
 def _weak_close(service: RemoteService) -> Callable[[], None]:
-    """Closes the service if it still exists, when the checkpoints that were asked for are on the server's disk."""
+    """Closes the service if it still exists, when the checkpoints that were asked for are on the
+    server's disk.
+    """
     reference = weakref.ref(service)
 
     def close() -> None:

@@ -1,4 +1,6 @@
-"""What can be seen to be wrong before it is sent: values of other kinds, ids of nothing. The server finds the rest."""
+"""What can be seen to be wrong before it is sent: values of other kinds, ids of nothing. The server
+finds the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from planish.service import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.types import AdamParams, CheckpointPath, LoraConfig, ModelInput, SamplingParams, check_data
+from planish.types import (
+    AdamParams,
+    CheckpointPath,
+    LoraConfig,
+    ModelInput,
+    SamplingParams,
+    check_data,
+)
 
 
 def check(operation: Operation[Any]) -> None:
@@ -80,7 +89,9 @@ def _check_base_model(name: str | None) -> None:
 def _check_loss(loss_fn: Any, config: Any) -> None:
     _check_kind("loss_fn", loss_fn, str)
     if not isinstance(config, Mapping):
-        raise UserError(f"loss_fn_config is a {type(config).__name__}; give a dictionary of numbers, or None")
+        raise UserError(
+            f"loss_fn_config is a {type(config).__name__}; give a dictionary of numbers, or None"
+        )
     for key, value in config.items():
         if not isinstance(key, str):
             raise UserError(f"loss_fn_config[{key!r}]={value!r}: the names of options are strings")

@@ -49,7 +49,9 @@ def refusal(response: Response) -> PlanishError:
     body = body_of(response)
     detail = body.get("detail") or response.text[:_MAX_SHOWN] or response.reason_phrase
     is_of_checkpoint = "checkpoints" in response.url.path or "weights" in response.url.path
-    return _refused(response.status_code, str(detail), body, CheckpointError if is_of_checkpoint else UserError)
+    return _refused(
+        response.status_code, str(detail), body, CheckpointError if is_of_checkpoint else UserError
+    )
 
 
 def failure(body: Mapping[str, Any]) -> PlanishError:
@@ -67,14 +69,18 @@ def error_of_frame(header: Mapping[str, Any]) -> PlanishError:
     return failure(header)
 
 
-def _refused(status: int, message: str, body: Mapping[str, Any], default: type[UserError]) -> PlanishError:
+def _refused(
+    status: int, message: str, body: Mapping[str, Any], default: type[UserError]
+) -> PlanishError:
     match status:
         case 401 | 403:
             return UserError(f"{message} ({_KEY_REMEDY})")
         case 404:
             return named_error(message, body.get(ERROR_CLASS), default)
         case 410:
-            return EngineClosedError(f"the server has let go of it: {message}; make a new ServiceClient")
+            return EngineClosedError(
+                f"the server has let go of it: {message}; make a new ServiceClient"
+            )
         case _ if status < 500:
             return named_error(message, body.get(ERROR_CLASS))
     return ServerFaultError(f"the server answered {status}: {message}")

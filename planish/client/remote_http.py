@@ -1,6 +1,8 @@
-"""Connections to one server, by httpx2, which is loaded with the first of them: `import planish` is to cost little.
+"""Connections to one server, by httpx2, which is loaded with the first of them: `import planish` is
+to cost little.
 
-Whatever goes wrong before an answer is whole is NoAnswerError, so nothing else here knows the library.
+Whatever goes wrong before an answer is whole is NoAnswerError, so nothing else here knows the
+library.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from planish.errors import UserError
 if TYPE_CHECKING:
     from httpx2 import Response
 
-# Below the time after which servers close a connection that nobody uses, so that a request seldom meets a closed one.
+# Below the time after which servers close a connection that nobody uses, so that a request seldom
+# meets a closed one.
 _KEEP_ALIVE_SECONDS = 4.0
 _CONNECT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
 
@@ -37,7 +40,9 @@ class Http:
                 headers=headers,
                 timeout=httpx2.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS, pool=None),
                 limits=httpx2.Limits(
-                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_SECONDS
+                    max_connections=None,
+                    max_keepalive_connections=None,
+                    keepalive_expiry=_KEEP_ALIVE_SECONDS,
                 ),
                 # A proxy of the environment is for the world outside.
                 trust_env=not is_this_machine(url),
@@ -55,7 +60,9 @@ class Http:
 
     @asynccontextmanager
     async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[Response]:
-        """An answer whose body is still to come; NoAnswerError also for what is read of it in the block."""
+        """An answer whose body is still to come; NoAnswerError also for what is read of it in the
+        block.
+        """
         with _no_answer():
             async with self._client.stream(method, path, **options) as response:
                 yield response

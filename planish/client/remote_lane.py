@@ -1,9 +1,12 @@
-"""One model on a server: its operations are posted in the order in which they were given, each when the one before is accepted.
+"""One model on a server: its operations are posted in the order in which they were given, each when
+the one before is accepted.
 
-Results are waited for side by side. What the server refuses has used up its number, and so the next operation has the next one.
+Results are waited for side by side. What the server refuses has used up its number, and so the next
+operation has the next one.
 
-A step is applied as a whole or not at all. The server refuses an optim_step behind a forward_backward that it refused. In the place of one
-that cannot be sent, because it was cancelled, refused on this side, or its data could not be made, it gets an empty one to refuse.
+A step is applied as a whole or not at all. The server refuses an optim_step behind a
+forward_backward that it refused. In the place of one that cannot be sent, because it was cancelled,
+refused on this side, or its data could not be made, it gets an empty one to refuse.
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ from planish.service import (
     UnloadModel,
 )
 from planish.types import GetInfoResponse
-from planish.wire.client_operations import Posted, create_model_request, training_request, training_result
+from planish.wire.client_operations import (
+    Posted,
+    create_model_request,
+    training_request,
+    training_result,
+)
 from planish.wire.fields import Fields
 from planish.wire.models import info_from_json
 
@@ -47,7 +55,9 @@ class Entry:
     answer: Future[Any]
 
     def fail(self, error: BaseException) -> None:
-        if not self.answer.done() and (self.answer.running() or self.answer.set_running_or_notify_cancel()):
+        if not self.answer.done() and (
+            self.answer.running() or self.answer.set_running_or_notify_cancel()
+        ):
             self.answer.set_exception(error)
 
 
@@ -64,7 +74,9 @@ class Lane:
     _failure: PlanishError | None = None
     """Why nothing can be done any more."""
     _torn: BaseException | None = None
-    """Why the server is going to refuse the next step, if it was an operation of this side that failed."""
+    """Why the server is going to refuse the next step, if it was an operation of this side that
+    failed.
+    """
 
     def put(self, entry: Entry) -> None:
         self._entries.put_nowait(entry)
@@ -96,12 +108,16 @@ class Lane:
 
     async def _create(self, operation: CreateModel, entry: Entry) -> None:
         if not entry.answer.set_running_or_notify_cancel():
-            self._failure = UserError(f"model_id={self.model_id!r}: its making was cancelled; create another one")
+            self._failure = UserError(
+                f"model_id={self.model_id!r}: its making was cancelled; create another one"
+            )
             return
         try:
             accepted = await self.link.post(create_model_request(operation))
             await self.link.result(_request_id(accepted), takes_protobuf=False)
-            found = await self.link.post(Posted.json("/get_info", {"model_id": self.model_id, "type": "get_info"}))
+            found = await self.link.post(
+                Posted.json("/get_info", {"model_id": self.model_id, "type": "get_info"})
+            )
         except PlanishError as error:
             self._failure = UserError(
                 f"model_id={self.model_id!r}: it could not be created ({error}); create another one"
@@ -129,7 +145,9 @@ class Lane:
         error = CancelledError() if operation.data.cancelled() else operation.data.exception()
         if error is None:
             config = operation.loss_fn_config
-            now = ForwardBackward(operation.model_id, operation.data.result(), operation.loss_fn, config)
+            now = ForwardBackward(
+                operation.model_id, operation.data.result(), operation.loss_fn, config
+            )
             await self._add_gradient(now, entry)
         else:
             entry.fail(error)
@@ -160,7 +178,9 @@ class Lane:
             raise  # the number was not read
         except Exception as error:
             # Whether the number is used up, nobody knows.
-            self._failure = EngineClosedError(f"model_id={self.model_id!r}: the server was lost ({error})")
+            self._failure = EngineClosedError(
+                f"model_id={self.model_id!r}: the server was lost ({error})"
+            )
             raise
         self._next_seq += 1
         if not response.is_success:
@@ -175,7 +195,9 @@ class Lane:
             content = await self.link.result(request_id, takes_protobuf=takes_protobuf)
             result = training_result(operation, content)
         except Exception as error:
-            entry.fail(refused_step(torn) if torn is not None and isinstance(error, UserError) else error)
+            entry.fail(
+                refused_step(torn) if torn is not None and isinstance(error, UserError) else error
+            )
         else:
             entry.answer.set_result(result)
 

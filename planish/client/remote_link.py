@@ -1,8 +1,10 @@
-"""HTTP to one server: every request is repeated until it is answered, and a repetition is the same request.
+"""HTTP to one server: every request is repeated until it is answered, and a repetition is the same
+request.
 
-What may be repeated: a connection that broke, a server that is restarting (5xx, connection refused), a limit (429). Bodies carry numbers
-(planish/wire/client_operations.py), so the server does nothing twice. A server that stays silent longer than a restart takes is an error;
-one that says "later" is waited for as long as it says so.
+What may be repeated: a connection that broke, a server that is restarting (5xx, connection
+refused), a limit (429). Bodies carry numbers (planish/wire/client_operations.py), so the server
+does nothing twice. A server that stays silent longer than a restart takes is an error; one that
+says "later" is waited for as long as it says so.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Link:
 
     def __post_init__(self) -> None:
         headers = {"Accept": JSON} | ({"X-API-Key": self.api_key} if self.api_key else {})
-        # Two pools: the time to find a free connection grows with their number, and polls hold many.
+        # Two pools: the time to find a free connection grows with their number, and polls hold
+        # many.
         self._calling, self._polling = Http(self.url, headers), Http(self.url, headers)
 
     async def __aenter__(self) -> Link:
@@ -78,7 +81,8 @@ class Link:
         patience: float | None = None,
         silence: float | None = None,
     ) -> Response:
-        """The answer of the endpoint; PlanishError for a status that is an error, and not one of those `returned`.
+        """The answer of the endpoint; PlanishError for a status that is an error, and not one of
+        those `returned`.
 
         Seconds: `patience` for all repetitions, `silence` for the answer to one of them.
         """
@@ -89,7 +93,8 @@ class Link:
         return await self._answered("POST", posted.path, patience, returned, **options)
 
     async def frames(self, request: Callable[[], Posted | None]) -> AsyncIterator[Frame]:
-        """The frames of an answer that goes on. When it breaks off, it is asked for by what `request` gives then; None is the end.
+        """The frames of an answer that goes on. When it breaks off, it is asked for by what
+        `request` gives then; None is the end.
 
         NoSuchEndpointError if the server knows no such answers.
         """
@@ -121,8 +126,13 @@ class Link:
 
     async def result(self, request_id: str, takes_protobuf: bool) -> bytes:
         """The result of an accepted request, however long it takes; PlanishError if it failed."""
-        posted = Posted.json("/retrieve_future", {"request_id": request_id, "allow_metadata_only": False})
-        headers = {"Content-Type": JSON, "Accept": f"{PROTOBUF}, {JSON}" if takes_protobuf else JSON}
+        posted = Posted.json(
+            "/retrieve_future", {"request_id": request_id, "allow_metadata_only": False}
+        )
+        headers = {
+            "Content-Type": JSON,
+            "Accept": f"{PROTOBUF}, {JSON}" if takes_protobuf else JSON,
+        }
         patience = Patience(self.patience, self.url)
         while True:
             began = time.monotonic()
@@ -136,7 +146,9 @@ class Link:
             if response.status_code == 408:
                 patience.heard()
                 # A server that is stopping sends everybody away at once.
-                await asyncio.sleep(_MIN_POLL_SECONDS if time.monotonic() - began < _MIN_POLL_SECONDS else 0)
+                await asyncio.sleep(
+                    _MIN_POLL_SECONDS if time.monotonic() - began < _MIN_POLL_SECONDS else 0
+                )
             elif response.status_code != 200:
                 await patience.after_refusal(response)
             elif PROTOBUF in response.headers.get("content-type", ""):
@@ -151,10 +163,18 @@ class Link:
         headers = {"Content-Type": posted.media}
         if not self.compress or len(posted.content) < _MIN_COMPRESSED:
             return posted.content, headers
-        return await in_pool(zstandard.compress, posted.content), {**headers, "Content-Encoding": "zstd"}
+        return await in_pool(zstandard.compress, posted.content), {
+            **headers,
+            "Content-Encoding": "zstd",
+        }
 
     async def _answered(
-        self, method: str, path: str, seconds: float | None = None, returned: Collection[int] = (), **options: Any
+        self,
+        method: str,
+        path: str,
+        seconds: float | None = None,
+        returned: Collection[int] = (),
+        **options: Any,
     ) -> Response:
         patience = Patience(self.patience if seconds is None else seconds, self.url)
         repeated = False
@@ -179,7 +199,9 @@ def checked_url(base_url: str) -> str:
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"base_url={base_url!r}: give a URL such as http://127.0.0.1:8000")
     if parts.query or parts.fragment or parts.username:
-        raise UserError(f"base_url={base_url!r}: give scheme, host, port and path only; a key goes into api_key")
+        raise UserError(
+            f"base_url={base_url!r}: give scheme, host, port and path only; a key goes into api_key"
+        )
     with suppress(ValueError):
         _ = parts.port
         return base_url.strip().rstrip("/").removesuffix(API)
@@ -191,5 +213,7 @@ def checked_key(given: str | None) -> str | None:
     named = [("api_key", given), *((name, os.environ.get(name)) for name in _KEY_VARIABLES)]
     source, key = next(((source, key) for source, key in named if key), ("", None))
     if key is not None and not _KEY.fullmatch(key):
-        raise UserError(f"{source} holds something that is no key: give printable characters without blanks")
+        raise UserError(
+            f"{source} holds something that is no key: give printable characters without blanks"
+        )
     return key

@@ -1,4 +1,6 @@
-"""When a request is repeated, and until when: a server may be restarted, or have too much to do, but it is not waited for for ever."""
+"""When a request is repeated, and until when: a server may be restarted, or have too much to do,
+but it is not waited for for ever.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LATER = (408, 425, 429, 503)
 _NEVER = (501, 505)
 _FIRST_DELAY, _LONGEST_DELAY, _LONGEST_WISH = 0.2, 5.0, 60.0
 _MAX_FAULTS = 5
-"""Answers 500 in a row: a server at fault says so a few times; one that restarts says something else."""
+"""Answers 500 in a row: a server at fault says so a few times; one that restarts says something
+else.
+"""
 
 
 @dataclass
@@ -47,7 +51,9 @@ class Patience:
         await self.pause()
 
     async def after_refusal(self, response: Response) -> None:
-        """Wait if the answer means "later"; otherwise it is raised. A limit (429) is waited for as long as it takes."""
+        """Wait if the answer means "later"; otherwise it is raised. A limit (429) is waited for as
+        long as it takes.
+        """
         status = response.status_code
         self._faults = self._faults + 1 if status == 500 else 0
         if (status < 500 and status not in LATER) or status in _NEVER or self._faults > _MAX_FAULTS:

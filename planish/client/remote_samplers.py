@@ -1,9 +1,10 @@
 """Samplers on a server, and what is drawn from them.
 
-Requests that are given at about the same time travel as one, whose answer brings each result as it is done: with one HTTP request for each
-sample, and another for its result, the wire would cost more than drawing a short sample. A batch whose connection breaks is sent again
-as far as it is not answered; the server knows its requests by sampler and number. A server of the protocol that is not planish's has no such
-batches; there each sample travels alone.
+Requests that are given at about the same time travel as one, whose answer brings each result as it
+is done: with one HTTP request for each sample, and another for its result, the wire would cost more
+than drawing a short sample. A batch whose connection breaks is sent again as far as it is not
+answered; the server knows its requests by sampler and number. A server of the protocol that is not
+planish's has no such batches; there each sample travels alone.
 
 A sample can be given up until it is answered; the server is told, and draws no more for it.
 """
@@ -40,7 +41,9 @@ _INLINE_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class RemoteSampler:
-    """`unanswered` (requests, its making included) and `is_released` belong to the thread of the connection."""
+    """`unanswered` (requests, its making included) and `is_released` belong to the thread of the
+    connection.
+    """
 
     server_id: str
     ready: Future[SamplerInfo] = field(default_factory=Future)
@@ -111,9 +114,13 @@ class Drawing:
         sampler.unanswered += 1
         try:
             await self._until_ready(sampler)
-            request = sample_request(replace(operation, sampler_id=sampler.server_id), next(sampler.numbers))
+            request = sample_request(
+                replace(operation, sampler_id=sampler.server_id), next(sampler.numbers)
+            )
             draw = Draw(request.content, asyncio.get_running_loop().create_future())
-            answer.add_done_callback(lambda _: answer.cancelled() and self.thread.post(self._give_up, draw))
+            answer.add_done_callback(
+                lambda _: answer.cancelled() and self.thread.post(self._give_up, draw)
+            )
             self._waiting.put_nowait(draw)
             content = await draw.content
             ids = None if operation.prompt_only else draw.sequence_ids  # nothing was drawn
@@ -191,7 +198,9 @@ class Drawing:
             self.thread.spawn(self._tell_given_up, request_id)
 
     def _is_to_repeat(self, draw: Draw, frame: Frame) -> bool:
-        """Note what a frame says of a request. Whether that is "later": then it is sent again, apart from this batch."""
+        """Note what a frame says of a request. Whether that is "later": then it is sent again,
+        apart from this batch.
+        """
         header = frame.header
         request_id = header.get("request_id")
         if request_id is not None:
@@ -221,7 +230,9 @@ class Drawing:
 
     async def _tell_given_up(self, request_id: str) -> None:
         with suppress(PlanishError):  # then it is drawn, and nobody asks for it
-            await self.link.post(Posted.json("/cancel_future", {"request_id": request_id}), patience=0)
+            await self.link.post(
+                Posted.json("/cancel_future", {"request_id": request_id}), patience=0
+            )
 
     async def _until_ready(self, sampler: RemoteSampler) -> None:
         if not sampler.ready.done():

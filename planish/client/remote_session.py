@@ -17,7 +17,9 @@ from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.wire.client_operations import Posted
 
 WIRE = "planish_wire"
-"""The field of the server's settings that says which version of planish's additions to the protocol it speaks."""
+"""The field of the server's settings that says which version of planish's additions to the protocol
+it speaks.
+"""
 WIRE_VERSION = 1
 
 _FIRST_CONTACT_SECONDS = 5.0
@@ -35,7 +37,9 @@ class RemoteSession:
 
     @classmethod
     async def begin(cls, link: Link, user_metadata: Mapping[str, str]) -> RemoteSession:
-        """ServerUnreachableError if nobody answers, UserError if it is no server of ours, or takes other keys."""
+        """ServerUnreachableError if nobody answers, UserError if it is no server of ours, or takes
+        other keys.
+        """
         sdk = {"sdk_version": f"planish {version('planish')}"}
         settings = await _first(link, Posted.json("/client/config", sdk))
         spoken = settings.get(WIRE, WIRE_VERSION)
@@ -44,7 +48,12 @@ class RemoteSession:
                 f"the server at {link.url} speaks version {spoken} of planish's protocol, and this client version "
                 f"{WIRE_VERSION}; install the same planish on both sides"
             )
-        fields: dict[str, Any] = {"type": "create_session", "tags": [], "user_metadata": dict(user_metadata), **sdk}
+        fields: dict[str, Any] = {
+            "type": "create_session",
+            "tags": [],
+            "user_metadata": dict(user_metadata),
+            **sdk,
+        }
         created = await _first(link, Posted.json("/create_session", fields))
         if not isinstance(created.get("session_id"), str):
             raise _stranger(link, "its answer to create_session has no session_id")
@@ -52,7 +61,9 @@ class RemoteSession:
 
     async def keep_alive(self) -> None:
         """Tell the server that this client is there, until the session has ended."""
-        posted = Posted.json("/session_heartbeat", {"session_id": self.session_id, "type": "session_heartbeat"})
+        posted = Posted.json(
+            "/session_heartbeat", {"session_id": self.session_id, "type": "session_heartbeat"}
+        )
         heard = time.monotonic()
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
@@ -65,13 +76,20 @@ class RemoteSession:
             except PlanishError as error:
                 if time.monotonic() - heard >= _SILENCE_SECONDS:
                     _log.warning(
-                        "the server at %s has not answered for %.0f s: %s", self.link.url, _SILENCE_SECONDS, error
+                        "the server at %s has not answered for %.0f s: %s",
+                        self.link.url,
+                        _SILENCE_SECONDS,
+                        error,
                     )
                     heard = time.monotonic()
 
     async def finish(self, reason: str) -> None:
-        """Let the server free what the session holds. If it cannot be told, it finds out by the silence."""
-        posted = Posted.json(f"/sessions/{self.session_id}/finish", {"reason": {"type": reason}, "detail": None})
+        """Let the server free what the session holds. If it cannot be told, it finds out by the
+        silence.
+        """
+        posted = Posted.json(
+            f"/sessions/{self.session_id}/finish", {"reason": {"type": reason}, "detail": None}
+        )
         with suppress(PlanishError, TimeoutError):
             await asyncio.wait_for(self.link.post(posted, patience=0), _GOODBYE_SECONDS)
 
@@ -81,7 +99,9 @@ async def _first(link: Link, posted: Posted) -> Mapping[str, Any]:
     response = await link.post(posted, returned=(404, 405), patience=seconds, silence=seconds)
     body = body_of(response)
     if not response.is_success or (not body and response.content.strip() != b"{}"):
-        raise _stranger(link, f"its answer to {posted.path} is {response.status_code} {response.text[:100]!r}")
+        raise _stranger(
+            link, f"its answer to {posted.path} is {response.status_code} {response.text[:100]!r}"
+        )
     return body
 
 

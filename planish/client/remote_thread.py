@@ -1,6 +1,7 @@
 """An event loop in a thread of its own, so that blocking and async code can use one connection.
 
-Everything that is awaited runs there, as tasks of one group that ends with the thread. Nothing in it may block.
+Everything that is awaited runs there, as tasks of one group that ends with the thread. Nothing in
+it may block.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ T = TypeVar("T")
 
 class LoopThread:
     def __init__(self, name: str, context: AbstractAsyncContextManager[Any]) -> None:
-        """`context` is entered before anything runs, and left when everything has ended. What keeps the loop from starting is raised."""
+        """`context` is entered before anything runs, and left when everything has ended. What keeps
+        the loop from starting is raised.
+        """
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(context,), name=name, daemon=True)
@@ -53,18 +56,28 @@ class LoopThread:
             for task in self._running:
                 task.cancel()
 
-    def spawn(self, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run `function(...)` there, from any thread; nothing if the thread has ended. It must raise nothing but CancelledError."""
+    def spawn(
+        self, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Run `function(...)` there, from any thread; nothing if the thread has ended. It must
+        raise nothing but CancelledError.
+        """
         self.post(lambda: self._begin(function(*args, **kwargs)))
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Call `function(...)` there soon, in the order of the posts; nothing if the thread has ended."""
+        """Call `function(...)` there soon, in the order of the posts; nothing if the thread has
+        ended.
+        """
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function(...)` there and wait for what it returns; EngineClosedError if the thread ends meanwhile."""
-        assert threading.current_thread() is not self._thread, "a callback of a future waits for the server"
+        """Run `function(...)` there and wait for what it returns; EngineClosedError if the thread
+        ends meanwhile.
+        """
+        assert threading.current_thread() is not self._thread, (
+            "a callback of a future waits for the server"
+        )
 
         async def work() -> T:
             return await function(*args, **kwargs)
@@ -92,7 +105,9 @@ class LoopThread:
 
 
 async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(...)` in another thread, so that the loop goes on; here if the program ends, since its pools take no more then."""
+    """`function(...)` in another thread, so that the loop goes on; here if the program ends, since
+    its pools take no more then.
+    """
     call = partial(function, *args, **kwargs)
     try:
         done = asyncio.get_running_loop().run_in_executor(None, call)

@@ -1,8 +1,8 @@
 """Tokenizers that a server gives out, kept on this machine's disk.
 
-A directory is named by the digest of what is in it, so it is written once, never changes, and never belongs to another model than the
-one that was asked for, whatever a server calls it. What lies there comes from the server: names of files are checked, and
-planish.tokenizer runs no code of them.
+A directory is named by the digest of what is in it, so it is written once, never changes, and never
+belongs to another model than the one that was asked for, whatever a server calls it. What lies
+there comes from the server: names of files are checked, and planish.tokenizer runs no code of them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ def cache_directory() -> Path:
 
 
 def keep_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
-    """The directory of `cache` that holds these files, by name; written if it is not there. UserError for what cannot be a file."""
+    """The directory of `cache` that holds these files, by name; written if it is not there.
+    UserError for what cannot be a file.
+    """
     for name, text in files.items():
         if not _FILE_NAME.fullmatch(name) or not isinstance(text, str):
             raise UserError(
                 f"the server's tokenizer has a file {name[:100]!r}, which is none; the server is not planish's"
             )
     if not files:
-        raise UserError("the server has no files of this tokenizer; look at the model's directory there")
+        raise UserError(
+            "the server has no files of this tokenizer; look at the model's directory there"
+        )
     directory = cache / _digest(files)
     if directory.is_dir():
         return directory

@@ -1,4 +1,6 @@
-"""Sampling from one fixed version of the weights: a base model, a checkpoint, or what a training client had at some moment."""
+"""Sampling from one fixed version of the weights: a base model, a checkpoint, or what a training
+client had at some moment.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class SamplingClient:
-    """Made by `ServiceClient.create_sampling_client` and the methods of TrainingClient. Dropping it frees the version it holds."""
+    """Made by `ServiceClient.create_sampling_client` and the methods of TrainingClient. Dropping it
+    frees the version it holds.
+    """
 
     def __init__(self, session: Session, sampler_id: str) -> None:
         info = session.service.sampler_info(sampler_id)
@@ -42,9 +46,11 @@ class SamplingClient:
     ) -> Pending[SampleResponse]:
         """`num_samples` continuations of `prompt`; the prompt is computed once.
 
-        `prompt_logprobs_last_n` leaves out all but the last n of the prompt's logprobs. `target_prompt_logprobs`: int64
-        [P - 1, K], token ids whose logprobs at prompt positions 1..P-1 are wanted, -1 for none. `prompt_alt_tokens_k`: so many
-        draws at each of those positions. ValueError at once for what cannot be served, such as a prompt that leaves no room for `max_tokens`.
+        `prompt_logprobs_last_n` leaves out all but the last n of the prompt's logprobs.
+        `target_prompt_logprobs`: int64 [P - 1, K], token ids whose logprobs at prompt positions
+        1..P-1 are wanted, -1 for none. `prompt_alt_tokens_k`: so many draws at each of those
+        positions. ValueError at once for what cannot be served, such as a prompt that leaves no
+        room for `max_tokens`.
         """
         operation = Sample(
             sampler_id=self.sampler_id,
@@ -65,7 +71,9 @@ class SamplingClient:
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Pending[list[float | None]]:
-        """The logprob of each token of `prompt` given those before it, at temperature 1; None for the first."""
+        """The logprob of each token of `prompt` given those before it, at temperature 1; None for
+        the first.
+        """
         operation = Sample(
             sampler_id=self.sampler_id,
             prompt=prompt,
@@ -75,7 +83,9 @@ class SamplingClient:
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             prompt_only=True,
         )
-        return Pending(chained(self._session.service.submit(operation), _prompt_logprobs), withdraw=True)
+        return Pending(
+            chained(self._session.service.submit(operation), _prompt_logprobs), withdraw=True
+        )
 
     compute_logprobs_async = awaiting(compute_logprobs)
 
@@ -98,8 +108,12 @@ class SamplingClient:
         return self
 
 
-def create_sampling_client(session: Session, base_model: str | None, model_path: str | None) -> SamplingClient:
-    """Of a base model or a checkpoint. Whatever ends the wait for it, Ctrl-C for instance, frees it."""
+def create_sampling_client(
+    session: Session, base_model: str | None, model_path: str | None
+) -> SamplingClient:
+    """Of a base model or a checkpoint. Whatever ends the wait for it, Ctrl-C for instance, frees
+    it.
+    """
     operation = CreateSampler(session.new_sampler_id(), base_model, model_path)
     try:
         return SamplingClient(session, session.service.submit(operation).result())

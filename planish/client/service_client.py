@@ -1,4 +1,6 @@
-"""The way in: a ServiceClient is an engine in this process or a session with a server, and makes the clients that train and sample on it."""
+"""The way in: a ServiceClient is an engine in this process or a session with a server, and makes
+the clients that train and sample on it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from planish.types import CheckpointPath, GetServerCapabilitiesResponse, LoraCon
 
 
 class ServiceClient:
-    """An engine with its base models, adapters and samplers, near or far; all are freed by `close` or the end of a `with` block.
+    """An engine with its base models, adapters and samplers, near or far; all are freed by `close`
+    or the end of a `with` block.
 
-    Without either, the end of the program waits for the checkpoints that were asked for, and gives up everything else.
+    Without either, the end of the program waits for the checkpoints that were asked for, and gives
+    up everything else.
     """
 
     def __init__(
@@ -42,17 +46,22 @@ class ServiceClient:
         max_batch: int | None = None,
         service: Service | None = None,
     ) -> None:
-        """`base_url` is the URL of a server (default: PLANISH_BASE_URL of the environment; without either, the engine is in this
-        process), `api_key` a key of it (default: PLANISH_API_KEY, else TINKER_API_KEY). Scripts are the same near and far.
+        """`base_url` is the URL of a server (default: PLANISH_BASE_URL of the environment; without
+        either, the engine is in this process), `api_key` a key of it (default: PLANISH_API_KEY,
+        else TINKER_API_KEY). Scripts are the same near and far.
 
-        For an engine in this process: `models` maps names of base models to directories; `data_dir` is where checkpoints are kept
-        (default: PLANISH_DATA, else ~/.local/share/planish/runs); the options from `dtype` on are those of
-        `planish.engine.settings.EngineSettings`; None is a default.
+        For an engine in this process: `models` maps names of base models to directories; `data_dir`
+        is where checkpoints are kept (default: PLANISH_DATA, else ~/.local/share/planish/runs); the
+        options from `dtype` on are those of `planish.engine.settings.EngineSettings`; None is a
+        default.
 
-        `user_metadata` goes into every checkpoint. `service` is used instead of a new engine or session, and not closed.
+        `user_metadata` goes into every checkpoint. `service` is used instead of a new engine or
+        session, and not closed.
         """
         if project_id is not None:
-            raise UnsupportedError(f"project_id={project_id!r}: there are no projects here; use user_metadata")
+            raise UnsupportedError(
+                f"project_id={project_id!r}: there are no projects here; use user_metadata"
+            )
         settings = {
             "dtype": dtype,
             "device": device,
@@ -71,7 +80,9 @@ class ServiceClient:
                     "base_url and api_key are those of a session, and service is one already; give one of them"
                 )
             made = service
-        elif url := chosen_url(base_url, api_key, {"models": models, "data_dir": data_dir, **settings}):
+        elif url := chosen_url(
+            base_url, api_key, {"models": models, "data_dir": data_dir, **settings}
+        ):
             made = connect(url, api_key, metadata)
         else:
             made = start_engine(models, data_dir, settings)
@@ -84,7 +95,10 @@ class ServiceClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._close(finish=kind is None)
 
@@ -109,33 +123,51 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """A new adapter on a base model. `seed` makes its initial weights reproducible."""
-        lora = LoraConfig(rank, seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
+        lora = LoraConfig(
+            rank, seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn
+        )
         return self._create(
-            CreateModel(self._session.new_model_id(), base_model, lora, user_metadata=self._metadata(user_metadata))
+            CreateModel(
+                self._session.new_model_id(),
+                base_model,
+                lora,
+                user_metadata=self._metadata(user_metadata),
+            )
         )
 
     create_lora_training_client_async = in_thread(create_lora_training_client)
 
     def create_training_client_from_state(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """A new adapter with the weights of a checkpoint and a fresh optimizer.
 
-        `base_model` only to put the adapter on another base model of the same architecture than it was made for.
+        `base_model` only to put the adapter on another base model of the same architecture than it
+        was made for.
         """
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=False)
 
     create_training_client_from_state_async = in_thread(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
-        self, path: str, base_model: str | None = None, user_metadata: Mapping[str, str] | None = None
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """A new adapter that goes on where `save_state` was called, bit for bit."""
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=True)
 
-    create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
+    create_training_client_from_state_with_optimizer_async = in_thread(
+        create_training_client_from_state_with_optimizer
+    )
 
-    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
         """Sampling from a base model, or from a checkpoint (of either kind) by its path."""
         if model_path is None and base_model is None:
             raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
@@ -158,7 +190,11 @@ class ServiceClient:
     get_server_capabilities_async = in_thread(get_server_capabilities)
 
     def _create_from_state(
-        self, path: str, base_model: str | None, user_metadata: Mapping[str, str] | None, with_optimizer: bool
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: Mapping[str, str] | None,
+        with_optimizer: bool,
     ) -> TrainingClient:
         CheckpointPath.parse(path)  # None would ask for an adapter that is not from a checkpoint
         operation = CreateModel(

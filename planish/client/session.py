@@ -1,4 +1,6 @@
-"""What the clients of one ServiceClient share: the service, ids that are not in use, and tokenizers that are read once."""
+"""What the clients of one ServiceClient share: the service, ids that are not in use, and tokenizers
+that are read once.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,21 @@ class Session:
         return f"{self._id}:sample:{next(self._samplers)}"
 
     def tokenizer(self, base_model: str) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer, as `transformers` loads it; one object for all clients, which stays when the service is closed."""
+        """The base model's tokenizer, as `transformers` loads it; one object for all clients, which
+        stays when the service is closed.
+        """
         with self._lock:
             if base_model not in self._tokenizers:
-                self._tokenizers[base_model] = load_tokenizer(self.service.tokenizer_directory(base_model))
+                self._tokenizers[base_model] = load_tokenizer(
+                    self.service.tokenizer_directory(base_model)
+                )
             return self._tokenizers[base_model]
 
 
 def refuse_to_pickle(self: object) -> NoReturn:
-    """The `__reduce__` of clients: a copy would free what the original holds, in another process there is nothing to hold."""
+    """The `__reduce__` of clients: a copy would free what the original holds, in another process
+    there is nothing to hold.
+    """
     raise TypeError(
         f"a {type(self).__name__} cannot be copied or pickled: it belongs to the process that made it; in another one, "
         "make a ServiceClient and go on from the path of a checkpoint"
@@ -50,6 +58,8 @@ def refuse_to_pickle(self: object) -> NoReturn:
 
 
 def discard(service: Service, operation: Operation[Any]) -> None:
-    """Submit an operation that frees something, from a finalizer: what is gone already, or closed, is fine."""
+    """Submit an operation that frees something, from a finalizer: what is gone already, or closed,
+    is fine.
+    """
     with suppress(EngineClosedError, UserError):
         service.submit(operation)

@@ -1,4 +1,6 @@
-"""Training one adapter: methods submit operations, which run in the order of the calls; submit several before waiting for the first."""
+"""Training one adapter: methods submit operations, which run in the order of the calls; submit
+several before waiting for the first.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ T = TypeVar("T")
 
 
 class TrainingClient:
-    """Made by ServiceClient. Dropping it frees the adapter's memory; its checkpoints and sampling clients stay."""
+    """Made by ServiceClient. Dropping it frees the adapter's memory; its checkpoints and sampling
+    clients stay.
+    """
 
     def __init__(self, session: Session, info: GetInfoResponse) -> None:
         self._session = session
@@ -74,25 +78,35 @@ class TrainingClient:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> Pending[ForwardBackwardOutput]:
-        """Add the gradient of the loss, summed over all tokens and datums, to what the next `optim_step` applies.
+        """Add the gradient of the loss, summed over all tokens and datums, to what the next
+        `optim_step` applies.
 
-        If it is refused, fails or is cancelled, that step fails too; so what is wrong with the data is told by the result, not here.
-        Losses: planish/engine/losses.py; their config: planish/loss_options.py.
+        If it is refused, fails or is cancelled, that step fails too; so what is wrong with the data
+        is told by the result, not here. Losses: planish/engine/losses.py; their config:
+        planish/loss_options.py.
         """
-        return Pending(self._submit_part(ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})))
+        return Pending(
+            self._submit_part(ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {}))
+        )
 
     forward_backward_async = submitting(forward_backward)
 
-    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> Pending[ForwardBackwardOutput]:
-        """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable function.
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: CustomLoss
+    ) -> Pending[ForwardBackwardOutput]:
+        """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable
+        function.
 
-        `logprobs` holds a leaf tensor a datum, of the shape of its target_tokens. `loss_fn` runs in a thread of its own; calls that
-        follow wait for it, and so does `ServiceClient.close`, so calls of this client within it are refused. If it raises, or the
-        data are refused, the next `optim_step` fails.
+        `logprobs` holds a leaf tensor a datum, of the shape of its target_tokens. `loss_fn` runs in
+        a thread of its own; calls that follow wait for it, and so does `ServiceClient.close`, so
+        calls of this client within it are refused. If it raises, or the data are refused, the next
+        `optim_step` fails.
         """
         data = list(data) if isinstance(data, Sequence) else data
         try:
-            first_pass = ForwardBackward(self.model_id, first_pass_data(data), "cross_entropy", forward_only=True)
+            first_pass = ForwardBackward(
+                self.model_id, first_pass_data(data), "cross_entropy", forward_only=True
+            )
             first = self._submit(first_pass)
         except UserError as error:
             return Pending(self._submit_failed_part(error))
@@ -131,14 +145,18 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> Pending[SaveWeightsResponse]:
-        """A checkpoint with optimizer state. A gradient that no `optim_step` has applied yet is not part of it."""
+        """A checkpoint with optimizer state. A gradient that no `optim_step` has applied yet is not
+        part of it.
+        """
         operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
         return Pending(self._submit(operation))
 
     save_state_async = submitting(save_state)
 
     def load_state(self, path: str) -> Pending[LoadWeightsResponse]:
-        """Replace the weights by those of a checkpoint of the same shape; the optimizer starts anew."""
+        """Replace the weights by those of a checkpoint of the same shape; the optimizer starts
+        anew.
+        """
         return Pending(self._submit(LoadWeights(self.model_id, path)))
 
     load_state_async = in_thread(load_state)
@@ -158,13 +176,16 @@ class TrainingClient:
         overwrite: bool = False,
     ) -> Pending[SaveWeightsForSamplerResponse]:
         """A checkpoint of the weights alone, in PEFT's layout."""
-        operation = SaveWeightsForSampler(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
+        operation = SaveWeightsForSampler(
+            self.model_id, name, ttl_seconds, overwrite, user_metadata or {}
+        )
         return Pending(self._submit(operation))
 
     save_weights_for_sampler_async = submitting(save_weights_for_sampler)
 
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
-        """A client of the weights as they are after the operations so far; it keeps them while training goes on.
+        """A client of the weights as they are after the operations so far; it keeps them while
+        training goes on.
 
         Nothing is written, unless a `name` asks for a checkpoint too.
         """
@@ -172,10 +193,14 @@ class TrainingClient:
             return self.create_sampling_client(self.save_weights_for_sampler(name).result().path)
         return self._publish().result()
 
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+    async def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None
+    ) -> SamplingClient:
         """As `save_weights_and_get_sampling_client`."""
         if name is not None:
-            return await self.create_sampling_client_async((await self.save_weights_for_sampler(name)).path)
+            return await self.create_sampling_client_async(
+                (await self.save_weights_for_sampler(name)).path
+            )
         return await self._publish()
 
     def _publish(self) -> Pending[SamplingClient]:
@@ -204,7 +229,9 @@ class TrainingClient:
     get_tokenizer_async = in_thread(get_tokenizer)
 
     def _submit_part(self, operation: ForwardBackward) -> Future[ForwardBackwardOutput]:
-        """Whoever submits a step behind it, before looking at its outcome, asks for both or none: so a refusal is an outcome."""
+        """Whoever submits a step behind it, before looking at its outcome, asks for both or none:
+        so a refusal is an outcome.
+        """
         try:
             return self._submit(operation)
         except UserError as error:

@@ -3,10 +3,12 @@
     planish chat                                          the embedded model
     planish chat --model tinker://.../sampler_weights/x   a checkpoint
     planish chat --model RUN                              the last checkpoint of a run directory
-    planish chat < questions.txt                          one line, one turn; only answers are printed
+    planish chat < questions.txt                          one line, one turn; only answers are
+        printed
 
-A line is what the user says, or a command with a slash. At a terminal an error is told and the conversation goes on; of lines that come from a
-pipe the first that fails ends the program, with status 1. What is said never becomes a control token: renderers see to that.
+A line is what the user says, or a command with a slash. At a terminal an error is told and the
+conversation goes on; of lines that come from a pipe the first that fails ends the program, with
+status 1. What is said never becomes a control token: renderers see to that.
 """
 
 from __future__ import annotations
@@ -31,26 +33,44 @@ _PROMPT = "> "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default=DEFAULT_MODEL, help="base model, checkpoint (tinker://...) or run directory (%(default)s)"
+        "--model",
+        default=DEFAULT_MODEL,
+        help="base model, checkpoint (tinker://...) or run directory (%(default)s)",
     )
-    parser.add_argument("--renderer", metavar="NAME", help="chat format (default: the checkpoint's or the model's own)")
+    parser.add_argument(
+        "--renderer",
+        metavar="NAME",
+        help="chat format (default: the checkpoint's or the model's own)",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (%(default)s)")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same lines give the same answers")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="the same lines give the same answers"
+    )
     add_place_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     draws = Draws(arguments.temperature, arguments.max_tokens, arguments.seed)
     with listening(
-        arguments.model, arguments.renderer, arguments.base_url, arguments.api_key, arguments.data_dir
+        arguments.model,
+        arguments.renderer,
+        arguments.base_url,
+        arguments.api_key,
+        arguments.data_dir,
     ) as voice:
         session = ChatSession(voice, draws, arguments.system)
         at_terminal = sys.stdin.isatty()
         screen = Screen(at_terminal)
         if at_terminal:
-            screen.note(f"{voice.name}, renderer {voice.renderer.name}. /help lists the commands, Ctrl-D ends.")
+            screen.note(
+                f"{voice.name}, renderer {voice.renderer.name}. /help lists the commands, Ctrl-D ends."
+            )
             if not voice.streams:
                 screen.note("Of a server's model an answer is shown when it is whole.")
         converse(session, _typed(screen) if at_terminal else _piped(), screen)

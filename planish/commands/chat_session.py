@@ -89,7 +89,9 @@ class ChatSession:
             "quit": lambda _: Ended(),
         }
         if name not in commands:
-            raise UserError(f"/{name} is no command; /help lists them, and // begins a message with a slash")
+            raise UserError(
+                f"/{name} is no command; /help lists them, and // begins a message with a slash"
+            )
         if argument.strip() and name not in ("system", "save", "temperature"):
             raise UserError(f"/{name} takes nothing after it")
         return commands[name](argument.strip())
@@ -116,7 +118,9 @@ class ChatSession:
 
     def _answer(self, show: Show) -> Taken:
         draws = self._draws
-        answer = self._voice.answer(self.messages, draws.temperature, draws.max_tokens, draws.next_seed(), show)
+        answer = self._voice.answer(
+            self.messages, draws.temperature, draws.max_tokens, draws.next_seed(), show
+        )
         self.turns = [*self.turns, answer.message]
         return Taken(_note(answer), is_answer=True)
 
@@ -164,6 +168,12 @@ def check_temperature(temperature: float) -> None:
 
 def _note(answer: Answer) -> str:
     """What is to be known of an answer beside its text."""
-    calls = [f"calls {call['function']['name']}({call['function']['arguments']})" for call in answer.reading.calls]
-    ends = {"length": f"cut off after {answer.num_tokens} tokens; --max-tokens", "stopped": "stopped"}
+    calls = [
+        f"calls {call['function']['name']}({call['function']['arguments']})"
+        for call in answer.reading.calls
+    ]
+    ends = {
+        "length": f"cut off after {answer.num_tokens} tokens; --max-tokens",
+        "stopped": "stopped",
+    }
     return "\n".join([*calls, *([ends[answer.ended]] if answer.ended in ends else [])])

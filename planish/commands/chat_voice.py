@@ -1,8 +1,9 @@
 """Answers of a model, drawn token by token and shown as they come.
 
-An engine in this process tells each token when it is drawn. A server answers when the sample is whole, so nothing comes before the end then.
-What is shown cannot be taken back, so the text that is still open (half a character, the beginning of a mark) is held back, by the
-same reader that streams over the server's /v1 endpoints.
+An engine in this process tells each token when it is drawn. A server answers when the sample is
+whole, so nothing comes before the end then. What is shown cannot be taken back, so the text that is
+still open (half a character, the beginning of a mark) is held back, by the same reader that streams
+over the server's /v1 endpoints.
 """
 
 from __future__ import annotations
@@ -57,7 +58,13 @@ class Voice:
     """A sampler that speaks a chat format."""
 
     def __init__(
-        self, service: Service, sampler_id: str, name: str, renderer: Renderer, context: int | None, streams: bool
+        self,
+        service: Service,
+        sampler_id: str,
+        name: str,
+        renderer: Renderer,
+        context: int | None,
+        streams: bool,
     ) -> None:
         self.name = name
         self.renderer = renderer
@@ -67,8 +74,12 @@ class Voice:
         self._sampler_id = sampler_id
         self._context = context
 
-    def answer(self, messages: Messages, temperature: float, max_tokens: int, seed: int | None, show: Show) -> Answer:
-        """Draw the assistant's next message. Ctrl-C ends it where it is. UserError if there is no room for one."""
+    def answer(
+        self, messages: Messages, temperature: float, max_tokens: int, seed: int | None, show: Show
+    ) -> Answer:
+        """Draw the assistant's next message. Ctrl-C ends it where it is. UserError if there is no
+        room for one.
+        """
         with as_user_errors("the conversation"):
             prompt = self.renderer.build_generation_prompt(messages)
         params = SamplingParams(
@@ -135,7 +146,11 @@ class _Written:
 
 @contextmanager
 def listening(
-    model: str, renderer_name: str | None, base_url: str | None, api_key: str | None, data_dir: Path | None
+    model: str,
+    renderer_name: str | None,
+    base_url: str | None,
+    api_key: str | None,
+    data_dir: Path | None,
 ) -> Iterator[Voice]:
     """The voice of a base model, a checkpoint, or the newest checkpoint of a run directory."""
     url = chosen_url(base_url, api_key, {"data_dir": data_dir})
@@ -152,7 +167,11 @@ def listening(
 def _voice(service: Service, model: str, renderer_name: str | None, streams: bool) -> Voice:
     is_checkpoint = model.startswith("tinker://")
     sampler_id = f"{secrets.token_hex(8)}:sample:0"
-    create = CreateSampler(sampler_id, model_path=model) if is_checkpoint else CreateSampler(sampler_id, model)
+    create = (
+        CreateSampler(sampler_id, model_path=model)
+        if is_checkpoint
+        else CreateSampler(sampler_id, model)
+    )
     sampler_id = service.submit(create).result()
     base = service.sampler_info(sampler_id).base_model
     if is_checkpoint and renderer_name is None:
@@ -168,4 +187,8 @@ def _context(service: Service, base: str) -> int | None:
     if (context := service.capabilities().context_of(base)) is not None:
         return context
     directory = service.tokenizer_directory(base)
-    return ModelConfig.from_directory(directory).max_context if (directory / "config.json").is_file() else None
+    return (
+        ModelConfig.from_directory(directory).max_context
+        if (directory / "config.json").is_file()
+        else None
+    )

@@ -1,4 +1,6 @@
-"""`planish checkpoints`: list, show, delete, publish, keep for a time, download; of a server, or of this machine."""
+"""`planish checkpoints`: list, show, delete, publish, keep for a time, download; of a server, or of
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     listing = action("list", "list checkpoints, newest first")
     listing.add_argument("--run", metavar="RUN", help="of this training run only")
-    listing.add_argument("--limit", type=int, default=_SHOWN, help="most that are listed; 0: all (%(default)s)")
-    action("show", "tell what a checkpoint holds").add_argument("path", metavar="PATH", help="tinker://RUN/KIND/NAME")
+    listing.add_argument(
+        "--limit", type=int, default=_SHOWN, help="most that are listed; 0: all (%(default)s)"
+    )
+    action("show", "tell what a checkpoint holds").add_argument(
+        "path", metavar="PATH", help="tinker://RUN/KIND/NAME"
+    )
     delete = action("delete", "delete checkpoints for good")
     delete.add_argument("paths", metavar="PATH", nargs="+")
     delete.add_argument("--yes", "-y", action="store_true", help="do not ask")
-    action("publish", "let every key of the server read a checkpoint").add_argument("path", metavar="PATH")
+    action("publish", "let every key of the server read a checkpoint").add_argument(
+        "path", metavar="PATH"
+    )
     action("unpublish", "take that back").add_argument("path", metavar="PATH")
     ttl = action("ttl", "let a checkpoint expire after a time, or keep it")
     ttl.add_argument("path", metavar="PATH")
-    ttl.add_argument("time", metavar="TIME", help="from now on: seconds, or 30m, 12h, 7d; `never` keeps it")
+    ttl.add_argument(
+        "time", metavar="TIME", help="from now on: seconds, or 30m, 12h, 7d; `never` keeps it"
+    )
     download = action(
-        "download", "get the files of a checkpoint: a PEFT adapter, and of weights/ the optimizer's state too"
+        "download",
+        "get the files of a checkpoint: a PEFT adapter, and of weights/ the optimizer's state too",
     )
     download.add_argument("path", metavar="PATH")
-    download.add_argument("--out", type=Path, metavar="DIR", help="an empty or new directory (default: ./NAME)")
+    download.add_argument(
+        "--out", type=Path, metavar="DIR", help="an empty or new directory (default: ./NAME)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -25,22 +25,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Sampling()
     parser.add_argument("task", metavar="TASK", choices=TASKS, help=", ".join(TASKS))
     parser.add_argument(
-        "--model", required=True, metavar="NAME", help="a base model, tinker://RUN/..., or a run's directory"
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a base model, tinker://RUN/..., or a run's directory",
     )
-    parser.add_argument("--data", metavar="PLACE", help="JSONL or parquet file, directory with test.jsonl, hub name")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions (default: all)")
-    parser.add_argument("--samples", type=int, metavar="N", help=f"answers to each question ({default.samples})")
+    parser.add_argument(
+        "--data", metavar="PLACE", help="JSONL or parquet file, directory with test.jsonl, hub name"
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="the first N questions (default: all)"
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help=f"answers to each question ({default.samples})"
+    )
     parser.add_argument("--k", type=_numbers, metavar="K,...", help="the k of pass@k (1)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"longest answer ({default.max_tokens})")
-    parser.add_argument("--temperature", type=float, metavar="T", help=f"0 is greedy ({default.temperature:g})")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"longest answer ({default.max_tokens})"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help=f"0 is greedy ({default.temperature:g})"
+    )
     parser.add_argument("--seed", type=int, metavar="S", help=f"of the draws ({default.seed})")
-    parser.add_argument("--renderer", choices=FORMATS, help="chat format (default: the checkpoint's, or the model's)")
+    parser.add_argument(
+        "--renderer",
+        choices=FORMATS,
+        help="chat format (default: the checkpoint's, or the model's)",
+    )
     add_place_arguments(parser)
     parser.add_argument(
-        "--concurrency", type=int, default=CONCURRENCY, metavar="N", help="questions at a time (%(default)s)"
+        "--concurrency",
+        type=int,
+        default=CONCURRENCY,
+        metavar="N",
+        help="questions at a time (%(default)s)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to keep answers, and to go on (evaluations/TASK-MODEL)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where to keep answers, and to go on (evaluations/TASK-MODEL)",
     )
 
 
@@ -53,17 +77,25 @@ def run(arguments: argparse.Namespace) -> int:
         results = _evaluate(arguments, task, sampling, out)
     except KeyboardInterrupt:
         rows = read_rows(out / SAMPLES)
-        answered = len({row["question"] for row in rows} & {question.number for question in task.questions})
-        print(f"stopped: {answered} of {len(task.questions)} questions are answered in {out}; the same command goes on")
+        answered = len(
+            {row["question"] for row in rows} & {question.number for question in task.questions}
+        )
+        print(
+            f"stopped: {answered} of {len(task.questions)} questions are answered in {out}; the same command goes on"
+        )
         return INTERRUPTED
     print("\n".join(summary(results)))
     print(f"{out / RESULTS}; the answers are in {SAMPLES}")
     return 0
 
 
-def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Sampling | None, out: Path) -> Results:
+def _evaluate(
+    arguments: argparse.Namespace, task: Task, sampling: Sampling | None, out: Path
+) -> Results:
     with as_user_errors("--base-url"):
-        connected = ServiceClient(base_url=arguments.base_url, api_key=arguments.api_key, data_dir=arguments.data_dir)
+        connected = ServiceClient(
+            base_url=arguments.base_url, api_key=arguments.api_key, data_dir=arguments.data_dir
+        )
     with connected as service_client:
         with as_user_errors("--model"):
             model = open_model(service_client, arguments.model, arguments.renderer)
@@ -87,7 +119,9 @@ def _evaluate(arguments: argparse.Namespace, task: Task, sampling: Sampling | No
 def summary(results: Results) -> list[str]:
     """Of results, a line each; what has a standard error with it."""
     model = f"{results.model['name']} ({results.model['renderer']})"
-    lines = [f"{results.task['name']}, {results.task['num_questions']} questions of {results.task['source']}, {model}"]
+    lines = [
+        f"{results.task['name']}, {results.task['num_questions']} questions of {results.task['source']}, {model}"
+    ]
     for name, value in results.metrics.items():
         if name.endswith("_stderr"):
             continue
@@ -107,7 +141,9 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers with commas between, such as 1,4,8") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give whole numbers with commas between, such as 1,4,8"
+        ) from None
 
 
 def _file_name(model: str) -> str:
@@ -115,5 +151,7 @@ def _file_name(model: str) -> str:
     parts = model.rstrip("/").split("/")
     name = "-".join(parts[2:]) if "://" in model else parts[-1]
     if not name:
-        raise UserError(f"--model {model!r} is no name of a model; give a base model or a checkpoint")
+        raise UserError(
+            f"--model {model!r} is no name of a model; give a base model or a checkpoint"
+        )
     return re.sub(r"[^\w.-]", "_", name)

@@ -1,4 +1,6 @@
-"""`planish export`: a checkpoint as a PEFT adapter, or merged into its base model, for other programs."""
+"""`planish export`: a checkpoint as a PEFT adapter, or merged into its base model, for other
+programs.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,38 @@ from planish.export.writing import DTYPES, FORMATS, ExportOptions, check_target,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="tinker://RUN/KIND/NAME, a run directory (its last one), or an adapter"
-    )
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="what is made; new or empty")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="peft", help="an adapter, or the whole model (%(default)s)"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="tinker://RUN/KIND/NAME, a run directory (its last one), or an adapter",
     )
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="of the files (default: float32 of an adapter, else that of the base)"
+        "directory", type=Path, metavar="DIRECTORY", help="what is made; new or empty"
     )
     parser.add_argument(
-        "--base-model", metavar="NAME", help="a name or directory (default: what the checkpoint was trained on)"
+        "--format",
+        choices=FORMATS,
+        default="peft",
+        help="an adapter, or the whole model (%(default)s)",
     )
-    parser.add_argument("--run", type=Path, metavar="DIR", help="the checkpoint's run directory, for the model card")
     parser.add_argument(
-        "--shard-mib", type=int, default=4096, metavar="N", help="of a merged model's files (%(default)s)"
+        "--dtype",
+        choices=list(DTYPES),
+        help="of the files (default: float32 of an adapter, else that of the base)",
+    )
+    parser.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="a name or directory (default: what the checkpoint was trained on)",
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="the checkpoint's run directory, for the model card"
+    )
+    parser.add_argument(
+        "--shard-mib",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="of a merged model's files (%(default)s)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an export that is there")
     add_source_arguments(parser)

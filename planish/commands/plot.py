@@ -6,10 +6,18 @@ from planish.plotting import plot_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="the log_path of a run, or its metrics.jsonl")
-    parser.add_argument("--out", metavar="DIR", help="where to write (the run itself, or here for several runs)")
-    parser.add_argument("--metrics", metavar="A,B", help="metrics or patterns such as 'test/*', a panel each")
-    parser.add_argument("--smooth", metavar="N", type=int, default=1, help="also draw the mean over N steps")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="the log_path of a run, or its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to write (the run itself, or here for several runs)"
+    )
+    parser.add_argument(
+        "--metrics", metavar="A,B", help="metrics or patterns such as 'test/*', a panel each"
+    )
+    parser.add_argument(
+        "--smooth", metavar="N", type=int, default=1, help="also draw the mean over N steps"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,10 @@
-"""Training runs and checkpoints, as a server tells them, or as they lie in this machine's own directory.
+"""Training runs and checkpoints, as a server tells them, or as they lie in this machine's own
+directory.
 
-Rows are the objects of the server's REST interface; those of the directory are made alike. A server is asked once a question and no session
-is begun, so that looking leaves no trace. The directory is that of `ServiceClient()` without a server; what a server keeps is changed
-through the server only, since it has notes of its own about each checkpoint.
+Rows are the objects of the server's REST interface; those of the directory are made alike. A server
+is asked once a question and no session is begun, so that looking leaves no trace. The directory is
+that of `ServiceClient()` without a server; what a server keeps is changed through the server only,
+since it has notes of its own about each checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from planish.client.remote_errors import ServerUnreachableError, body_of, refusa
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_link import API, checked_key, checked_url
 from planish.engine.checkpoints import CheckpointStore, data_directory, record_of
-from planish.errors import CheckpointError, StorageError, UnsupportedError, UserError, as_user_errors
+from planish.errors import (
+    CheckpointError,
+    StorageError,
+    UnsupportedError,
+    UserError,
+    as_user_errors,
+)
 from planish.service import CheckpointInfo
 from planish.types import Checkpoint, CheckpointPath
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
@@ -75,7 +83,9 @@ class ServerRecords:
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
         if run_id is None:
             return self._pages("/checkpoints", "checkpoints", limit)
-        found = self._ask("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")["checkpoints"]
+        found = self._ask("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")[
+            "checkpoints"
+        ]
         return found[:limit]
 
     def checkpoint(self, path: str) -> Row:
@@ -92,7 +102,10 @@ class ServerRecords:
 
     def download(self, path: str, directory: Path) -> list[Path]:
         urls = self._ask("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
-        return [_finished(self._fetched(url, directory / _file_name(name))) for name, url in sorted(urls.items())]
+        return [
+            _finished(self._fetched(url, directory / _file_name(name)))
+            for name, url in sorted(urls.items())
+        ]
 
     def _pages(self, path: str, name: str, limit: int | None) -> list[Row]:
         found: list[Row] = []
@@ -133,7 +146,9 @@ class ServerRecords:
         except NoAnswerError as error:
             raise self._unreachable(error) from error
         except OSError as error:
-            raise StorageError(f"cannot write {target} ({error}); free space or give another --out") from error
+            raise StorageError(
+                f"cannot write {target} ({error}); free space or give another --out"
+            ) from error
         finally:
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
@@ -141,7 +156,9 @@ class ServerRecords:
         return target
 
     def _unreachable(self, error: Exception) -> ServerUnreachableError:
-        return ServerUnreachableError(f"no server answers at {self._url} ({error}); check --base-url, or start one")
+        return ServerUnreachableError(
+            f"no server answers at {self._url} ({error}); check --base-url, or start one"
+        )
 
 
 class LocalRecords:
@@ -164,7 +181,9 @@ class LocalRecords:
         return self._run(run_id, checkpoints)
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
-        return [checkpoint_to_json(checkpoint) for checkpoint in self._store.records(run_id)[:limit]]
+        return [
+            checkpoint_to_json(checkpoint) for checkpoint in self._store.records(run_id)[:limit]
+        ]
 
     def checkpoint(self, path: str) -> Row:
         parsed = _parsed(path)
@@ -184,13 +203,21 @@ class LocalRecords:
     def download(self, path: str, directory: Path) -> list[Path]:
         files = self._store.files(_parsed(path))
         try:
-            return [Path(shutil.copyfile(source, directory / name)) for name, source in sorted(files.items())]
+            return [
+                Path(shutil.copyfile(source, directory / name))
+                for name, source in sorted(files.items())
+            ]
         except OSError as error:
-            raise StorageError(f"cannot write to {directory} ({error}); free space or give another --out") from error
+            raise StorageError(
+                f"cannot write to {directory} ({error}); free space or give another --out"
+            ) from error
 
     def _run(self, run_id: str, checkpoints: Sequence[Checkpoint]) -> Row:
         newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
-        last = {kind: next((c for c in newest if c.checkpoint_type == kind), None) for kind in ("training", "sampler")}
+        last = {
+            kind: next((c for c in newest if c.checkpoint_type == kind), None)
+            for kind in ("training", "sampler")
+        }
         manifest = self._store.manifest(_parsed(newest[0].tinker_path))
         return {
             "training_run_id": run_id,
@@ -210,14 +237,20 @@ def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None)
 
 
 def downloaded(records: Records, path: str, out: Path, option: str) -> list[Path]:
-    """The files of a checkpoint in a directory that is new or empty; `option` named it, for the errors' words."""
+    """The files of a checkpoint in a directory that is new or empty; `option` named it, for the
+    errors' words.
+    """
     try:
         existed = out.exists()
         if existed and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{option}{out}: there is something already; give a directory that is new or empty")
+            raise UserError(
+                f"{option}{out}: there is something already; give a directory that is new or empty"
+            )
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{option}{out}: {error}; give a directory that can be written to") from error
+        raise StorageError(
+            f"{option}{out}: {error}; give a directory that can be written to"
+        ) from error
     try:
         return records.download(path, out)
     except BaseException:
@@ -250,7 +283,10 @@ def _parsed(path: str) -> CheckpointPath:
 
 
 def _as_one(info: Mapping[str, Any]) -> Row:
-    return {**info["checkpoint"], **{key: value for key, value in info.items() if key != "checkpoint"}}
+    return {
+        **info["checkpoint"],
+        **{key: value for key, value in info.items() if key != "checkpoint"},
+    }
 
 
 def _run_of(checkpoint: Checkpoint) -> str:
@@ -258,7 +294,9 @@ def _run_of(checkpoint: Checkpoint) -> str:
 
 
 def _endpoint(path: str) -> str:
-    """Of a checkpoint; external weights have paths that only a server knows, so they are not parsed here."""
+    """Of a checkpoint; external weights have paths that only a server knows, so they are not parsed
+    here.
+    """
     prefix, run_id, checkpoint_id = "tinker://", *path.removeprefix("tinker://").partition("/")[::2]
     if not path.startswith(prefix) or not run_id or checkpoint_id.count("/") != 1:
         raise CheckpointError(

@@ -16,8 +16,12 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
-    parser.add_argument("run", metavar="RUN", nargs="?", help="tell of this run, rather than list all")
-    parser.add_argument("--limit", type=int, default=_SHOWN, help="most runs that are listed; 0: all (%(default)s)")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", help="tell of this run, rather than list all"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=_SHOWN, help="most runs that are listed; 0: all (%(default)s)"
+    )
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,17 +32,26 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """A server and its key, or a directory of this machine, as `chosen_url` takes them."""
-    parser.add_argument("--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this machine)")
-    parser.add_argument("--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)")
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="of this machine's checkpoints (default: PLANISH_DATA)"
+        "--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this machine)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)"
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="of this machine's checkpoints (default: PLANISH_DATA)",
     )
 
 
 def limit_of(arguments: argparse.Namespace) -> int | None:
     """The most rows; None: all."""
     if arguments.limit < 0:
-        raise UserError(f"--limit {arguments.limit}: give a whole number of at least 0; 0 lists all")
+        raise UserError(
+            f"--limit {arguments.limit}: give a whole number of at least 0; 0 lists all"
+        )
     return arguments.limit or None
 
 
@@ -69,7 +82,9 @@ def check_run_id(run: str) -> None:
     """UserError for what `eval`, `export` and `chat` take as a run: its directory."""
     if (Path(run) / CHECKPOINTS).is_file():
         run_id = CheckpointPath.parse(weights_of(run)).run_id
-        raise UserError(f"RUN {run} is the directory of a run: give an id, that of its newest checkpoint is {run_id}")
+        raise UserError(
+            f"RUN {run} is the directory of a run: give an id, that of its newest checkpoint is {run_id}"
+        )
 
 
 def _tell(records: Records, run_id: str, as_object: bool) -> None:

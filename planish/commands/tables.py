@@ -25,7 +25,8 @@ def print_table(rows: Sequence[Row], columns: Columns, nothing: str) -> None:
     for heading in columns:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell(row)) for cell in columns.values()))  # as text: `:train:` is an emoji of rich's
+        # as text: `:train:` is an emoji of rich's
+        table.add_row(*(Text(cell(row)) for cell in columns.values()))
     console = Console()
     (console if console.is_terminal else Console(width=_WIDE)).print(table)
 
@@ -43,12 +44,20 @@ def size(count: int | None) -> str:
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
-    return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
+    return (
+        f"{amount:.0f} {units[0]}"
+        if amount >= 10 or units[0] == "B"
+        else f"{amount:.1f} {units[0]}"
+    )
 
 
 def time(text: str | None) -> str:
     """ISO 8601 with a zone, in the zone of this machine."""
-    return "-" if text is None else datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")
+    return (
+        "-"
+        if text is None
+        else datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")
+    )
 
 
 def time_left(text: str | None, now: datetime | None = None) -> str:

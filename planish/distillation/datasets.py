@@ -1,7 +1,8 @@
 """Data sets whose groups know their teachers.
 
-A batch holds one batch of each part, so every step hears every teacher. There are as many batches as the shortest part has; more
-epochs begin all parts again. Tests are those of the parts, one after the other; tags tell them apart.
+A batch holds one batch of each part, so every step hears every teacher. There are as many batches
+as the shortest part has; more epochs begin all parts again. Tests are those of the parts, one after
+the other; tags tell them apart.
 """
 
 from collections.abc import Sequence
@@ -81,7 +82,9 @@ class DistillationDatasetBuilder(RLDatasetBuilder):
             raise UserError("parts is empty; give at least one data set with its teacher")
         built = [(part, *await part.dataset_builder()) for part in self.parts]
         train = [
-            dataset if part.groups_per_batch is None else RebatchedRLDataset(dataset, part.groups_per_batch)
+            dataset
+            if part.groups_per_batch is None
+            else RebatchedRLDataset(dataset, part.groups_per_batch)
             for part, dataset, _ in built
         ]
         tests = [test for _, _, test in built if test is not None]

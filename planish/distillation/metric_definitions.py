@@ -1,4 +1,5 @@
-"""Every metric of distillation, each defined once; those of the loops are planish/rl and planish/supervised.
+"""Every metric of distillation, each defined once; those of the loops are planish/rl and
+planish/supervised.
 
 python -m planish.distillation.metric_definitions          rewrite the table in docs/distillation.md
 """
@@ -45,9 +46,22 @@ TEACHER = Section(
             "above 0.95",
             "well below: much of the teacher is cut off and not learned; raise `topk`",
         ),
-        _M("<evaluator>/teacher_kl", "nats/token", "off-policy: as `teacher_kl`, on held-out conversations", "falls"),
-        _M("<evaluator>/teacher_entropy", "nats/token", "as `teacher_entropy`, on held-out conversations"),
-        _M("<evaluator>/teacher_topk_mass", "fraction", "as `teacher_topk_mass`, on held-out conversations"),
+        _M(
+            "<evaluator>/teacher_kl",
+            "nats/token",
+            "off-policy: as `teacher_kl`, on held-out conversations",
+            "falls",
+        ),
+        _M(
+            "<evaluator>/teacher_entropy",
+            "nats/token",
+            "as `teacher_entropy`, on held-out conversations",
+        ),
+        _M(
+            "<evaluator>/teacher_topk_mass",
+            "fraction",
+            "as `teacher_topk_mass`, on held-out conversations",
+        ),
         _M(
             "time/teacher_logprobs",
             "s",

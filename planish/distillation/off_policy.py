@@ -1,11 +1,14 @@
-"""Off-policy distillation: the student learns a teacher's distribution at every token of given conversations.
+"""Off-policy distillation: the student learns a teacher's distribution at every token of given
+conversations.
 
     loss = -sum over learned tokens, and over the teacher's `topk` likeliest tokens there, of w p_teacher log p_student
 
-p_teacher is made to sum to 1 over the `topk` (planish/distillation/soft_targets.py). That is the forward KL of what is left of the
-teacher, up to a constant (Hinton et al. 2015; Agarwal et al. 2023). The conversations may be anybody's; those that the teacher wrote
-itself are planish/distillation/sampling.py. A teacher that has gone through a batch is k times what one answer says, but the student
-is never corrected on what it writes itself: for that there is planish/distillation/on_policy.py.
+p_teacher is made to sum to 1 over the `topk` (planish/distillation/soft_targets.py). That is the
+forward KL of what is left of the teacher, up to a constant (Hinton et al. 2015; Agarwal et al.
+2023). The conversations may be anybody's; those that the teacher wrote itself are
+planish/distillation/sampling.py. A teacher that has gone through a batch is k times what one answer
+says, but the student is never corrected on what it writes itself: for that there is
+planish/distillation/on_policy.py.
 
 The loop, its files and its resume are those of planish/supervised.
 """
@@ -32,7 +35,8 @@ from planish.supervised.types import SupervisedDataset
 from planish.types import Datum, ModelInput, SamplingParams
 
 READ_BESIDES = 2
-"""Tokens of a teacher's request besides a datum's: the last target, and one that the request draws."""
+"""Tokens of a teacher's request besides a datum's: the last target, and one that the request draws.
+"""
 TEACHER_SHOWN = {"teacher_kl": "teacher kl {:.4f}", "test/teacher_kl": "test teacher kl {:.4f}"}
 
 
@@ -41,11 +45,15 @@ class Config(supervised.Config):
     """`dataset_builder` gives conversations, as for supervised training."""
 
     teacher_config: TeacherConfig
-    topk: int = chz.field(default=20, doc="likeliest tokens of the teacher that are learned at each position")
+    topk: int = chz.field(
+        default=20, doc="likeliest tokens of the teacher that are learned at each position"
+    )
 
 
 async def main(config: Config, service_client: Any = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the run directory."""
+    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    run directory.
+    """
     check(config)
     if service_client is not None:
         return await _run(config, service_client)
@@ -55,9 +63,13 @@ async def main(config: Config, service_client: Any = None) -> Path:
 
 async def _run(config: Config, service_client: Any) -> Path:
     config = chz.replace(config, teacher_config=pinned(config.teacher_config))
-    teacher = await teacher_client(config.teacher_config, service_client, config.model_name, "teacher_config")
+    teacher = await teacher_client(
+        config.teacher_config, service_client, config.model_name, "teacher_config"
+    )
     await require_topk(teacher, config.topk)
-    config = await within_context(config, service_client, [(config.teacher_config.base_model, READ_BESIDES)])
+    config = await within_context(
+        config, service_client, [(config.teacher_config.base_model, READ_BESIDES)]
+    )
 
     def objective_of(start: Start) -> "SoftCrossEntropy":
         return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)
@@ -73,7 +85,9 @@ def check(config: Config) -> None:
 
 
 async def require_topk(teacher: Any, topk: int) -> None:
-    """UserError if the teacher does not tell as many as its `topk` likeliest tokens: it is asked once, before any work."""
+    """UserError if the teacher does not tell as many as its `topk` likeliest tokens: it is asked
+    once, before any work.
+    """
     try:
         await teacher.sample_async(
             prompt=ModelInput.from_ints([0, 0]),
@@ -96,7 +110,9 @@ class SoftCrossEntropy:
 
     async def submit(self, training_client: Any, data: Sequence[Datum]) -> "SoftGradient":
         soft = await soft_targets(data, self.teacher, self.topk)
-        return SoftGradient(soft, await CrossEntropy(self.tokenizer).submit(training_client, soft.data))
+        return SoftGradient(
+            soft, await CrossEntropy(self.tokenizer).submit(training_client, soft.data)
+        )
 
     def test(self, test_set: SupervisedDataset) -> "SoftEvaluator":
         return SoftEvaluator(held_out_data(test_set), self.teacher, self.topk)
@@ -113,7 +129,9 @@ class SoftGradient:
 
 
 class SoftEvaluator(TrainingClientEvaluator):
-    """NAME/nll, the cross entropy with the teacher's distributions on held-out conversations, and NAME/teacher_kl."""
+    """NAME/nll, the cross entropy with the teacher's distributions on held-out conversations, and
+    NAME/teacher_kl.
+    """
 
     def __init__(self, data: Sequence[Datum], teacher: Any, topk: int, name: str = "test") -> None:
         self.data = data

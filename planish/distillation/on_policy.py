@@ -1,14 +1,17 @@
-"""On-policy distillation: the student samples, and the teacher says of each token how likely it finds it.
+"""On-policy distillation: the student samples, and the teacher says of each token how likely it
+finds it.
 
     d            = log p_student(token) - log p_teacher(token)
     advantage   += -kl_penalty_coef * d            of each sampled token that is trained on
 
-In expectation that is the gradient of the reverse KL at every position that the student comes to, so the student learns where it
-errs itself and keeps to what the teacher would do there (Agarwal et al. 2023, GKD; Gu et al. 2023, MiniLLM; Lu et al. 2025,
-"On-Policy Distillation"). The term is a number for each token and is not compared within a group. With `advantage` "none", the
-default, it is all that is learned; another one adds the environments' rewards.
+In expectation that is the gradient of the reverse KL at every position that the student comes to,
+so the student learns where it errs itself and keeps to what the teacher would do there (Agarwal et
+al. 2023, GKD; Gu et al. 2023, MiniLLM; Lu et al. 2025, "On-Policy Distillation"). The term is a
+number for each token and is not compared within a group. With `advantage` "none", the default, it
+is all that is learned; another one adds the environments' rewards.
 
-The loop, its files and its resume are those of planish/rl. Left out: teachers with another tokenizer.
+The loop, its files and its resume are those of planish/rl. Left out: teachers with another
+tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +37,9 @@ class Config(rl.Config):
     """Options of a run; each part of `dataset_builder` names its teacher."""
 
     dataset_builder: DistillationDatasetBuilder
-    advantage: str = chz.field(default="none", doc="none = rewards are reported and not learned from")
+    advantage: str = chz.field(
+        default="none", doc="none = rewards are reported and not learned from"
+    )
     kl_penalty_coef: float = chz.field(default=1.0, doc="how strongly the teachers pull")
     kl_discount_factor: float = chz.field(
         default=0.0, doc="0 = a token answers for itself alone, 1 = for all that follow"
@@ -42,7 +47,9 @@ class Config(rl.Config):
 
 
 async def main(config: Config, service_client: Any = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the run directory."""
+    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    run directory.
+    """
     check(config)
     if service_client is not None:
         return await _run(config, service_client)
@@ -51,33 +58,53 @@ async def main(config: Config, service_client: Any = None) -> Path:
 
 
 async def _run(config: Config, service_client: Any) -> Path:
-    parts = [chz.replace(part, teacher_config=pinned(part.teacher_config)) for part in config.dataset_builder.parts]
+    parts = [
+        chz.replace(part, teacher_config=pinned(part.teacher_config))
+        for part in config.dataset_builder.parts
+    ]
     config = chz.replace(config, dataset_builder=chz.replace(config.dataset_builder, parts=parts))
     clients: dict[str, Any] = {}
     for index, part in enumerate(parts):
         clients[teacher_name(index)] = await teacher_client(
-            part.teacher_config, service_client, config.model_name, f"dataset_builder.parts.{index}.teacher_config"
+            part.teacher_config,
+            service_client,
+            config.model_name,
+            f"dataset_builder.parts.{index}.teacher_config",
         )
-    return await train(config, service_client, TeacherPull(clients, config.kl_penalty_coef, config.kl_discount_factor))
+    return await train(
+        config,
+        service_client,
+        TeacherPull(clients, config.kl_penalty_coef, config.kl_discount_factor),
+    )
 
 
 def check(config: Config) -> None:
     """UserError for an option that cannot be right, before anything is loaded."""
     rl.check_all_but_reference(config)
     if not config.dataset_builder.parts:
-        raise UserError("dataset_builder.parts is empty; give at least one data set with its teacher")
+        raise UserError(
+            "dataset_builder.parts is empty; give at least one data set with its teacher"
+        )
     if config.kl_penalty_coef == 0:
-        raise UserError("kl_penalty_coef=0: the teachers would not be heard; give a number above 0, such as 1")
+        raise UserError(
+            "kl_penalty_coef=0: the teachers would not be heard; give a number above 0, such as 1"
+        )
     if config.kl_reference_config is not None:
-        raise UserError("kl_reference_config is given, but the policy is pulled to its teachers; leave it out")
+        raise UserError(
+            "kl_reference_config is given, but the policy is pulled to its teachers; leave it out"
+        )
     if config.remove_constant_reward_groups:
-        raise UserError("remove_constant_reward_groups: a group of equal rewards is taught as any other; leave it out")
+        raise UserError(
+            "remove_constant_reward_groups: a group of equal rewards is taught as any other; leave it out"
+        )
     if config.temperature != 1.0:
         raise UnsupportedError(
             f"temperature={config.temperature}: a teacher's logprobs are those at temperature 1; sample at temperature 1"
         )
     if config.stream_minibatch_config is not None:
-        raise UnsupportedError("stream_minibatch_config: a batch is shown to its teachers as a whole; leave it out")
+        raise UnsupportedError(
+            "stream_minibatch_config: a batch is shown to its teachers as a whole; leave it out"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,14 +117,19 @@ class TeacherPull:
     discount: float
     span: ClassVar[str] = "teacher_logprobs"
 
-    async def __call__(self, data_D: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], Metrics]:
+    async def __call__(
+        self, data_D: Sequence[TrainingSequence]
+    ) -> tuple[list[TrainingSequence], Metrics]:
         gaps_D = await gaps(data_D, self._teacher_of)
         taught_D = list(zip(data_D, gaps_D, strict=True))
-        pulled_D = [pulled(sequence, gap_N, self.coefficient, self.discount) for sequence, gap_N in taught_D]
+        pulled_D = [
+            pulled(sequence, gap_N, self.coefficient, self.discount) for sequence, gap_N in taught_D
+        ]
         parts = {"teacher_kl": taught_D}
         if len(self.teachers) > 1:
             parts |= {
-                f"teacher_kl/{name}": [one for one in taught_D if one[0].teacher == name] for name in self.teachers
+                f"teacher_kl/{name}": [one for one in taught_D if one[0].teacher == name]
+                for name in self.teachers
             }
         means = {
             key: mean_gap([sequence for sequence, _ in part], [gap_N for _, gap_N in part])

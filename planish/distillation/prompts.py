@@ -1,7 +1,8 @@
 """Prompts without rewards: the student answers them, and a teacher speaks of the answers.
 
-A prompt is a conversation that waits for the assistant. Rows may have "prompt" (a text or messages), "question", or a whole
-conversation ("messages", "conversations"), whose last answer is left off.
+A prompt is a conversation that waits for the assistant. Rows may have "prompt" (a text or
+messages), "question", or a whole conversation ("messages", "conversations"), whose last answer is
+left off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,9 @@ from planish.supervised.conversations import Conversation, conversation_of
 
 
 def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
-    """The messages of a row up to the answer that is to come; UserError, which says `where` it is, for another form."""
+    """The messages of a row up to the answer that is to come; UserError, which says `where` it is,
+    for another form.
+    """
     if "question" in row and "messages" not in row:
         row = {"prompt": row["question"]}
     if "prompt" in row:
@@ -43,12 +46,18 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
     if messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages or messages[-1].get("role") not in ("user", "tool"):
-        raise UserError(f"{where}: nothing is asked; give a conversation with a message of the user before the answer")
+        raise UserError(
+            f"{where}: nothing is asked; give a conversation with a message of the user before the answer"
+        )
     return messages
 
 
-def load_prompts(dataset: str, renderer: Renderer, prefix: Sequence[Mapping[str, Any]] = ()) -> list[Conversation]:
-    """The prompts of a hub name, a directory or a file; UserError for one that the chat format cannot say after `prefix`."""
+def load_prompts(
+    dataset: str, renderer: Renderer, prefix: Sequence[Mapping[str, Any]] = ()
+) -> list[Conversation]:
+    """The prompts of a hub name, a directory or a file; UserError for one that the chat format
+    cannot say after `prefix`.
+    """
     prompts = []
     for number, row in enumerate(open_rows(dataset, "train"), start=1):
         where = f"dataset={dataset}, train row {number}"
@@ -73,7 +82,9 @@ class PromptOnlyEnv(Env):
     messages: Conversation
     max_prompt_tokens: int | None = None
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(
+        self,
+    ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         prompt = self.renderer.build_generation_prompt(self.messages)
         if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
             return InitialObservationOverflow()
@@ -97,7 +108,9 @@ class PromptGroup(EnvGroupBuilder):
 
     async def make_envs(self) -> Sequence[Env]:
         renderer = model_renderer(self.model_name, self.renderer_name)
-        return [PromptOnlyEnv(renderer, self.messages, self.max_prompt_tokens) for _ in range(self.size)]
+        return [
+            PromptOnlyEnv(renderer, self.messages, self.max_prompt_tokens) for _ in range(self.size)
+        ]
 
     def logging_tags(self) -> list[str]:
         return [self.tag]
@@ -120,4 +133,6 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         return ProblemDataset(prompts, self._group, self.batch_size, shuffle_seed=self.seed), None
 
     def _group(self, messages: Conversation) -> PromptGroup:
-        return PromptGroup(messages, self.group_size, self.model_name, self.renderer_name, self.max_prompt_tokens)
+        return PromptGroup(
+            messages, self.group_size, self.model_name, self.renderer_name, self.max_prompt_tokens
+        )

@@ -1,11 +1,14 @@
-"""Datums whose targets are a teacher's distribution over its k likeliest tokens, in the place of the one token that was written.
+"""Datums whose targets are a teacher's distribution over its k likeliest tokens, in the place of
+the one token that was written.
 
 Legend: D datums, N positions of a datum, K candidates.
 
-    p_j = exp(log p_teacher(j)) / sum over the K candidates         loss = -sum over positions and candidates of w p_j log p_student(j)
+    p_j = exp(log p_teacher(j)) / sum over the K candidates         loss = -sum over positions and
+        candidates of w p_j log p_student(j)
 
-With K the whole vocabulary that is the cross entropy between teacher and student, w the weight of the position. The tail that a
-smaller K cuts off is given to the candidates, in proportion; what they held before is the `mass`.
+With K the whole vocabulary that is the cross entropy between teacher and student, w the weight of
+the position. The tail that a smaller K cuts off is given to the candidates, in proportion; what
+they held before is the `mass`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +23,9 @@ from planish.types import Datum, ModelInput, SamplingParams, TopkLogprobs
 
 @dataclass(frozen=True)
 class SoftData:
-    """Datums with targets and weights (N, K), and what is known of the teacher's distributions; sums are weighted by position."""
+    """Datums with targets and weights (N, K), and what is known of the teacher's distributions;
+    sums are weighted by position.
+    """
 
     data: list[Datum]
     weight: float
@@ -32,7 +37,10 @@ class SoftData:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         data = [datum for part in parts for datum in part.data]
-        return cls(data, *(sum(getattr(part, name) for part in parts) for name in ("weight", "nats", "mass")))
+        return cls(
+            data,
+            *(sum(getattr(part, name) for part in parts) for name in ("weight", "nats", "mass")),
+        )
 
     def metrics(self, cross_entropy: float | None, prefix: str = "") -> dict[str, float]:
         """`cross_entropy`: nats a unit of weight; None where there was nothing to learn."""
@@ -51,7 +59,10 @@ async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> Soft
 
     async def soft(datum: Datum) -> SoftData:
         weights_N = datum.loss_fn_inputs["weights"].to_numpy()
-        tokens = [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
+        tokens = [
+            *datum.model_input.to_ints(),
+            int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1]),
+        ]
         response = await teacher.sample_async(
             prompt=ModelInput.from_ints(tokens),
             num_samples=1,
@@ -65,7 +76,9 @@ async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> Soft
 
 
 def soft_datum(datum: Datum, top: TopkLogprobs) -> SoftData:
-    """`datum` has targets and weights (N); entry i of `top` is about token i of the whole sequence, of N + 1 tokens."""
+    """`datum` has targets and weights (N); entry i of `top` is about token i of the whole sequence,
+    of N + 1 tokens.
+    """
     targets_N = datum.loss_fn_inputs["target_tokens"].to_numpy()
     weights_N = datum.loss_fn_inputs["weights"].to_numpy()
     is_learned = weights_N != 0

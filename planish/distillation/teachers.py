@@ -1,7 +1,7 @@
 """The policies that teach.
 
-A teacher is a base model or a checkpoint, held by a sampling client. It speaks of the student's token ids, so both must have one
-vocabulary; that is looked at before anything is trained.
+A teacher is a base model or a checkpoint, held by a sampling client. It speaks of the student's
+token ids, so both must have one vocabulary; that is looked at before anything is trained.
 """
 
 import asyncio
@@ -22,24 +22,37 @@ class TeacherConfig(KLReferenceConfig):
 
 
 def pinned(teacher: TeacherConfig) -> TeacherConfig:
-    """The same with a checkpoint in the place of a run directory, whose newest one may be another when a run is resumed."""
+    """The same with a checkpoint in the place of a run directory, whose newest one may be another
+    when a run is resumed.
+    """
     if teacher.load_checkpoint_path is None:
         return teacher
     return chz.replace(teacher, load_checkpoint_path=checkpoint_of(teacher.load_checkpoint_path))
 
 
-async def teacher_client(teacher: TeacherConfig, service_client: Any, student_model: str, option: str) -> Any:
-    """A sampling client of the teacher; UserError, which names `option`, if its tokens are not the student's."""
+async def teacher_client(
+    teacher: TeacherConfig, service_client: Any, student_model: str, option: str
+) -> Any:
+    """A sampling client of the teacher; UserError, which names `option`, if its tokens are not the
+    student's.
+    """
     client = await policy_client(teacher, service_client, option)
     await require_one_vocabulary(student_model, teacher.base_model, service_client, option)
     return client
 
 
-async def require_one_vocabulary(trained: str, other: str, service_client: Any, option: str) -> None:
-    """UserError, which names `option`, unless the base model `other` has the tokens of the one that is `trained`."""
+async def require_one_vocabulary(
+    trained: str, other: str, service_client: Any, option: str
+) -> None:
+    """UserError, which names `option`, unless the base model `other` has the tokens of the one that
+    is `trained`.
+    """
     if other == trained:
         return
-    clients = [await service_client.create_sampling_client_async(base_model=name) for name in (trained, other)]
+    clients = [
+        await service_client.create_sampling_client_async(base_model=name)
+        for name in (trained, other)
+    ]
     tokenizers = [await asyncio.to_thread(client.get_tokenizer) for client in clients]
     difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
     if difference is not None:

@@ -1,1 +1,3 @@
-"""The engine: one owner of a device that trains adapters and samples from them, many tenants on one base model."""
+"""The engine: one owner of a device that trains adapters and samples from them, many tenants on one
+base model.
+"""

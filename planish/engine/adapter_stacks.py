@@ -1,8 +1,9 @@
 """Adapters of one shape in one batched product, where a batch has many of them.
 
-A product of few rows costs a matrix library more to set up than to compute, and a decoder layer has eleven for each adapter. So rows of adapters
-are padded to a few numbers, and neighbours with equally many share a product. Stacking copies the weights, which takes about as long
-as one step with separate products; a stack is kept while its adapters stay together.
+A product of few rows costs a matrix library more to set up than to compute, and a decoder layer has
+eleven for each adapter. So rows of adapters are padded to a few numbers, and neighbours with
+equally many share a product. Stacking copies the weights, which takes about as long as one step
+with separate products; a stack is kept while its adapters stay together.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class AdapterStacks:
         """The same rows, with one entry for neighbours that can share products."""
         known, self._stacks = self._stacks, {}
         merged: list[AdapterRows | StackRows] = []
-        for _, group in groupby(adapters, key=lambda rows: (shape_of(rows.weights), rows.stop - rows.start)):
+        for _, group in groupby(
+            adapters, key=lambda rows: (shape_of(rows.weights), rows.stop - rows.start)
+        ):
             rows = list(group)
             members = tuple(one.weights for one in rows if one.weights is not None)
             if len(members) < 2:

@@ -1,11 +1,12 @@
-"""One tenant's adapter: master weights, gradient, AdamW state, and the compute copy of the current version.
+"""One tenant's adapter: master weights, gradient, AdamW state, and the compute copy of the current
+version.
 
-Every change makes a new `version` and a new compute copy; copies that samplers hold stay as they are, so
-publishing is passing a reference. A change happens as a whole or not at all: an optimizer step works on copies, which replace the
-old state only if everything in them is finite.
+Every change makes a new `version` and a new compute copy; copies that samplers hold stay as they
+are, so publishing is passing a reference. A change happens as a whole or not at all: an optimizer
+step works on copies, which replace the old state only if everything in them is finite.
 
-A refused forward_backward refuses the step that follows it too: clients pipeline the two, and applying
-the rest of a gradient would be a step that nobody asked for.
+A refused forward_backward refuses the step that follows it too: clients pipeline the two, and
+applying the rest of a gradient would be a step that nobody asked for.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ class Adapter:
     """Flat float32 vectors in the layout of LoraLayout, on the model's device."""
 
     def __init__(
-        self, layout: LoraLayout, dtype: torch.dtype, device: torch.device, master: Tensor | None = None
+        self,
+        layout: LoraLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        master: Tensor | None = None,
     ) -> None:
-        """`master`: the initial weights; by default a fresh adapter, from the seed of its LoraConfig."""
+        """`master`: the initial weights; by default a fresh adapter, from the seed of its
+        LoraConfig.
+        """
         self.layout = layout
         self._dtype = dtype
-        self.master = (layout.init(layout.lora.seed) if master is None else master).to(device, torch.float32, copy=True)
+        self.master = (layout.init(layout.lora.seed) if master is None else master).to(
+            device, torch.float32, copy=True
+        )
         self.grad: Tensor | None = None
         self.step = 0
         self.exp_avg = torch.zeros_like(self.master)
@@ -42,25 +51,33 @@ class Adapter:
         self._refused: UserError | None = None
 
     def _compute_copy(self) -> LoraWeights:
-        return LoraWeights(self.layout, self.master, self._dtype, self.master.device, requires_grad=True)
+        return LoraWeights(
+            self.layout, self.master, self._dtype, self.master.device, requires_grad=True
+        )
 
     def snapshot(self) -> LoraWeights:
         """The current version, for samplers: immutable, shared, no copy."""
         return self.weights
 
     def add_grad(self, grad: Tensor) -> None:
-        """Add a gradient with respect to the master vector, float32 [size], to what the next step applies."""
+        """Add a gradient with respect to the master vector, float32 [size], to what the next step
+        applies.
+        """
         self.grad = grad if self.grad is None else self.grad + grad
 
     def refuse_step(self, error: BaseException) -> None:
-        """A part of the gradient failed with `error`: the next optimizer step raises `refused_step` of it and drops the rest."""
+        """A part of the gradient failed with `error`: the next optimizer step raises `refused_step`
+        of it and drops the rest.
+        """
         self._refused = self._refused or refused_step(error)
 
     def optim_step(self, params: AdamParams) -> OptimStepResponse:
-        """One step of torch.optim.AdamW on the accumulated gradient, clipped to a global norm if asked, which is then dropped.
+        """One step of torch.optim.AdamW on the accumulated gradient, clipped to a global norm if
+        asked, which is then dropped.
 
-        NonFiniteError: the gradient or the outcome is not finite; UserError: there is no gradient, or the forward_backward
-        before was refused. In each case weights and optimizer state are as they were, and the gradient is dropped.
+        NonFiniteError: the gradient or the outcome is not finite; UserError: there is no gradient,
+        or the forward_backward before was refused. In each case weights and optimizer state are as
+        they were, and the gradient is dropped.
         """
         grad, refused = self.grad, self._refused
         self.grad, self._refused = None, None
@@ -80,14 +97,17 @@ class Adapter:
             grad = grad * min(1.0, params.grad_clip_norm / (norm + 1e-6))
         master, moments = self._stepped(grad, params)
         if not all(is_finite(tensor) for tensor in (master, *moments)):
-            raise NonFiniteError("optim_step refused: the new weights would not be finite; lower learning_rate")
+            raise NonFiniteError(
+                "optim_step refused: the new weights would not be finite; lower learning_rate"
+            )
         self._replace(master, moments, self.step + 1)
         return OptimStepResponse(metrics={"grad_norm": norm, "adam_step": float(self.step)})
 
     def _stepped(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         master, mean, square = self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone()
         step = torch.tensor(float(self.step), device=master.device)
-        # torch.optim.AdamW does the same; the first one that is made in a process takes a second or two to load torch's compiler.
+        # torch.optim.AdamW does the same; the first one that is made in a process takes a second or
+        # two to load torch's compiler.
         adamw(
             [master],
             [grad],
@@ -113,7 +133,8 @@ class Adapter:
         self.version += 1
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: master, exp_avg, exp_avg_sq (float32 [size]) and step (int64). A pending gradient is not part of it.
+        """What a checkpoint holds: master, exp_avg, exp_avg_sq (float32 [size]) and step (int64). A
+        pending gradient is not part of it.
 
         The tensors are never changed later: a step replaces them.
         """
@@ -125,19 +146,25 @@ class Adapter:
         }
 
     def load_state(self, state: dict[str, Tensor], with_optimizer: bool = True) -> None:
-        """Take over `state()` of another adapter of this layout; without the optimizer, its state starts anew.
+        """Take over `state()` of another adapter of this layout; without the optimizer, its state
+        starts anew.
 
-        Drops a pending gradient. CheckpointError: a tensor is missing, of another shape, or not finite; nothing is changed then.
+        Drops a pending gradient. CheckpointError: a tensor is missing, of another shape, or not
+        finite; nothing is changed then.
         """
         names = ("master", *_MOMENTS) if with_optimizer else ("master",)
         taken = {name: self._taken(name, state) for name in names}
         step = 0
         if with_optimizer:
             if "step" not in state:
-                raise CheckpointError("the checkpoint has no optimizer step; load it without the optimizer")
+                raise CheckpointError(
+                    "the checkpoint has no optimizer step; load it without the optimizer"
+                )
             step = int(state["step"])
         moments = (taken.get("exp_avg"), taken.get("exp_avg_sq"))
-        fresh = tuple(torch.zeros_like(self.master) if moment is None else moment for moment in moments)
+        fresh = tuple(
+            torch.zeros_like(self.master) if moment is None else moment for moment in moments
+        )
         self.grad, self._refused = None, None
         self._replace(taken["master"], (fresh[0], fresh[1]), step)
 
@@ -153,12 +180,16 @@ class Adapter:
                 "create the model with the checkpoint's rank and trained parts"
             )
         if not is_finite(tensor):
-            raise CheckpointError(f"the checkpoint's {name!r} holds NaN or infinity; use an earlier checkpoint")
+            raise CheckpointError(
+                f"the checkpoint's {name!r} holds NaN or infinity; use an earlier checkpoint"
+            )
         return tensor.to(self.master.device, torch.float32, copy=True)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite; a fraction of the cost of `torch.isfinite(tensor).all()`."""
+    """Whether no entry is NaN or infinite; a fraction of the cost of
+    `torch.isfinite(tensor).all()`.
+    """
     low, high = torch.aminmax(tensor)
     return math.isfinite(float(low)) and math.isfinite(float(high))
 
@@ -166,4 +197,6 @@ def is_finite(tensor: Tensor) -> bool:
 def _norm(grad: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(grad))
     # Squares of finite numbers may overflow float32.
-    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+    return (
+        norm if math.isfinite(norm) else float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+    )

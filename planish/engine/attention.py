@@ -1,14 +1,17 @@
 """Attention over a prefix forest, for training: exact, and never a T x T mask.
 
-Forward, each segment's rows attend to the path from the root to themselves, laid out in a row: the attention of
-ordered_attention.py, so a row's output has the bits that the sampler found for it.
+Forward, each segment's rows attend to the path from the root to themselves, laid out in a row: the
+attention of ordered_attention.py, so a row's output has the bits that the sampler found for it.
 
-Backward, pieces that are plain rectangles and triangles. In depth-first order (packing.py) the descendants of a segment are the rows right behind it. So a segment's keys are
-seen by exactly two blocks of queries: its own rows, causally, and the rows of its descendants, all of them. Every
-(query, key) pair of the forest lies in one such piece, none is computed in vain, and there are at most two pieces a segment.
+Backward, pieces that are plain rectangles and triangles. In depth-first order (packing.py) the
+descendants of a segment are the rows right behind it. So a segment's keys are seen by exactly two
+blocks of queries: its own rows, causally, and the rows of its descendants, all of them. Every
+(query, key) pair of the forest lies in one such piece, none is computed in vain, and there are at
+most two pieces a segment.
 
-With the row's final output and log-sum-exp, a piece's gradients are those of ordinary attention (Dao et al. 2022), and
-they add up. A shared prefix thus gets the gradients of all its continuations.
+With the row's final output and log-sum-exp, a piece's gradients are those of ordinary attention
+(Dao et al. 2022), and they add up. A shared prefix thus gets the gradients of all its
+continuations.
 
 Shapes: T rows, Hq/Hkv heads, E head_dim, n queries and m keys of a piece.
 """
@@ -27,7 +30,8 @@ from planish.engine.packing import Packed, mask
 from planish.engine.positions import whole_spans
 from planish.model.decoder import Attend
 
-# Most rows of one batch of short segments: larger ones leave the CPU's cache, which costs more than the calls saved.
+# Most rows of one batch of short segments: larger ones leave the CPU's cache, which costs more than
+# the calls saved.
 _BATCH_ROWS = 256
 _QUERY_BLOCK = 256
 _FEW_ROWS = 8  # blocks this short share a batch whatever their lengths
@@ -47,7 +51,9 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Triangles:
-    """Segments of about one length, each causal within itself; computed as one batch, padded behind to the longest."""
+    """Segments of about one length, each causal within itself; computed as one batch, padded behind
+    to the longest.
+    """
 
     spans: tuple[tuple[int, int], ...]
 
@@ -56,14 +62,20 @@ class Triangles:
         return max(end - start for start, end in self.spans)
 
     def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The row of each place of the batch [B * length] (padding: the segment's last row), and which places are real."""
-        start, end = (torch.tensor(ends, device=device).unsqueeze(1) for ends in zip(*self.spans, strict=True))
+        """The row of each place of the batch [B * length] (padding: the segment's last row), and
+        which places are real.
+        """
+        start, end = (
+            torch.tensor(ends, device=device).unsqueeze(1) for ends in zip(*self.spans, strict=True)
+        )
         row = start + torch.arange(self.length, device=device)
         return torch.minimum(row, end - 1).flatten(), (row < end).flatten()
 
 
 class Kernel(Protocol):
-    """The backward pass of a batch of pieces. q [B, Hq, n, E], k and v [B, Hkv, m, E]; lse [B, Hq, n]. Causal means n == m."""
+    """The backward pass of a batch of pieces. q [B, Hq, n, E], k and v [B, Hkv, m, E]; lse [B, Hq,
+    n]. Causal means n == m.
+    """
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
@@ -74,17 +86,24 @@ class Kernel(Protocol):
 
 def rectangles(packed: Packed) -> tuple[Rectangle, ...]:
     """What the descendants of each segment see of it."""
-    return tuple(Rectangle(s.end, s.until, s.start, s.end) for s in packed.segments if s.end < s.until)
+    return tuple(
+        Rectangle(s.end, s.until, s.start, s.end) for s in packed.segments if s.end < s.until
+    )
 
 
 def triangles(packed: Packed) -> tuple[Triangles, ...]:
-    """What each segment sees of itself; every row is in one. Segments within a quarter of the longest share a batch."""
+    """What each segment sees of itself; every row is in one. Segments within a quarter of the
+    longest share a batch.
+    """
     groups: list[list[tuple[int, int]]] = []
     by_length = sorted(packed.segments, key=lambda s: (s.start - s.end, s.start))
     for span in ((s.start, s.end) for s in by_length):
         if groups:
             longest = groups[-1][0][1] - groups[-1][0][0]
-            if span[1] - span[0] >= 0.75 * longest and longest * (len(groups[-1]) + 1) <= _BATCH_ROWS:
+            if (
+                span[1] - span[0] >= 0.75 * longest
+                and longest * (len(groups[-1]) + 1) <= _BATCH_ROWS
+            ):
                 groups[-1].append(span)
                 continue
         groups.append([span])
@@ -92,10 +111,14 @@ def triangles(packed: Packed) -> tuple[Triangles, ...]:
 
 
 def _paths(packed: Packed, device: torch.device) -> list[_Path]:
-    """Every row as a query once, in blocks of a segment's rows; blocks of about one shape share a batch."""
+    """Every row as a query once, in blocks of a segment's rows; blocks of about one shape share a
+    batch.
+    """
     blocks = []
     for segment in packed.segments:
-        before = np.concatenate([np.arange(*span) for span in (*segment.ancestors, (segment.start, segment.end))])
+        before = np.concatenate(
+            [np.arange(*span) for span in (*segment.ancestors, (segment.start, segment.end))]
+        )
         first = len(before) - (segment.end - segment.start)
         starts = range(first, len(before), _QUERY_BLOCK)
         blocks += [(before[: start + _QUERY_BLOCK], start) for start in starts]
@@ -110,7 +133,9 @@ def _paths(packed: Packed, device: torch.device) -> list[_Path]:
 
 
 def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> bool:
-    """Whether a block joins a batch without much padding, neither of queries nor of keys, nor too large a batch."""
+    """Whether a block joins a batch without much padding, neither of queries nor of keys, nor too
+    large a batch.
+    """
     rows = [len(k) - s for k, s in batch] + [len(keys) - start]
     alike = min(rows) >= 0.75 * max(rows) or max(rows) <= _FEW_ROWS
     return alike and len(batch[0][0]) >= 0.75 * len(keys) and len(rows) * max(rows) <= _BATCH_ROWS
@@ -123,7 +148,9 @@ def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
     real = [start + np.arange(n) < len(keys) for keys, start in batch]
     rows = [keys[place] for (keys, _), place in zip(batch, places, strict=True)]
     padded = [np.pad(keys, (0, width - len(keys)), mode="edge") for keys, _ in batch]
-    stacked = (torch.from_numpy(np.stack(arrays)).to(device) for arrays in (rows, real, places, padded))
+    stacked = (
+        torch.from_numpy(np.stack(arrays)).to(device) for arrays in (rows, real, places, padded)
+    )
     return _Path(*stacked)
 
 
@@ -132,7 +159,9 @@ class ForestAttention:
 
     def __init__(self, packed: Packed, device: torch.device, kernel: Kernel | None = None) -> None:
         batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
-        self._plan = _Plan(_paths(packed, device), batches, rectangles(packed), kernel or default_kernel(device))
+        self._plan = _Plan(
+            _paths(packed, device), batches, rectangles(packed), kernel or default_kernel(device)
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Forest.apply(q, k, v, self._plan)  # type: ignore[no-any-return]
@@ -150,7 +179,8 @@ def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
         group = q.shape[1] // k.shape[1]
         wide = torch.promote_types(q.dtype, torch.float32)
         q_h, k_h, v_h = (
-            x.transpose(0, 1).to(wide) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+            x.transpose(0, 1).to(wide)
+            for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
         )
         scores = (q_h @ k_h.transpose(1, 2)) * q.shape[-1] ** -0.5
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
@@ -161,7 +191,8 @@ def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
 
 @dataclass(frozen=True)
 class _Path:
-    """Blocks of segments with what they see: queries `rows` [B, n] at `positions` [B, n], keys `keys` [B, L] from position 0.
+    """Blocks of segments with what they see: queries `rows` [B, n] at `positions` [B, n], keys
+    `keys` [B, L] from position 0.
 
     Shorter paths are padded with a key that no query sees.
     """
@@ -205,7 +236,9 @@ class _Forest(torch.autograd.Function):
             held = grad[rows].mul_(real[:, None, None])
             tensors = (_batch(x, length) for x in (held, q[rows], k[rows], v[rows], out[rows]))
             batch_lse = lse[rows].unflatten(0, (-1, length)).transpose(1, 2)
-            for total, part in zip(grads, plan.kernel.backward(*tensors, batch_lse, True), strict=True):
+            for total, part in zip(
+                grads, plan.kernel.backward(*tensors, batch_lse, True), strict=True
+            ):
                 total[rows[real]] = _unbatch(part)[real].to(total.dtype)
         for piece in plan.rectangles:
             rows, keys = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
@@ -253,17 +286,22 @@ class FusedCpuKernel:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]
-        # This kernel packs bfloat16 anew for each block, which costs more than its faster products save (measured: 15 to 60%).
+        # This kernel packs bfloat16 anew for each block, which costs more than its faster products
+        # save (measured: 15 to 60%).
         wide = torch.promote_types(q.dtype, torch.float32)
         grad, q, k, v, out = (x.to(wide) for x in (grad, q, k, v, out))
-        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, _expand(k, group), _expand(v, group), out, lse, 0.0, causal
+        grad_q, grad_k, grad_v = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, _expand(k, group), _expand(v, group), out, lse, 0.0, causal
+            )
         )
         return grad_q, _fold(grad_k, group), _fold(grad_v, group)
 
 
 class BlockKernel:
-    """Plain products over blocks of queries, for any device; a block's scores are bounded, whatever the piece's length."""
+    """Plain products over blocks of queries, for any device; a block's scores are bounded, whatever
+    the piece's length.
+    """
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
@@ -279,7 +317,9 @@ class BlockKernel:
             weights = scores.sub_(lse[:, :, rows, None]).exp_()
             grad_v[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ grad[:, :, rows]
             inner = (grad[:, :, rows] @ v[:, :, keys].transpose(-1, -2)).to(lse.dtype)
-            grad_scores = inner.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+            grad_scores = (
+                inner.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+            )
             grad_q.append(grad_scores @ k[:, :, keys])
             grad_k[:, :, keys] += grad_scores.transpose(-1, -2) @ q[:, :, rows]
         return torch.cat(grad_q, 2), _fold(grad_k, group), _fold(grad_v, group)
@@ -291,11 +331,15 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
 
 
 def _scores(q: Tensor, k: Tensor, first_query: int | None) -> Tensor:
-    """Scaled scores [B, H, n, m] in float32 or wider; causal if the position of the first query is given."""
+    """Scaled scores [B, H, n, m] in float32 or wider; causal if the position of the first query is
+    given.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
     if first_query is not None:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(first_query + 1)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(
+            first_query + 1
+        )
         scores.masked_fill_(future, float("-inf"))
     return scores
 

@@ -1,7 +1,8 @@
-"""The base models of one engine: each is loaded at its first use and shared by all adapters and samplers on it.
+"""The base models of one engine: each is loaded at its first use and shared by all adapters and
+samplers on it.
 
-A name is resolved once; two names of one directory share its weights. Loading happens in the caller's thread, so that
-a name that cannot be loaded is an error of the call that gave it.
+A name is resolved once; two names of one directory share its weights. Loading happens in the
+caller's thread, so that a name that cannot be loaded is an error of the call that gave it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class BaseModel:
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
         self.trainer = Trainer(self.decoder, memory.trainer, tiling)
         self._texts = _Texts(directory)
-        # Nothing that a base model holds leads back to it: who lets go of it is to have its memory at once, not when cycles are looked for.
+        # Nothing that a base model holds leads back to it: who lets go of it is to have its memory
+        # at once, not when cycles are looked for.
         self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode, tiling)
 
     @property
@@ -61,7 +63,9 @@ class BaseModel:
         return self.decoder.device
 
     def make_current(self) -> None:
-        """For the thread that computes: Triton launches on the thread's current GPU, wherever the tensors are."""
+        """For the thread that computes: Triton launches on the thread's current GPU, wherever the
+        tensors are.
+        """
         _make_current(self.device)
 
     def settle(self) -> None:
@@ -70,9 +74,11 @@ class BaseModel:
             torch.cuda.current_stream(self.device).synchronize()
 
     def is_lost(self) -> bool:
-        """Whether the device takes no more work: a GPU none of a process that has touched memory which is not there.
+        """Whether the device takes no more work: a GPU none of a process that has touched memory
+        which is not there.
 
-        Waits for all that was begun, on other streams too: a recording that failed leaves work of its own behind, on memory that is free now.
+        Waits for all that was begun, on other streams too: a recording that failed leaves work of
+        its own behind, on memory that is free now.
         """
         try:
             if self.device.type == "cuda":
@@ -98,26 +104,32 @@ class _Texts:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, control tokens included, so that a stop string can name one."""
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
 
 def _multiply_exactly() -> None:
-    """Sums of bf16 products stay in float32 to their end, and float32 products are of float32: in the whole process, as torch has no other switch.
+    """Sums of bf16 products stay in float32 to their end, and float32 products are of float32: in
+    the whole process, as torch has no other switch.
 
-    By default parts of a long sum are added up in bf16, in as many parts as suits the shape, so that sampler and trainer would differ by more than their
-    rounding; and containers for GPUs may come with TF32 as what float32 means.
+    By default parts of a long sum are added up in bf16, in as many parts as suits the shape, so
+    that sampler and trainer would differ by more than their rounding; and containers for GPUs may
+    come with TF32 as what float32 means.
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_float32_matmul_precision("highest")
 
 
 def _join_freed_memory() -> None:
-    """What is freed on a GPU is one memory again, whatever the sizes of its pieces were; in the whole process, unless its environment says how memory is kept.
+    """What is freed on a GPU is one memory again, whatever the sizes of its pieces were; in the
+    whole process, unless its environment says how memory is kept.
 
-    By default torch keeps each piece for another of its size. Pools of keys and values grow layer by layer, beside prefixes that stay: every size that
-    they had would be left behind, in places that hold the next one no more, of memory that the plan gives away to the last.
+    By default torch keeps each piece for another of its size. Pools of keys and values grow layer
+    by layer, beside prefixes that stay: every size that they had would be left behind, in places
+    that hold the next one no more, of memory that the plan gives away to the last.
     """
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         # Not by these variables, which torch reads when it is imported.
@@ -132,25 +144,31 @@ def _make_current(device: torch.device) -> None:
 class BaseModels:
     """Base models by name. Thread-safe."""
 
-    def __init__(self, models: Mapping[str, str] | None, settings: EngineSettings, memory: DeviceMemory) -> None:
+    def __init__(
+        self, models: Mapping[str, str] | None, settings: EngineSettings, memory: DeviceMemory
+    ) -> None:
         self._mapping = checked_mapping(models)
         self._settings = settings
         self._memory = memory
         self._lock = threading.Lock()
         self._loading: dict[Path, threading.Lock] = {}
-        """Held while the base model of a directory is loaded: those of others need not wait for it."""
+        """Held while the base model of a directory is loaded: those of others need not wait for it.
+        """
         self._directories: dict[str, Path] = {}
         self._loaded: dict[Path, BaseModel] = {}
 
     def get(self, name: str) -> BaseModel:
-        """The base model of this name, loaded now if it is not yet. UnknownModelError and its kin if it cannot be."""
+        """The base model of this name, loaded now if it is not yet. UnknownModelError and its kin
+        if it cannot be.
+        """
         directory = self.directory(name)
         with self._lock:
             loading = self._loading.setdefault(directory, threading.Lock())
         with loading:
             if directory not in self._loaded:
-                # In a thread that ends: OpenMP keeps workers for every thread that ever computed, and where they are more than
-                # the cores, all of them sleep between products, which takes half of the sampler's speed.
+                # In a thread that ends: OpenMP keeps workers for every thread that ever computed,
+                # and where they are more than the cores, all of them sleep between products, which
+                # takes half of the sampler's speed.
                 with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as thread:
                     self._loaded[directory] = thread.submit(self._load, directory).result()
             return self._loaded[directory]
@@ -165,7 +183,8 @@ class BaseModels:
 
     def directory(self, name: str) -> Path:
         """Where the files of this base model are."""
-        # Not under a lock: it may take a download, for which others need not wait; what is found twice at once is the same.
+        # Not under a lock: it may take a download, for which others need not wait; what is found
+        # twice at once is the same.
         if name in self._directories:
             return self._directories[name]
         return self._directories.setdefault(name, resolve_model(name, self._mapping))
@@ -173,8 +192,12 @@ class BaseModels:
     def loaded_contexts(self) -> dict[str, int]:
         """The context in tokens of each model that is loaded, by every name that it was asked for."""
         # Not under the lock, which is held as long as a model is being loaded.
-        loaded = {name: self._loaded.get(directory) for name, directory in list(self._directories.items())}
-        return {name: model.config.max_context for name, model in loaded.items() if model is not None}
+        loaded = {
+            name: self._loaded.get(directory) for name, directory in list(self._directories.items())
+        }
+        return {
+            name: model.config.max_context for name, model in loaded.items() if model is not None
+        }
 
     @property
     def mapping(self) -> dict[str, str]:

@@ -1,10 +1,14 @@
 """The files of one checkpoint directory.
 
-    adapter_model.safetensors, adapter_config.json   the adapter in PEFT's layout: PEFT and vLLM load the directory as it is
-    optimizer.safetensors                            of a training checkpoint: exp_avg, exp_avg_sq, step
-    planish.json                                     what it belongs to, and size and SHA-256 of each other file
+    adapter_model.safetensors, adapter_config.json   the adapter in PEFT's layout: PEFT and vLLM
+        load the directory as it is
+    optimizer.safetensors                            of a training checkpoint: exp_avg, exp_avg_sq,
+        step
+    planish.json                                     what it belongs to, and size and SHA-256 of
+        each other file
 
-Master weights and moments are float32 and come back bit for bit. Nothing is read before its SHA-256 was compared.
+Master weights and moments are float32 and come back bit for bit. Nothing is read before its SHA-256
+was compared.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from safetensors import SafetensorError
 from planish.errors import CheckpointError, DamagedFileError, StorageError
 from planish.types import LoraConfig
 
-if TYPE_CHECKING:  # torch takes seconds to load, which commands that list checkpoints need not wait for
+if TYPE_CHECKING:
+    # torch takes seconds to load, which commands that list checkpoints need not wait for
     from torch import Tensor
 
     from planish.model.lora import LoraLayout
@@ -82,9 +87,15 @@ class Manifest:
 
 
 def write_tensors(
-    directory: Path, layout: LoraLayout, state: Mapping[str, Tensor], base_model: str, with_optimizer: bool
+    directory: Path,
+    layout: LoraLayout,
+    state: Mapping[str, Tensor],
+    base_model: str,
+    with_optimizer: bool,
 ) -> dict[str, StoredFile]:
-    """Write and fsync all files but the manifest; `state` is that of `Adapter.state`. StorageError if the disk refuses."""
+    """Write and fsync all files but the manifest; `state` is that of `Adapter.state`. StorageError
+    if the disk refuses.
+    """
     from safetensors.torch import save_file
 
     views = layout.views(state["master"].cpu())
@@ -97,7 +108,9 @@ def write_tensors(
             save_file(content, directory / name, metadata={"format": "pt"})
         except SafetensorError as error:
             raise StorageError(f"cannot write {name} ({error})") from error
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(peft_config(layout, base_model), indent=2) + "\n")
+    (directory / ADAPTER_CONFIG).write_text(
+        json.dumps(peft_config(layout, base_model), indent=2) + "\n"
+    )
     names = (*tensors, ADAPTER_CONFIG)
     for name in names:
         sync(directory / name)
@@ -122,7 +135,9 @@ def read_manifest(directory: Path) -> Manifest:
         ) from error
 
 
-def read_state(directory: Path, manifest: Manifest, layout: LoraLayout, with_optimizer: bool) -> dict[str, Tensor]:
+def read_state(
+    directory: Path, manifest: Manifest, layout: LoraLayout, with_optimizer: bool
+) -> dict[str, Tensor]:
     """What `Adapter.load_state` takes. DamagedFileError if a file is not the one that was written."""
     from safetensors.torch import load_file
 
@@ -134,7 +149,9 @@ def read_state(directory: Path, manifest: Manifest, layout: LoraLayout, with_opt
         if with_optimizer:
             state |= load_file(directory / OPTIMIZER)
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{directory} cannot be read ({error}); use another checkpoint") from error
+        raise DamagedFileError(
+            f"{directory} cannot be read ({error}); use another checkpoint"
+        ) from error
     return state
 
 
@@ -168,7 +185,9 @@ def sync(path: Path) -> None:
 
 def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
     expected = {f"{_PEFT_PREFIX}{entry.name}.weight": entry for entry in layout.entries}
-    if expected.keys() != tensors.keys() or any(tensors[name].shape != e.shape for name, e in expected.items()):
+    if expected.keys() != tensors.keys() or any(
+        tensors[name].shape != e.shape for name, e in expected.items()
+    ):
         raise CheckpointError(
             "the checkpoint's adapter has other matrices than this model; use the base model it was made for"
         )

@@ -1,9 +1,12 @@
-"""Checkpoints on disk: DATA/<run>/weights/<name> and DATA/<run>/sampler_weights/<name>, each a directory, whole or absent.
+"""Checkpoints on disk: DATA/<run>/weights/<name> and DATA/<run>/sampler_weights/<name>, each a
+directory, whole or absent.
 
-DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/share/planish/runs. A checkpoint is written aside, fsynced
-and renamed. Replacing one takes two renames, under a lock file of the run; a kill between them leaves the old one under a name from which
-the next reader puts it back. Readers take no lock: they read, or copy, once more if the checkpoint was replaced meanwhile. Expired checkpoints
-are refused, and removed when they are met. A run without checkpoints has no directory.
+DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/share/planish/runs. A
+checkpoint is written aside, fsynced and renamed. Replacing one takes two renames, under a lock file
+of the run; a kill between them leaves the old one under a name from which the next reader puts it
+back. Readers take no lock: they read, or copy, once more if the checkpoint was replaced meanwhile.
+Expired checkpoints are refused, and removed when they are met. A run without checkpoints has no
+directory.
 """
 
 from __future__ import annotations
@@ -75,17 +78,22 @@ class CheckpointStore:
         self.directory = directory
 
     def save(self, label: Label, adapter: SavedAdapter) -> None:
-        """Write one checkpoint. CheckpointError: the name is taken; StorageError: the disk refused, nothing is left behind."""
+        """Write one checkpoint. CheckpointError: the name is taken; StorageError: the disk refused,
+        nothing is left behind.
+        """
         self._put_new(label, lambda aside: self._write(aside, label, adapter))
 
     def copy(self, source: CheckpointPath, label: Label) -> None:
-        """A second checkpoint with the files of `source`, which take no more space; `label` decides its time to live and metadata.
+        """A second checkpoint with the files of `source`, which take no more space; `label` decides
+        its time to live and metadata.
 
-        A training checkpoint may be copied as a sampler's, without its optimizer. Errors are those of `manifest` and of `save`;
-        DamagedFileError: a file of `source` is missing.
+        A training checkpoint may be copied as a sampler's, without its optimizer. Errors are those
+        of `manifest` and of `save`; DamagedFileError: a file of `source` is missing.
         """
         if source.checkpoint_type == "sampler" and label.path.checkpoint_type == "training":
-            raise CheckpointError(f"{source} has no optimizer state; copy it as sampler weights, not as {label.path}")
+            raise CheckpointError(
+                f"{source} has no optimizer state; copy it as sampler weights, not as {label.path}"
+            )
 
         def copy(manifest: Manifest) -> None:
             self._put_new(label, lambda aside: self._link(aside, source, manifest, label))
@@ -97,7 +105,9 @@ class CheckpointStore:
         check_ttl(ttl_seconds)
         self.manifest(path)  # before a lock file is made for a run that is none
         with self._locked(self._place(path).parent.parent):
-            manifest = replace(self._found(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC)))
+            manifest = replace(
+                self._found(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC))
+            )
             write_whole(self._place(path) / MANIFEST, manifest.to_json())
 
     def files(self, path: CheckpointPath) -> dict[str, Path]:
@@ -119,7 +129,8 @@ class CheckpointStore:
         """What the checkpoint says of itself. CheckpointError: there is none, or it has expired."""
         try:
             manifest = self._found(path)
-        except (CheckpointError, DamagedFileError):  # it may be between the two renames of a replacement
+        except (CheckpointError, DamagedFileError):
+            # it may be between the two renames of a replacement
             self._put_back(self._place(path))
             manifest = self._found(path)
         if _has_expired(manifest):
@@ -137,8 +148,10 @@ class CheckpointStore:
         with_optimizer: bool,
         check: Callable[[Manifest], None] = lambda manifest: None,
     ) -> tuple[dict[str, Tensor], str]:
-        """The adapter state of a checkpoint that `layout` fits, with the optimizer's if asked; and the adapter's SHA-256, equal for
-        equal weights. `check` raises to refuse what the manifest says."""
+        """The adapter state of a checkpoint that `layout` fits, with the optimizer's if asked; and
+        the adapter's SHA-256, equal for equal weights. `check` raises to refuse what the manifest
+        says.
+        """
 
         def read(manifest: Manifest) -> tuple[dict[str, Tensor], str]:
             check(manifest)
@@ -172,7 +185,9 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
 
     def delete(self, path: CheckpointPath) -> None:
-        """Remove a checkpoint, damaged or not, when nobody writes to its run. CheckpointError: there is none."""
+        """Remove a checkpoint, damaged or not, when nobody writes to its run. CheckpointError:
+        there is none.
+        """
         target = self._place(path)
         try:
             self._put_back(target)
@@ -181,7 +196,9 @@ class CheckpointStore:
             with self._locked(target.parent.parent):
                 _remove(target)
         except FileNotFoundError as error:
-            raise CheckpointError(f"there is no checkpoint {path} under {self.directory}") from error
+            raise CheckpointError(
+                f"there is no checkpoint {path} under {self.directory}"
+            ) from error
         except OSError as error:
             raise StorageError(f"the checkpoint {path} could not be removed: {error}") from error
 
@@ -211,7 +228,9 @@ class CheckpointStore:
         return read_manifest(target)
 
     def _undisturbed(self, path: CheckpointPath, use: Callable[[Manifest], R]) -> R:
-        """`use(manifest)`, which calls `_check_unchanged` when it has the files; again if the checkpoint was replaced meanwhile."""
+        """`use(manifest)`, which calls `_check_unchanged` when it has the files; again if the
+        checkpoint was replaced meanwhile.
+        """
         while True:
             manifest = self.manifest(path)
             try:
@@ -239,21 +258,39 @@ class CheckpointStore:
                 _put(aside, target)
         except OSError as error:
             remedy = f"free space there, or choose another data_dir or PLANISH_DATA (now {self.directory})"
-            raise StorageError(f"the checkpoint {label.path} was not saved: {error}; {remedy}") from error
+            raise StorageError(
+                f"the checkpoint {label.path} was not saved: {error}; {remedy}"
+            ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _link(self, aside: Path, source: CheckpointPath, manifest: Manifest, label: Label) -> Manifest:
-        kept = {name: file for name, file in manifest.files.items() if name in _files_of(label.path.checkpoint_type)}
+    def _link(
+        self, aside: Path, source: CheckpointPath, manifest: Manifest, label: Label
+    ) -> Manifest:
+        kept = {
+            name: file
+            for name, file in manifest.files.items()
+            if name in _files_of(label.path.checkpoint_type)
+        }
         try:
             for name in kept:
                 _link_or_copy(self._place(source) / name, aside / name)
         except FileNotFoundError as error:
-            raise DamagedFileError(f"{error.filename} is missing; the checkpoint is damaged, use another one") from None
+            raise DamagedFileError(
+                f"{error.filename} is missing; the checkpoint is damaged, use another one"
+            ) from None
         self._check_unchanged(source, manifest)
         now = datetime.now(UTC)
-        metadata = manifest.user_metadata if label.user_metadata is None else dict(label.user_metadata)
-        copied = replace(manifest, time=now, expires_at=label.expires_at(now), user_metadata=dict(metadata), files=kept)
+        metadata = (
+            manifest.user_metadata if label.user_metadata is None else dict(label.user_metadata)
+        )
+        copied = replace(
+            manifest,
+            time=now,
+            expires_at=label.expires_at(now),
+            user_metadata=dict(metadata),
+            files=kept,
+        )
         write_manifest(aside, copied)
         return copied
 
@@ -270,13 +307,17 @@ class CheckpointStore:
             user_metadata=dict(label.user_metadata or {}),
         )
         with_optimizer = label.path.checkpoint_type == "training"
-        files = write_tensors(aside, adapter.layout, adapter.state, adapter.base_model, with_optimizer)
+        files = write_tensors(
+            aside, adapter.layout, adapter.state, adapter.base_model, with_optimizer
+        )
         manifest = replace(manifest, files=files)
         write_manifest(aside, manifest)
         return manifest
 
     def _check_free(self, label: Label, target: Path, manifest: Manifest) -> None:
-        """A name may be taken again by a sampler's equal weights: a run that is resumed saves its last ones once more."""
+        """A name may be taken again by a sampler's equal weights: a run that is resumed saves its
+        last ones once more.
+        """
         if label.overwrite or not target.is_dir():
             return
         with suppress(DamagedFileError):
@@ -328,7 +369,9 @@ class CheckpointStore:
 
 
 def name_taken(path: CheckpointPath) -> CheckpointError:
-    return CheckpointError(f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first")
+    return CheckpointError(
+        f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first"
+    )
 
 
 def _has_expired(manifest: Manifest) -> bool:
@@ -345,7 +388,9 @@ def _files_of(kind: CheckpointType) -> tuple[str, ...]:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Files of checkpoints never change, so two directories can share one; not on every disk, and not between two."""
+    """Files of checkpoints never change, so two directories can share one; not on every disk, and
+    not between two.
+    """
     try:
         os.link(source, target)
     except FileNotFoundError:
@@ -367,10 +412,13 @@ def _remove(target: Path) -> None:
 
 
 def _remove_if_empty(segment: Path) -> None:
-    """Remove a directory of checkpoints without any, and its run's if that holds no others; to be called under the lock."""
+    """Remove a directory of checkpoints without any, and its run's if that holds no others; to be
+    called under the lock.
+    """
     run = segment.parent
     with suppress(OSError):
-        with suppress(FileNotFoundError):  # whoever waited for the lock may find nothing but the lock
+        with suppress(FileNotFoundError):
+            # whoever waited for the lock may find nothing but the lock
             segment.rmdir()
         if {entry.name for entry in run.iterdir()} == {_LOCK}:
             (run / _LOCK).unlink()
@@ -382,7 +430,9 @@ def _previous(target: Path) -> Path:
 
 
 def _put(aside: Path, target: Path) -> None:
-    """Rename `aside` to `target`; an older checkpoint of that name goes only when the new one is in place."""
+    """Rename `aside` to `target`; an older checkpoint of that name goes only when the new one is in
+    place.
+    """
     previous = _previous(target)
     if target.is_dir():
         shutil.rmtree(previous, ignore_errors=True)

@@ -1,11 +1,13 @@
 """The embedded engine: `Service` in this process.
 
-    submit   checks an operation against the model, the vocabulary and the disk, in the caller's thread, then queues it
+    submit   checks an operation against the model, the vocabulary and the disk, in the caller's
+             thread, then queues it
     owner.py the one thread that does it
 
-`close()` finishes what is queued and then lets go of the device; `close(finish=False)` fails it with EngineClosedError after the piece of
-work in hand. The end of the interpreter does so too, when the checkpoints that were asked for are on disk: nothing else outlives it.
-A checkpoint that is being written is finished in any case.
+`close()` finishes what is queued and then lets go of the device; `close(finish=False)` fails it
+with EngineClosedError after the piece of work in hand. The end of the interpreter does so too, when
+the checkpoints that were asked for are on disk: nothing else outlives it. A checkpoint that is
+being written is finished in any case.
 """
 
 from __future__ import annotations
@@ -70,8 +72,10 @@ class Engine:
         settings: EngineSettings | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """`models` maps names of base models to directories or .gguf files; `data_dir` is where checkpoints are kept. `memory` says which
-        part of the device's memory each base model has; by default they come one after another, and others may follow."""
+        """`models` maps names of base models to directories or .gguf files; `data_dir` is where
+        checkpoints are kept. `memory` says which part of the device's memory each base model has;
+        by default they come one after another, and others may follow.
+        """
         self._settings = settings or EngineSettings()
         self._models = BaseModels(models, self._settings, memory or DeviceMemory(self._settings))
         self._store = CheckpointStore(data_directory(data_dir))
@@ -82,25 +86,33 @@ class Engine:
         self._is_closed = False
         disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
         self._owner = DeviceOwner(TrainingOperations(self._store, disk), on_end=disk.shutdown)
-        # An engine that nobody can reach any more frees the device; at exit the owner sees to it itself.
+        # An engine that nobody can reach any more frees the device; at exit the owner sees to it
+        # itself.
         weakref.finalize(self, self._owner.stop, False).atexit = False
 
     def submit(self, operation: Operation[R]) -> Future[R]:
         self._check_open()
         future: Future[R] = Future()
         job = self._job(operation, future)
-        # Until it is answered: of `ServiceClient().create_sampling_client(...).sample(...)` the caller holds the future alone.
+        # Until it is answered: of `ServiceClient().create_sampling_client(...).sample(...)` the
+        # caller holds the future alone.
         kept = [self]
         future.add_done_callback(lambda _: kept.clear())
         self._owner.put(job)
         return future
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
-        """The models that can be named, and those that are loaded under another name, such as a directory."""
+        """The models that can be named, and those that are loaded under another name, such as a
+        directory.
+        """
         self._check_open()
         usable = [entry for entry in list_models(self._models.mapping) if entry.problem is None]
-        contexts = {entry.name: _context_of(entry.path) for entry in usable} | self._models.loaded_contexts()
-        return GetServerCapabilitiesResponse([SupportedModel(name, context) for name, context in contexts.items()])
+        contexts = {
+            entry.name: _context_of(entry.path) for entry in usable
+        } | self._models.loaded_contexts()
+        return GetServerCapabilitiesResponse(
+            [SupportedModel(name, context) for name, context in contexts.items()]
+        )
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         handle = self._handle(sampler_id)
@@ -141,7 +153,10 @@ class Engine:
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
     ) -> None:
-        self._store.copy(CheckpointPath.parse(source), Label(CheckpointPath.parse(destination), ttl_seconds, overwrite))
+        self._store.copy(
+            CheckpointPath.parse(source),
+            Label(CheckpointPath.parse(destination), ttl_seconds, overwrite),
+        )
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         self._store.set_ttl(CheckpointPath.parse(path), ttl_seconds)
@@ -172,9 +187,17 @@ class Engine:
                 handle = self._new_handle(op.sampler_id, tenant.base, tenant.base_model, None)
                 return Job(op, future, tenant=tenant, handle=handle)
             case ReleaseSampler():
-                return Job(op, future, handle=self._handles.pop(op.sampler_id, None) or self._handle(op.sampler_id))
+                return Job(
+                    op,
+                    future,
+                    handle=self._handles.pop(op.sampler_id, None) or self._handle(op.sampler_id),
+                )
             case UnloadModel():
-                return Job(op, future, tenant=self._tenants.pop(op.model_id, None) or self._tenant(op.model_id))
+                return Job(
+                    op,
+                    future,
+                    tenant=self._tenants.pop(op.model_id, None) or self._tenant(op.model_id),
+                )
             case Sample():
                 return Job(op, future, handle=self._check_sample(op))
             case SaveWeights() | SaveWeightsForSampler():
@@ -182,13 +205,17 @@ class Engine:
             case LoadWeights():
                 tenant = self._tenant(op.model_id)
                 path = CheckpointPath.parse(op.path)
-                loaded = self._read(path, tenant.base, tenant.layout, tenant.base_model, op.with_optimizer)
+                loaded = self._read(
+                    path, tenant.base, tenant.layout, tenant.base_model, op.with_optimizer
+                )
                 return Job(op, future, tenant=tenant, loaded=loaded)
             case ForwardBackward():
                 tenant = self._tenant(op.model_id)
                 if not isinstance(op.loss_fn_config, Mapping):
                     kind = type(op.loss_fn_config).__name__
-                    raise UserError(f"loss_fn_config is a {kind}; give a dictionary of numbers, or None")
+                    raise UserError(
+                        f"loss_fn_config is a {kind}; give a dictionary of numbers, or None"
+                    )
                 tenant.base.trainer.validate(op.data, op.loss_fn, op.loss_fn_config)
                 # The caller may go on to change its own list and dictionary.
                 kept = replace(op, data=list(op.data), loss_fn_config=dict(op.loss_fn_config))
@@ -210,7 +237,9 @@ class Engine:
     def _tenant(self, model_id: str) -> Tenant:
         tenant = self._tenants.get(model_id)
         if tenant is None:
-            raise UserError(f"model_id={model_id!r}: there is no such model (or it was unloaded); create one")
+            raise UserError(
+                f"model_id={model_id!r}: there is no such model (or it was unloaded); create one"
+            )
         if tenant.failure is not None:
             raise UserError(f"model_id={model_id!r}: {tenant.failure}")
         return tenant
@@ -218,7 +247,9 @@ class Engine:
     def _handle(self, sampler_id: str) -> SamplerHandle:
         handle = self._handles.get(sampler_id)
         if handle is None:
-            raise UserError(f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one")
+            raise UserError(
+                f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one"
+            )
         return handle
 
     def _create_model(self, op: CreateModel, future: Future[Any]) -> Job:
@@ -235,7 +266,9 @@ class Engine:
             name, lora = name or manifest.base_model, manifest.lora
             base = self._models.get(name)
             layout = LoraLayout(base.config, lora)
-            loaded = self._read(path, base, layout, name, op.with_optimizer, any_weights=op.base_model is not None)
+            loaded = self._read(
+                path, base, layout, name, op.with_optimizer, any_weights=op.base_model is not None
+            )
         elif name is None:
             raise UserError("base_model is missing; name one, or give from_path")
         else:
@@ -255,15 +288,24 @@ class Engine:
             name = op.base_model or manifest.base_model
             base = self._models.get(name)
             layout = LoraLayout(base.config, manifest.lora)
-            loaded = self._read(path, base, layout, name, False, any_weights=op.base_model is not None)
+            loaded = self._read(
+                path, base, layout, name, False, any_weights=op.base_model is not None
+            )
         elif op.base_model is not None:
             name = op.base_model
             base = self._models.get(name)
         else:
             raise UserError("give base_model or model_path")
-        return Job(op, future, handle=self._new_handle(op.sampler_id, base, name, op.model_path), loaded=loaded)
+        return Job(
+            op,
+            future,
+            handle=self._new_handle(op.sampler_id, base, name, op.model_path),
+            loaded=loaded,
+        )
 
-    def _new_handle(self, sampler_id: str, base: BaseModel, name: str, model_path: str | None) -> SamplerHandle:
+    def _new_handle(
+        self, sampler_id: str, base: BaseModel, name: str, model_path: str | None
+    ) -> SamplerHandle:
         check_name("sampler_id", sampler_id)
         handle = SamplerHandle(sampler_id, base, name, model_path)
         if self._handles.setdefault(sampler_id, handle) is not handle:
@@ -278,7 +320,9 @@ class Engine:
     def _check_request(self, base: BaseModel, op: Sample) -> None:
         for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams)):
             if not isinstance(getattr(op, name), kind):
-                raise UserError(f"{name} is a {type(getattr(op, name)).__name__}; give {kind.__name__}")
+                raise UserError(
+                    f"{name} is a {type(getattr(op, name)).__name__}; give {kind.__name__}"
+                )
         base.sampler.validate(op)
         stop = op.sampling_params.stop
         if isinstance(stop, str) or any(isinstance(item, str) for item in stop or ()):
@@ -286,7 +330,9 @@ class Engine:
 
     def _save(self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]) -> Job:
         tenant = self._tenant(op.model_id)
-        path = CheckpointPath(op.model_id, "training" if isinstance(op, SaveWeights) else "sampler", op.name)
+        path = CheckpointPath(
+            op.model_id, "training" if isinstance(op, SaveWeights) else "sampler", op.name
+        )
         check_label(Label(path, op.ttl_seconds, op.overwrite, op.user_metadata))
         if isinstance(op, SaveWeights) and not op.overwrite and self._store.exists(path):
             raise name_taken(path)
@@ -301,7 +347,9 @@ class Engine:
         with_optimizer: bool,
         any_weights: bool = False,
     ) -> LoadedAdapter:
-        """CheckpointError unless the checkpoint was made on this base model, or `any_weights` of its architecture, with this shape."""
+        """CheckpointError unless the checkpoint was made on this base model, or `any_weights` of
+        its architecture, with this shape.
+        """
 
         def check_fits(manifest: Manifest) -> None:
             if manifest.architecture != base.config.fingerprint():
@@ -331,4 +379,6 @@ def _shape(lora: LoraConfig) -> str:
 
 
 def _context_of(path: Path | None) -> int | None:
-    return ModelConfig.from_directory(path).max_context if path is not None and path.is_dir() else None
+    return (
+        ModelConfig.from_directory(path).max_context if path is not None and path.is_dir() else None
+    )

@@ -1,7 +1,8 @@
 """Whose turn it is: among those who wait, the one that has had the least time.
 
-Time is charged after each turn, so a long turn is paid back by as many short ones of the others. Having been
-absent gives no credit: whoever comes back starts at the clock of those who waited, but a debt stays.
+Time is charged after each turn, so a long turn is paid back by as many short ones of the others.
+Having been absent gives no credit: whoever comes back starts at the clock of those who waited, but
+a debt stays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class FairShare(Generic[K]):
         """The one of `waiting` (not empty) to serve; the first of equals."""
         chosen = min(waiting, key=self._clock)
         self._now = max(self._now, self._clock(chosen))
-        self._clocks = {key: clock for key, clock in self._clocks.items() if clock > self._now or key in waiting}
+        self._clocks = {
+            key: clock for key, clock in self._clocks.items() if clock > self._now or key in waiting
+        }
         return chosen
 
     def charge(self, key: K, seconds: float) -> None:

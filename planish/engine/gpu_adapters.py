@@ -1,8 +1,11 @@
-"""Which rows of a batch use which adapter, in tables on the device, for products of many adapters at once (native/triton_lora.py).
+"""Which rows of a batch use which adapter, in tables on the device, for products of many adapters
+at once (native/triton_lora.py).
 
-A captured CUDA graph runs with the addresses and sizes that it was captured with. So the tables stay where they are and `fill` rewrites what is in
-them: tiles of rows, and for each adapter of the batch a slot with the addresses of its matrices, which are used in place. LoraWeights never move
-or change, so a slot is written once while its adapter stays; the tables hold on to the adapters of the last batch, and to no others.
+A captured CUDA graph runs with the addresses and sizes that it was captured with. So the tables
+stay where they are and `fill` rewrites what is in them: tiles of rows, and for each adapter of the
+batch a slot with the addresses of its matrices, which are used in place. LoraWeights never move or
+change, so a slot is written once while its adapter stays; the tables hold on to the adapters of the
+last batch, and to no others.
 
 All is in the order of the current stream: `fill`, then the products, of one thread.
 """
@@ -26,7 +29,9 @@ _ALIGNMENT = 16
 
 
 class AdapterTables:
-    """For batches of at most so many rows and adapters. A graph may be captured after the same calls were made once, which compiles."""
+    """For batches of at most so many rows and adapters. A graph may be captured after the same
+    calls were made once, which compiles.
+    """
 
     def __init__(
         self,
@@ -48,22 +53,35 @@ class AdapterTables:
         self._tiles = _Mirrored((1 + most_tiles, 4), torch.int32, device)
         self._pointers = _Mirrored((max_adapters, sites, _MATRICES), torch.int64, device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._parts: Tensor = self._kernels.scratch(max_rows, self._kernels.MOST_LINEARS * max_rank, device)
+        self._parts: Tensor = self._kernels.scratch(
+            max_rows, self._kernels.MOST_LINEARS * max_rank, device
+        )
         self._slots: dict[LoraWeights, int] = {}
 
     def fill(self, adapters: Sequence[AdapterRows]) -> None:
-        """From now on these are the rows with adapters, those of each together; all others have none. Without any, every adapter is let go of."""
-        used = [(rows, rows.weights) for rows in adapters if rows.weights is not None and rows.stop > rows.start]
+        """From now on these are the rows with adapters, those of each together; all others have
+        none. Without any, every adapter is let go of.
+        """
+        used = [
+            (rows, rows.weights)
+            for rows in adapters
+            if rows.weights is not None and rows.stop > rows.start
+        ]
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still read what is written here
         self._place([weights for _, weights in used])
-        spans = [(rows.start, rows.stop, self._slots[weights], weights.layout.lora.rank) for rows, weights in used]
+        spans = [
+            (rows.start, rows.stop, self._slots[weights], weights.layout.lora.rank)
+            for rows, weights in used
+        ]
         self._write_tiles(np.array(spans, np.int32).reshape(-1, 4))
         if self._copied is not None:
             self._copied.record()
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
-        """Adds to `out` [T, sum(sizes)], the base model's linears of x [T, in] side by side, what the rows' adapters have at this site."""
+        """Adds to `out` [T, sum(sizes)], the base model's linears of x [T, in] side by side, what
+        the rows' adapters have at this site.
+        """
         self._add(x, out, sizes, layer * len(SITES) + SITES.index(site))
 
     def add_head_(self, hidden: Tensor, logits: Tensor) -> None:
@@ -136,7 +154,9 @@ def _addresses(site: Site | None) -> list[int]:
 
 
 def _keeps_aligned(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether every matrix of an adapter of any rank begins at a multiple of _ALIGNMENT, if its vector does: sizes are products of these and the rank."""
+    """Whether every matrix of an adapter of any rank begins at a multiple of _ALIGNMENT, if its
+    vector does: sizes are products of these and the rank.
+    """
     heads = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     sizes = (config.hidden_size, config.intermediate_size, *heads)
     return all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes)

@@ -1,10 +1,14 @@
-"""The sampler's attention on a GPU: keys and values are read in place from their slots, in a few launches a layer.
+"""The sampler's attention on a GPU: keys and values are read in place from their slots, in a few
+launches a layer.
 
-What the twins of sampling_attention.py gather with torch, kernels (planish.native.triton_decode) are told here by tables: which row sees which
-positions of which slot. A table goes to the device in one copy, for all layers. When decoding, tables and all else that a launch names keep
-their addresses and sizes, so the captured graph of a step serves every later step once `DecodeTables.fill` has said what it is about.
+What the twins of sampling_attention.py gather with torch, kernels (planish.native.triton_decode)
+are told here by tables: which row sees which positions of which slot. A table goes to the device in
+one copy, for all layers. When decoding, tables and all else that a launch names keep their
+addresses and sizes, so the captured graph of a step serves every later step once
+`DecodeTables.fill` has said what it is about.
 
-How ranges are cut into pieces depends on all that is in the batch, and so does the order in which a row's sums are added up.
+How ranges are cut into pieces depends on all that is in the batch, and so does the order in which a
+row's sums are added up.
 """
 
 from __future__ import annotations
@@ -25,9 +29,13 @@ from planish.engine.sampling_attention import PrefillSpan, PromptSlot, SampleSlo
 from planish.engine.sending import staged
 
 _POOLS = 64
-"""Most pools alive: one for each power of two up to the longest context, of prompts and of samples, and as many that are being replaced."""
+"""Most pools alive: one for each power of two up to the longest context, of prompts and of samples,
+and as many that are being replaced.
+"""
 _PROGRAMS = 8
-"""Programs a multiprocessor, which runs two or three at a time: where pieces are short, the next ones begin."""
+"""Programs a multiprocessor, which runs two or three at a time: where pieces are short, the next
+ones begin.
+"""
 _INTERPRETED = 2
 """Multiprocessors of a CPU that interprets the kernels."""
 _SHORTEST = 128
@@ -39,7 +47,9 @@ _ALIGNED = 4
 
 
 class PoolBases:
-    """Where the tensors of pools begin on the device. Pools are known by numbers, which they keep while they live."""
+    """Where the tensors of pools begin on the device. Pools are known by numbers, which they keep
+    while they live.
+    """
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
@@ -56,7 +66,9 @@ class PoolBases:
         for number, pool in zip(found, pools, strict=True):
             if pool.replaced != self._replaced[number]:
                 pairs = zip(pool.keys, pool.values, strict=True)
-                self._addresses[:, number] = [(keys.data_ptr(), values.data_ptr()) for keys, values in pairs]
+                self._addresses[:, number] = [
+                    (keys.data_ptr(), values.data_ptr()) for keys, values in pairs
+                ]
                 self._replaced[number] = pool.replaced
                 changed = True
         if changed:
@@ -71,7 +83,9 @@ class PoolBases:
 
 
 class GpuPrefill:
-    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up to its own."""
+    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up
+    to its own.
+    """
 
     def __init__(self, spans: Sequence[PrefillSpan], bases: PoolBases, q_heads: int) -> None:
         kernels = _kernels()
@@ -79,14 +93,23 @@ class GpuPrefill:
         numbers = bases.numbers([span.pool for span in spans])
         size = self._heads.block_rows
         blocks = [
-            (number, span.slot, span.pool.capacity, span.start + at, span.row + at, min(size, span.count - at))
+            (
+                number,
+                span.slot,
+                span.pool.capacity,
+                span.start + at,
+                span.row + at,
+                min(size, span.count - at),
+            )
             for number, span in zip(numbers, spans, strict=True)
             for at in range(0, span.count, size)
         ]
         # Those that see most first: what begins last is then soon done.
         blocks.sort(key=lambda block: -block[3])
         batch = max(span.row + span.count for span in spans)
-        self._tables = _Tables(bases.shape.device, rows=(kernels.Row, batch), blocks=(kernels.Block, len(blocks)))
+        self._tables = _Tables(
+            bases.shape.device, rows=(kernels.Row, batch), blocks=(kernels.Block, len(blocks))
+        )
         self._tables["blocks"][:] = blocks
         for number, span in zip(numbers, spans, strict=True):
             rows = self._tables["rows"][span.row : span.row + span.count]
@@ -101,9 +124,11 @@ class GpuPrefill:
 
 
 class DecodeTables:
-    """An `Attend` for one new row of each running sample, as the last `fill` has it; rows without a sample yield zeros.
+    """An `Attend` for one new row of each running sample, as the last `fill` has it; rows without a
+    sample yield zeros.
 
-    With one number of rows a call launches the same on the same addresses, whatever the samples are: it can be captured in a CUDA graph.
+    With one number of rows a call launches the same on the same addresses, whatever the samples
+    are: it can be captured in a CUDA graph.
     """
 
     def __init__(self, bases: PoolBases, max_rows: int, q_heads: int) -> None:
@@ -139,7 +164,9 @@ class DecodeTables:
         before = _pieces_of(step.shared.count, chunk)
         parts = before + _pieces_of(step.own.count, chunk)
         first = np.cumsum(parts) - parts
-        wide = self._cut(0, lanes, chunk, entry=leads, entries=np.diff(leads, append=count), number=0)
+        wide = self._cut(
+            0, lanes, chunk, entry=leads, entries=np.diff(leads, append=count), number=0
+        )
         every = self._cut(wide, step.own, chunk, entry=np.arange(count), entries=1, number=before)
         self._tables["counts"][:] = wide, every
         entries, records = self._tables["entries"], self._tables["rows"]
@@ -156,7 +183,9 @@ class DecodeTables:
         return kernels.decode(self._heads, self._work, bases, q, self._programs)
 
     def _chunk(self, positions: int) -> int:
-        """Most positions of a piece: few enough that a few long ranges keep all programs busy, more than what would make `_cuts` further pieces."""
+        """Most positions of a piece: few enough that a few long ranges keep all programs busy, more
+        than what would make `_cuts` further pieces.
+        """
         return max(_SHORTEST, 1 << (positions // self._cuts).bit_length())
 
     def _cut(self, start: int, slots: _Slots, chunk: int, **of_slots: np.ndarray | int) -> int:
@@ -170,7 +199,10 @@ class DecodeTables:
         stop = start + len(slot)
         pieces, slots = self._tables["pieces"][start:stop], slots.at(slot)
         slots.name(pieces, slice(None))
-        pieces["first"], pieces["stop"] = number * chunk, np.minimum(number * chunk + chunk, slots.count)
+        pieces["first"], pieces["stop"] = (
+            number * chunk,
+            np.minimum(number * chunk + chunk, slots.count),
+        )
         for name, values in of_slots.items():
             pieces[name] = np.broadcast_to(values, len(counts))[slot]
         pieces["number"] += number.astype(np.int32)
@@ -202,7 +234,11 @@ class _Slots:
 
     def name(self, records: np.ndarray, where: np.ndarray | slice) -> None:
         """Write which slots they are into records."""
-        records["pool"][where], records["slot"][where], records["capacity"][where] = self.pool, self.slot, self.capacity
+        records["pool"][where], records["slot"][where], records["capacity"][where] = (
+            self.pool,
+            self.slot,
+            self.capacity,
+        )
 
 
 @dataclass(frozen=True)
@@ -217,7 +253,9 @@ class _Step:
     own: _Slots
 
     @classmethod
-    def of(cls, rows: dict[int, int], prompts: KVPools, samples: KVPools, bases: PoolBases) -> _Step:
+    def of(
+        cls, rows: dict[int, int], prompts: KVPools, samples: KVPools, bases: PoolBases
+    ) -> _Step:
         read, kept = prompts.in_use(), samples.in_use()
         known = [prompt for pool in read for prompt in cast("list[PromptSlot]", pool.owners)]
         running = [sample for pool in kept for sample in cast("list[SampleSlot]", pool.owners)]
@@ -229,23 +267,34 @@ class _Step:
         return cls(
             row=row[order],
             rank=np.arange(len(row)) - np.searchsorted(prompt, prompt),
-            shared=_Slots.of(read, bases, [prompt.length // SPAN * SPAN for prompt in known]).at(prompt),
+            shared=_Slots.of(read, bases, [prompt.length // SPAN * SPAN for prompt in known]).at(
+                prompt
+            ),
             own=_Slots.of(kept, bases, [sample.stored + 1 for sample in running]).at(order),
         )
 
 
 class _Tables:
-    """Records of several kinds, written on the host and sent to the device in one copy. They keep their addresses."""
+    """Records of several kinds, written on the host and sent to the device in one copy. They keep
+    their addresses.
+    """
 
     def __init__(self, device: torch.device, **sections: tuple[np.dtype, int]) -> None:
         """`sections`: the record of each kind, of 32-bit integers, and how many there are."""
         sizes = [record.itemsize // _NUMBER * count for record, count in sections.values()]
-        *starts, total = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
-        self._host, self._device = np.zeros(total, np.int32), torch.zeros(total, dtype=torch.int32, device=device)
+        *starts, total = np.cumsum(
+            [0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        ).tolist()
+        self._host, self._device = (
+            np.zeros(total, np.int32),
+            torch.zeros(total, dtype=torch.int32, device=device),
+        )
         self._records: dict[str, np.ndarray] = {}
         self.on_device: dict[str, Tensor] = {}
         """Each section as numbers [records, fields]."""
-        for (name, (record, count)), start, size in zip(sections.items(), starts, sizes, strict=True):
+        for (name, (record, count)), start, size in zip(
+            sections.items(), starts, sizes, strict=True
+        ):
             self._records[name] = self._host[start : start + size].view(record)
             self.on_device[name] = self._device[start : start + size].view(count, -1)
 
@@ -257,7 +306,9 @@ class _Tables:
 
 
 def _send(numbers: np.ndarray, target: Tensor) -> None:
-    """Copy without waiting for the device. `numbers` may be written to at once: what is sent is a copy."""
+    """Copy without waiting for the device. `numbers` may be written to at once: what is sent is a
+    copy.
+    """
     target.copy_(staged(torch.from_numpy(numbers), target.device), non_blocking=True)
 
 
@@ -266,7 +317,11 @@ def _pieces_of(counts: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else _INTERPRETED
+    )
 
 
 def _heads(shape: KVShape, q_heads: int) -> Any:

@@ -1,10 +1,14 @@
-"""Attention of the trainer on a GPU: which tiles of queries and keys of a forest meet, for the kernels of native/triton_forest.py.
+"""Attention of the trainer on a GPU: which tiles of queries and keys of a forest meet, for the
+kernels of native/triton_forest.py.
 
-Tiles are runs of rows, cut without regard to segments. A tile of keys is seen by rows from its first to the largest `until` in it, so two
-numbers a tile, its largest and its smallest `until`, tell which pairs of tiles have nothing visible, which all, and which need the mask. No tree
-is walked, whatever its form. One table, copied to the device once without waiting for it, serves all layers and the backward pass.
+Tiles are runs of rows, cut without regard to segments. A tile of keys is seen by rows from its
+first to the largest `until` in it, so two numbers a tile, its largest and its smallest `until`,
+tell which pairs of tiles have nothing visible, which all, and which need the mask. No tree is
+walked, whatever its form. One table, copied to the device once without waiting for it, serves all
+layers and the backward pass.
 
-The queries of a key tile may be many (a prefix shared by all) or few, so long runs are divided, and the parts added up afterwards.
+The queries of a key tile may be many (a prefix shared by all) or few, so long runs are divided, and
+the parts added up afterwards.
 """
 
 from __future__ import annotations
@@ -24,11 +28,14 @@ if TYPE_CHECKING:
     from planish.native.triton_forest import Table, Tiles
 
 _PROGRAMS = 528
-"""How many programs the queries of all keys are to be divided among, at least: four for each multiprocessor of an H200."""
+"""How many programs the queries of all keys are to be divided among, at least: four for each
+multiprocessor of an H200.
+"""
 _FEWEST_TILES = 16
 """Query tiles of a part, at least: fewer would not pay for adding it."""
 _ALIGNED = 4
-"""Entries to which a part of the table is padded: 16 bytes, by which Triton loads and specializes."""
+"""Entries to which a part of the table is padded: 16 bytes, by which Triton loads and specializes.
+"""
 
 
 class GpuForest:
@@ -58,9 +65,14 @@ class GpuForest:
         if shape not in self._tables:
             group = q.shape[1] // k.shape[1]
             tiles = self._kernels.tiles_for(q.dtype, q.shape[2], group)
-            queries, keys = query_plan(self._until, tiles, group), key_plan(self._until, tiles, group, k.shape[1])
+            queries, keys = (
+                query_plan(self._until, tiles, group),
+                key_plan(self._until, tiles, group, k.shape[1]),
+            )
             arrays = [self._until, queries.items, queries.lists, keys.items, keys.sums]
-            self._tables[shape] = self._kernels.Table(tiles, *_on_device(arrays, self._device), keys.places)
+            self._tables[shape] = self._kernels.Table(
+                tiles, *_on_device(arrays, self._device), keys.places
+            )
         return self._tables[shape]
 
 
@@ -78,7 +90,9 @@ class _Forest(torch.autograd.Function):
 
 
 def visible_pairs(packed: Packed) -> int:
-    """How many (query, key) pairs of the forest there are, in one head: the useful work of its attention."""
+    """How many (query, key) pairs of the forest there are, in one head: the useful work of its
+    attention.
+    """
     return int((packed.until - np.arange(len(packed))).sum())
 
 
@@ -100,7 +114,9 @@ class KeyPlan:
 
 
 def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
-    """For each tile of queries, the key tiles that it meets: those that it sees whole, then the others."""
+    """For each tile of queries, the key tiles that it meets: those that it sees whole, then the
+    others.
+    """
     rows = tiles.forward.queries // group
     first = np.arange(0, len(until), rows)[:, None]
     stop = first + rows
@@ -116,7 +132,9 @@ def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
 
 
 def key_plan(until: np.ndarray, tiles: Tiles, group: int, heads: int) -> KeyPlan:
-    """For each tile of keys, the query tiles that it meets: all from one to another, divided where they are too many for one program."""
+    """For each tile of keys, the query tiles that it meets: all from one to another, divided where
+    they are too many for one program.
+    """
     rows = tiles.backward_keys.queries // group
     keys = _KeyTiles.of(until, tiles.backward_keys.keys)
     begin, end = keys.first // rows, -(-keys.longest // rows)
@@ -140,7 +158,9 @@ def key_plan(until: np.ndarray, tiles: Tiles, group: int, heads: int) -> KeyPlan
 
 @dataclass(frozen=True, eq=False)
 class _KeyTiles:
-    """Of each tile of keys: its first row, its last row were it whole, and the largest and smallest `until`."""
+    """Of each tile of keys: its first row, its last row were it whole, and the largest and smallest
+    `until`.
+    """
 
     first: np.ndarray
     last: np.ndarray
@@ -150,7 +170,12 @@ class _KeyTiles:
     @classmethod
     def of(cls, until: np.ndarray, keys: int) -> _KeyTiles:
         first = np.arange(0, len(until), keys)
-        return cls(first, first + keys - 1, np.maximum.reduceat(until, first), np.minimum.reduceat(until, first))
+        return cls(
+            first,
+            first + keys - 1,
+            np.maximum.reduceat(until, first),
+            np.minimum.reduceat(until, first),
+        )
 
 
 def _on_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -1,12 +1,14 @@
-"""The sampler's passes on a GPU: a decoding step is a CUDA graph, recorded once for each of a few numbers of rows and launched as a whole.
+"""The sampler's passes on a GPU: a decoding step is a CUDA graph, recorded once for each of a few
+numbers of rows and launched as a whole.
 
-A step is some hundreds of kernels of a few microseconds each; launched one by one from Python they take several times as long as they run.
-A graph names addresses and sizes once and for all, so everything that changes from step to step lies in tables that keep their places: tokens,
-positions, who attends to what (gpu_attention.py) and whose adapter is added where (gpu_adapters.py). Rows that a step has not are computed and
-thrown away; they see no keys.
+A step is some hundreds of kernels of a few microseconds each; launched one by one from Python they
+take several times as long as they run. A graph names addresses and sizes once and for all, so
+everything that changes from step to step lies in tables that keep their places: tokens, positions,
+who attends to what (gpu_attention.py) and whose adapter is added where (gpu_adapters.py). Rows that
+a step has not are computed and thrown away; they see no keys.
 
-Sums depend on the number of rows and on how attention is cut, as everywhere on a GPU: the last bits of a logprob depend on the batch. With
-deterministic=True the sampler runs PlainPasses instead.
+Sums depend on the number of rows and on how attention is cut, as everywhere on a GPU: the last bits
+of a logprob depend on the batch. With deterministic=True the sampler runs PlainPasses instead.
 """
 
 from __future__ import annotations
@@ -31,27 +33,37 @@ from planish.model.lora import AdapterRows
 from planish.native import kernels
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows that graphs are recorded for, up to the largest batch; beyond these, its multiples of 256."""
+"""Numbers of rows that graphs are recorded for, up to the largest batch; beyond these, its
+multiples of 256.
+"""
 
 _RECORDING = threading.Lock()
-"""torch records one graph at a time in a process, and waits for the whole GPU before, which another recording does not survive."""
+"""torch records one graph at a time in a process, and waits for the whole GPU before, which another
+recording does not survive.
+"""
 
 Step = Callable[[], tuple[Tensor, Tensor]]
 """Hidden states and logits of what the tables say."""
 
 
 class GraphPasses:
-    def __init__(self, decoder: Decoder, shape: KVShape, max_batch: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, shape: KVShape, max_batch: int, prefill_tokens: int
+    ) -> None:
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._sizes = graph_sizes(max_batch)
         self._bases = PoolBases(shape)
         self._attention = DecodeTables(self._bases, self._sizes[-1], config.num_heads)
         self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
-        self._prefill_adapters = AdapterTables(config, decoder.dtype, device, prefill_tokens, max_batch)
+        self._prefill_adapters = AdapterTables(
+            config, decoder.dtype, device, prefill_tokens, max_batch
+        )
         self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
-        """Of every step: as each graph's own they would take its rows times the vocabulary, for good."""
+        """Of every step: as each graph's own they would take its rows times the vocabulary, for
+        good.
+        """
         self._steps: dict[tuple[int, bool, bool], Step] = {}
         self._recorder = GraphRecorder(device) if device.type == "cuda" else None
 
@@ -64,21 +76,31 @@ class GraphPasses:
         return 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
-        tokens, positions = on_device([rows.tokens, rows.positions], torch.int64, self._decoder.device)
+        tokens, positions = on_device(
+            [rows.tokens, rows.positions], torch.int64, self._decoder.device
+        )
         adapters = _adapted(rows)
         self._prefill_adapters.fill(adapters)
         given = self._prefill_adapters if adapters else ()
         attention = GpuPrefill(spans, self._bases, self._decoder.config.num_heads)
         return self._decoder.hidden(tokens, positions, attention, given)
 
-    def decode(self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+    ) -> tuple[Tensor, Tensor]:
         count = len(rows.tokens)
         size = self._sizes[bisect_left(self._sizes, count)]
         adapters = _adapted(rows)
-        self._places[:, :count] = on_device([rows.tokens, rows.positions], torch.int64, self._places.device)
+        self._places[:, :count] = on_device(
+            [rows.tokens, rows.positions], torch.int64, self._places.device
+        )
         self._attention.fill(row_of, prompts, samples)
         self._adapters.fill(adapters)
-        kind = (size, bool(adapters), any(a.weights is not None and a.weights.head is not None for a in adapters))
+        kind = (
+            size,
+            bool(adapters),
+            any(a.weights is not None and a.weights.head is not None for a in adapters),
+        )
         if kind not in self._steps:
             self._steps[kind] = self._recorded(*kind)
         hidden, logits = self._steps[kind]()
@@ -118,7 +140,9 @@ def _adapted(rows: Rows) -> list[AdapterRows]:
 
 
 class GraphRecorder:
-    """Records steps as CUDA graphs of one GPU, which share memory: what is computed on the way is overwritten by the next that is launched."""
+    """Records steps as CUDA graphs of one GPU, which share memory: what is computed on the way is
+    overwritten by the next that is launched.
+    """
 
     def __init__(self, device: torch.device) -> None:
         # Not torch's own, which belongs to whichever GPU was the first to record.
@@ -129,14 +153,21 @@ class GraphRecorder:
         """`step`, to be launched as a whole. It returns the same tensors each time."""
         with _RECORDING:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            # Torch's own context of a recording that fails may leave its stream the current one; this one does not.
+            # Torch's own context of a recording that fails may leave its stream the current one;
+            # this one does not.
             with torch.cuda.stream(self._stream):
-                step()  # compiles its kernels and has libraries make their workspaces, which must not happen while it is recorded
+                # compiles its kernels and has libraries make their workspaces, which must not
+                # happen while it is recorded
+                step()
                 graph = torch.cuda.CUDAGraph()
-                # A pool that a failed recording leaves without graphs is none that torch takes again.
+                # A pool that a failed recording leaves without graphs is none that torch takes
+                # again.
                 memory = self._memory or torch.cuda.graph_pool_handle()
-                # Other threads of this process may use the GPU meanwhile: only what this one does is recorded.
-                with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
+                # Other threads of this process may use the GPU meanwhile: only what this one does
+                # is recorded.
+                with torch.cuda.graph(
+                    graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"
+                ):
                     out = step()
                 self._memory = memory
 

@@ -1,7 +1,8 @@
 """Memory that is kept after its use: by the C library after tensors are freed, and by errors.
 
-Activations of many sizes come and go in a forward and backward pass; glibc keeps the freed blocks for reuse, and between those that are
-still in use they cannot always be joined, so a process grows to several times what it needs at a time.
+Activations of many sizes come and go in a forward and backward pass; glibc keeps the freed blocks
+for reuse, and between those that are still in use they cannot always be joined, so a process grows
+to several times what it needs at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def give_back(keep_bytes: int) -> None:
-    """Return freed memory to the system if the C library keeps more of it than `keep_bytes`; does nothing without glibc 2.33.
+    """Return freed memory to the system if the C library keeps more of it than `keep_bytes`; does
+    nothing without glibc 2.33.
 
     Keeping some is worth it: what is returned must be mapped and zeroed again by the next pass.
     """
@@ -47,7 +49,8 @@ def give_back(keep_bytes: int) -> None:
 
 
 def let_go(error: BaseException) -> None:
-    """Free what the frames that `error` came through hold: whoever keeps it would keep their tensors too, and the next pass not find the memory.
+    """Free what the frames that `error` came through hold: whoever keeps it would keep their
+    tensors too, and the next pass not find the memory.
 
     Frames of other code than that which computes stay as they are, as do those that still run.
     """

@@ -1,13 +1,16 @@
 """Keys and values of running sequences, kept dense so that attention reads them in place.
 
-A `KVPool` holds slots of one capacity; the slots in use are always 0 .. n - 1 (the last moves into a gap), so a whole pool
-is one operand of a matrix product, without gathering. Capacities are powers of two: a slot that fills moves to the
-pool of twice the capacity. Prompts and what is drawn after them live in different pools, so that the samples of a prompt share
-its slot. A sample's slot begins at the last multiple of SPAN within the prompt, with a copy of the prompt's positions from there
-on, so that spans of the attention never lie across two slots. Where the GPU's kernels attend, which are told of each slot, gaps stay open (`GappedKVPool`).
+A `KVPool` holds slots of one capacity; the slots in use are always 0 .. n - 1 (the last moves into
+a gap), so a whole pool is one operand of a matrix product, without gathering. Capacities are powers
+of two: a slot that fills moves to the pool of twice the capacity. Prompts and what is drawn after
+them live in different pools, so that the samples of a prompt share its slot. A sample's slot begins
+at the last multiple of SPAN within the prompt, with a copy of the prompt's positions from there on,
+so that spans of the attention never lie across two slots. Where the GPU's kernels attend, which are
+told of each slot, gaps stay open (`GappedKVPool`).
 
-They are in the model's dtype where products add up in float32: on a GPU, and in the CPU's own kernels. Elsewhere on a CPU they are
-float32, for torch's products of bf16 operands would round scores and weighted sums to bf16.
+They are in the model's dtype where products add up in float32: on a GPU, and in the CPU's own
+kernels. Elsewhere on a CPU they are float32, for torch's products of bf16 operands would round
+scores and weighted sums to bf16.
 """
 
 from __future__ import annotations
@@ -43,7 +46,11 @@ class KVShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
-        narrow = device.type != "cpu" or kernels.triton_serves(device) or cpu.attends(config.head_dim, dtype, device)
+        narrow = (
+            device.type != "cpu"
+            or kernels.triton_serves(device)
+            or cpu.attends(config.head_dim, dtype, device)
+        )
         kept = dtype if narrow else torch.float32
         return cls(config.num_layers, config.num_kv_heads, config.head_dim, kept, device)
 
@@ -53,8 +60,10 @@ class KVShape:
 
 
 def held_bytes(reserved: int) -> int:
-    """Most memory of pools whose owners have reserved so much: a slot that is left may wait for the next who has its capacity, and giving all of it back
-    each time would copy what is in use as often."""
+    """Most memory of pools whose owners have reserved so much: a slot that is left may wait for the
+    next who has its capacity, and giving all of it back each time would copy what is in use as
+    often.
+    """
     return reserved + reserved // 8
 
 
@@ -64,14 +73,17 @@ def fitting_bytes(held: float) -> float:
 
 
 class KVPool:
-    """Slots of `capacity` positions. `keys[layer]`, `values[layer]`: [slots, heads, capacity, head_dim]."""
+    """Slots of `capacity` positions. `keys[layer]`, `values[layer]`: [slots, heads, capacity,
+    head_dim].
+    """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         self.shape = shape
         self.capacity = capacity
         self.owners: list[SlotOwner] = []
         self.replaced = 0
-        """How often the tensors were replaced: who keeps their addresses has to look them up again."""
+        """How often the tensors were replaced: who keeps their addresses has to look them up again.
+        """
         self.keys = [self._empty(0) for _ in range(shape.layers)]
         self.values = [self._empty(0) for _ in range(shape.layers)]
 
@@ -79,7 +91,9 @@ class KVPool:
         return len(self.owners)
 
     def reserve(self, more: int) -> None:
-        """Make room for `more` owners at once: growing one by one would copy the pool as often, or leave room that nobody uses."""
+        """Make room for `more` owners at once: growing one by one would copy the pool as often, or
+        leave room that nobody uses.
+        """
         if len(self.owners) + more > self.slots:
             self._resize(len(self.owners) + more)
 
@@ -91,7 +105,9 @@ class KVPool:
         self.owners.append(owner)
 
     def remove(self, *owners: SlotOwner) -> None:
-        """Free their slots; the last slots move into them. A pool of which little is in use gives memory back."""
+        """Free their slots; the last slots move into them. A pool of which little is in use gives
+        memory back.
+        """
         self._free([owner.slot for owner in owners])
         for owner in owners:
             owner.slot = -1
@@ -112,13 +128,18 @@ class KVPool:
         target.reserve(len(owners))
         for owner in owners:
             target.add(owner)
-        theirs, mine = (on_device(x, torch.int64, self.shape.device) for x in ([o.slot for o in owners], sources))
+        theirs, mine = (
+            on_device(x, torch.int64, self.shape.device)
+            for x in ([o.slot for o in owners], sources)
+        )
         for to, of in zip((*target.keys, *target.values), (*self.keys, *self.values), strict=True):
             to[theirs, :, : self.capacity] = of[mine]
         self._free(sources)
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """A copy of positions start .. stop - 1 of all layers: keys and values [layers, heads, stop - start, head_dim]."""
+        """A copy of positions start .. stop - 1 of all layers: keys and values [layers, heads, stop
+        - start, head_dim].
+        """
         return (
             torch.stack([keys[slot, :, start:stop] for keys in self.keys]),
             torch.stack([values[slot, :, start:stop] for values in self.values]),
@@ -132,18 +153,31 @@ class KVPool:
             self.values[layer][slot, :, start:stop] = chunk[1][layer]
 
     def copy(
-        self, slots: Sequence[int], source: KVPool, sources: Sequence[int], starts: Sequence[int], count: int
+        self,
+        slots: Sequence[int],
+        source: KVPool,
+        sources: Sequence[int],
+        starts: Sequence[int],
+        count: int,
     ) -> None:
-        """Put `count` positions from starts[i] of slot sources[i] of `source` at the beginning of slots[i]; what lies beyond their end is of no meaning."""
+        """Put `count` positions from starts[i] of slot sources[i] of `source` at the beginning of
+        slots[i]; what lies beyond their end is of no meaning.
+        """
         if not count:
             return
-        mine, theirs, first = (on_device(x, torch.int64, self.shape.device) for x in (slots, sources, starts))
-        places = (first[:, None] + torch.arange(count, device=first.device)).clamp_(max=source.capacity - 1)
+        mine, theirs, first = (
+            on_device(x, torch.int64, self.shape.device) for x in (slots, sources, starts)
+        )
+        places = (first[:, None] + torch.arange(count, device=first.device)).clamp_(
+            max=source.capacity - 1
+        )
         for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
             to[mine, :, :count] = of[theirs[:, None], :, places].transpose(1, 2)
 
     def _free(self, slots: Sequence[int]) -> None:
-        """The last slots move into those that are free. Slots of nobody hold zeros again, whatever their owners had computed (`_empty`)."""
+        """The last slots move into those that are free. Slots of nobody hold zeros again, whatever
+        their owners had computed (`_empty`).
+        """
         gone, count = set(slots), len(self.owners) - len(slots)
         holes = [slot for slot in slots if slot < count]
         lasts = [slot for slot in range(count, len(self.owners)) if slot not in gone]
@@ -174,13 +208,16 @@ class KVPool:
         self.replaced += 1
 
     def _empty(self, slots: int) -> Tensor:
-        # Zeros: masked positions get weight 0, and 0 times what uninitialised memory may hold is not always 0.
+        # Zeros: masked positions get weight 0, and 0 times what uninitialised memory may hold is
+        # not always 0.
         size = (slots, self.shape.heads, self.capacity, self.shape.head_dim)
         return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
 
 
 class GappedKVPool(KVPool):
-    """Owners stay where they are when others leave, for kernels that look slots up: closing a gap is more launches than a step. What nobody owns holds anything."""
+    """Owners stay where they are when others leave, for kernels that look slots up: closing a gap
+    is more launches than a step. What nobody owns holds anything.
+    """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         super().__init__(shape, capacity)
@@ -199,7 +236,11 @@ class GappedKVPool(KVPool):
 
     def _free(self, slots: Sequence[int]) -> None:
         gone = set(slots)
-        kept = [(owner, slot) for owner, slot in zip(self.owners, self._taken, strict=True) if slot not in gone]
+        kept = [
+            (owner, slot)
+            for owner, slot in zip(self.owners, self._taken, strict=True)
+            if slot not in gone
+        ]
         self.owners, self._taken = [owner for owner, _ in kept], [slot for _, slot in kept]
         for slot in slots:
             heappush(self._gaps, slot)
@@ -223,7 +264,9 @@ class GappedKVPool(KVPool):
 
 
 class KVRoom:
-    """What pools take together. What owners have left stays in its pool for others, until all would take more than `most` positions."""
+    """What pools take together. What owners have left stays in its pool for others, until all would
+    take more than `most` positions.
+    """
 
     def __init__(self, most: float = inf) -> None:
         self.most = most
@@ -248,7 +291,10 @@ class KVPools:
     """The pools of one kind, by capacity."""
 
     def __init__(
-        self, shape: KVShape, make: Callable[[KVShape, int], KVPool] = KVPool, room: KVRoom | None = None
+        self,
+        shape: KVShape,
+        make: Callable[[KVShape, int], KVPool] = KVPool,
+        room: KVRoom | None = None,
     ) -> None:
         """`room`: that of pools of other kinds too."""
         self.shape = shape
@@ -265,9 +311,13 @@ class KVPools:
     def reserve(self, capacities: Iterable[int]) -> None:
         """Make room for one owner of each of these capacities."""
         wanted = [(self.of(capacity), count) for capacity, count in Counter(capacities).items()]
-        self._room.make(sum(pool.capacity * max(0, len(pool) + count - pool.slots) for pool, count in wanted))
+        self._room.make(
+            sum(pool.capacity * max(0, len(pool) + count - pool.slots) for pool, count in wanted)
+        )
         for pool, count in wanted:
             pool.reserve(count)
 
     def in_use(self) -> list[KVPool]:
-        return [self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])]
+        return [
+            self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])
+        ]

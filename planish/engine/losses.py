@@ -1,13 +1,17 @@
-"""The losses: each a pure function of (logprobs of the targets, the datum's tensors, config), registered in `LOSSES`.
+"""The losses: each a pure function of (logprobs of the targets, the datum's tensors, config),
+registered in `LOSSES`.
 
-A loss is the SUM over the positions of one datum; nothing is averaged, so a call's loss and gradient do not depend on how its
-datums are split. Position i of the model input predicts target i. Throughout:
+A loss is the SUM over the positions of one datum; nothing is averaged, so a call's loss and
+gradient do not depend on how its datums are split. Position i of the model input predicts target i.
+Throughout:
 
-    l  logprob of the target under the trained model, at the config's `temperature` (logits are divided by it)
+    l  logprob of the target under the trained model, at the config's `temperature` (logits are
+       divided by it)
     q  `logprobs`, that of the policy which sampled the target        r = exp(l - q)
     A  `advantages`                                                   sg = stop-gradient
 
-Formulas are those that the public API documents; where it leaves a default open, the docstring says that the choice is ours.
+Formulas are those that the public API documents; where it leaves a default open, the docstring says
+that the choice is ours.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ class Loss:
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum w l. Weights `w` of any sign; without weights all are 1 (our choice). With targets [N, K], K candidates a position.
+    """-sum w l. Weights `w` of any sign; without weights all are 1 (our choice). With targets [N,
+    K], K candidates a position.
 
     Linear in w, so that w = -dL/dl gives the gradient of any other loss L of the logprobs.
     """
@@ -56,22 +61,29 @@ def importance_sampling(logprobs: Tensor, inputs: Inputs, config: Config) -> Ten
 
 
 def ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum min(r A, clip(r, low, high) A) (Schulman et al. 2017); low and high bound the ratio itself."""
+    """-sum min(r A, clip(r, low, high) A) (Schulman et al. 2017); low and high bound the ratio
+    itself.
+    """
     ratio = _ratio(logprobs, inputs)
     return -_clipped(ratio, inputs["advantages"], config).sum()
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum sg(clip(r, low, high)) l A (MiniMax 2025): the weight is clipped, the gradient never cut off."""
-    weight = _ratio(logprobs.detach(), inputs).clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    """-sum sg(clip(r, low, high)) l A (MiniMax 2025): the weight is clipped, the gradient never cut
+    off.
+    """
+    weight = _ratio(logprobs.detach(), inputs).clamp(
+        config["clip_low_threshold"], config["clip_high_threshold"]
+    )
     return -(weight * logprobs * inputs["advantages"]).sum()
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """-sum min(ratio A, clip(ratio, low, high) A) with one ratio a sequence (Zheng et al. 2025).
 
-    s = mean of sg(l) - q over `sequence_ratio_mask` != 0, and ratio = exp(s + l - sg(l)) at each position. Ours: the
-    clipping bounds 0.8 and 1.2, and a missing mask is `advantages != 0`. An empty mask gives s = 0.
+    s = mean of sg(l) - q over `sequence_ratio_mask` != 0, and ratio = exp(s + l - sg(l)) at each
+    position. Ours: the clipping bounds 0.8 and 1.2, and a missing mask is `advantages != 0`. An
+    empty mask gives s = 0.
     """
     advantages = inputs["advantages"]
     mask = inputs.get("sequence_ratio_mask", advantages) != 0
@@ -82,9 +94,11 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum m (l A - beta / 2 (l - q)^2) (Richemond et al. 2024). Ours: beta is 0.1, and `mask` m, 1 if it is not given.
+    """-sum m (l A - beta / 2 (l - q)^2) (Richemond et al. 2024). Ours: beta is 0.1, and `mask` m, 1
+    if it is not given.
 
-    The mask is needed wherever some positions were not sampled: an advantage of 0 does not take their square out of the sum.
+    The mask is needed wherever some positions were not sampled: an advantage of 0 does not take
+    their square out of the sum.
     """
     gap = logprobs - inputs["logprobs"]
     terms = logprobs * inputs["advantages"] - 0.5 * config["beta"] * gap.square()
@@ -121,7 +135,9 @@ _REFUSED = {
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of this name; UnsupportedError for one that exists elsewhere, UserError for an unknown one."""
+    """The loss of this name; UnsupportedError for one that exists elsewhere, UserError for an
+    unknown one.
+    """
     if not isinstance(name, str):
         raise UserError(f"loss_fn is a {type(name).__name__}; give str")
     if name in LOSSES:

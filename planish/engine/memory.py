@@ -1,8 +1,11 @@
-"""How the memory of a device is divided among base models: every default that bounds memory comes from here.
+"""How the memory of a device is divided among base models: every default that bounds memory comes
+from here.
 
-What the weights leave is for keys and values, known prefixes, what a step of the sampler computes, and a micro-batch of training. A GPU's memory is
-divided: no two parts overlap, and too little is refused before weights are loaded. Main memory is touched only when it is used and shared with all
-else that runs, so on a CPU the defaults are fixed sizes, and less where a machine has less. What `EngineSettings` names is taken as it is.
+What the weights leave is for keys and values, known prefixes, what a step of the sampler computes,
+and a micro-batch of training. A GPU's memory is divided: no two parts overlap, and too little is
+refused before weights are loaded. Main memory is touched only when it is used and shared with all
+else that runs, so on a CPU the defaults are fixed sizes, and less where a machine has less. What
+`EngineSettings` names is taken as it is.
 """
 
 from __future__ import annotations
@@ -30,18 +33,28 @@ from planish.service import AdapterBytes
 from planish.types import LoraConfig
 
 RUNTIME_BYTES = 1300 << 20
-"""Of main memory: the interpreter with torch and transformers, and the kernels that oneDNN makes and keeps."""
+"""Of main memory: the interpreter with torch and transformers, and the kernels that oneDNN makes
+and keeps.
+"""
 
 _LEAST_POSITIONS = 4096
 """Of keys and values; a default is not below it."""
 _GPU_STEPS = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
-"""Most samples of a step and most prompt tokens; the first that takes at most a quarter of what there is."""
+"""Most samples of a step and most prompt tokens; the first that takes at most a quarter of what
+there is.
+"""
 _KEPT = (16384, 8192, 4096, 2048, 1024)
-"""Tokens of a micro-batch that keeps its activations; the first that takes at most half of what there is."""
+"""Tokens of a micro-batch that keeps its activations; the first that takes at most half of what
+there is.
+"""
 _RECOMPUTED = (4096, 2048, 1024, 512, 256, 128)
-"""Where none of these does: with fewer, a GPU's time would go into launches, so activations are rather computed again."""
+"""Where none of these does: with fewer, a GPU's time would go into launches, so activations are
+rather computed again.
+"""
 _FLOAT_VECTORS = 7
-"""Of an adapter in training: master weights, two moments, gradient; and twice the first three while a step is made."""
+"""Of an adapter in training: master weights, two moments, gradient; and twice the first three while
+a step is made.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,10 +86,15 @@ class DeviceMemory:
     """Which base model of an engine has which part of its device's memory. Thread-safe."""
 
     def __init__(
-        self, settings: EngineSettings, expected: Sequence[Path] = (), adapter_bytes: int | None = None
+        self,
+        settings: EngineSettings,
+        expected: Sequence[Path] = (),
+        adapter_bytes: int | None = None,
     ) -> None:
-        """`expected`: directories of all base models that will be loaded, if that is known. `adapter_bytes`: most that all adapters take together; None:
-        each base model has room for one of rank 32 in training and its sampler."""
+        """`expected`: directories of all base models that will be loaded, if that is known.
+        `adapter_bytes`: most that all adapters take together; None: each base model has room for
+        one of rank 32 in training and its sampler.
+        """
         self._settings = settings
         self.device = choose_device(settings.device)
         self._expected = {directory.resolve() for directory in expected}
@@ -85,7 +103,8 @@ class DeviceMemory:
         self._lock = Lock()
 
     def claim(self, directory: Path) -> ModelMemory:
-        """The part of this base model, which it has until it is released. UserError if too little is left for it.
+        """The part of this base model, which it has until it is released. UserError if too little
+        is left for it.
 
         DamagedFileError and its kin if the directory is no model.
         """
@@ -108,11 +127,20 @@ class DeviceMemory:
         model = self._model(directory)
         if self._usable is None:
             return model.within(inf)
-        others = [self._model(path) for path in self._expected.difference(self._claims, [directory])]
-        left = self._usable - model.fixed - sum(other.fixed for other in others) - (self._adapter_bytes or 0)
+        others = [
+            self._model(path) for path in self._expected.difference(self._claims, [directory])
+        ]
+        left = (
+            self._usable
+            - model.fixed
+            - sum(other.fixed for other in others)
+            - (self._adapter_bytes or 0)
+        )
         if self.device.type == "cpu":
             self._check_once(directory, model, self._usable)
-            return model.within(left - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values()))
+            return model.within(
+                left - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values())
+            )
         left -= sum(claim.total for claim in self._claims.values())
         if others:  # to each what it cannot do without, and as many times of it
             left = left * model.least // (model.least + sum(other.least for other in others))
@@ -123,7 +151,9 @@ class DeviceMemory:
         return model.within(left)
 
     def _model(self, directory: Path) -> _Model:
-        return _Model.of(directory, self._settings, self.device, leaves_adapters=self._adapter_bytes is None)
+        return _Model.of(
+            directory, self._settings, self.device, leaves_adapters=self._adapter_bytes is None
+        )
 
     def _check_once(self, directory: Path, model: _Model, usable: int) -> None:
         if model.weights > usable:
@@ -163,7 +193,9 @@ class _Model:
     adapters: int
 
     @classmethod
-    def of(cls, directory: Path, settings: EngineSettings, device: torch.device, leaves_adapters: bool) -> _Model:
+    def of(
+        cls, directory: Path, settings: EngineSettings, device: torch.device, leaves_adapters: bool
+    ) -> _Model:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
         room = adapter_bytes(config, LoraConfig(rank=32), dtype, device)
         adapters = room.training + room.sampling if leaves_adapters else 0
@@ -176,7 +208,9 @@ class _Model:
 
     @property
     def copies(self) -> int:
-        """Of the weights: beside the file, which stays mapped, a CPU has narrow ones packed for its products, and packed once more for gradients (model/linear.py)."""
+        """Of the weights: beside the file, which stays mapped, a CPU has narrow ones packed for its
+        products, and packed once more for gradients (model/linear.py).
+        """
         return 3 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 1
 
     @property
@@ -193,16 +227,22 @@ class _Model:
         given = {name: value for name, value in self.settings.bounds.items() if value is not None}
         sampler = self._sampler(ample, given.get("max_batch"))
         sampling = sampler.step_bytes(self.config, self.dtype, self.device)
-        prefixes = given.get("prefix_cache_bytes", self._at_most(sampler.prefix_cache_bytes, ample / 8))
+        prefixes = given.get(
+            "prefix_cache_bytes", self._at_most(sampler.prefix_cache_bytes, ample / 8)
+        )
         running = given.get("kv_cache_bytes")
         kept = prefixes + (held_bytes(running) if running is not None else 0)
         if "micro_batch_tokens" in given:
             trainer = TrainerSettings(given["micro_batch_tokens"])
         else:
-            trainer = self._trainer((ample - sampling) / 2 if running is None else ample - sampling - kept)
+            trainer = self._trainer(
+                (ample - sampling) / 2 if running is None else ample - sampling - kept
+            )
         training = self._training(trainer)
         if running is None:
-            wanted = self._at_most(sampler.kv_cache_bytes, fitting_bytes(left - sampling - kept - training))
+            wanted = self._at_most(
+                sampler.kv_cache_bytes, fitting_bytes(left - sampling - kept - training)
+            )
             running = max(wanted, _LEAST_POSITIONS * self._per_position)
         return ModelMemory(
             weights=self.copies * self.weights,
@@ -217,9 +257,20 @@ class _Model:
     def _sampler(self, ample: float, max_batch: int | None) -> SamplerSettings:
         """With as many rows as it takes to fill a GPU, or as a quarter of `ample` holds."""
         default = SamplerSettings()
-        steps = ((default.max_batch, default.prefill_tokens),) if self.device.type == "cpu" else _GPU_STEPS
-        sizes = [replace(default, max_batch=max_batch or rows, prefill_tokens=tokens) for rows, tokens in steps]
-        fitting = (size for size in sizes if size.step_bytes(self.config, self.dtype, self.device) <= ample / 4)
+        steps = (
+            ((default.max_batch, default.prefill_tokens),)
+            if self.device.type == "cpu"
+            else _GPU_STEPS
+        )
+        sizes = [
+            replace(default, max_batch=max_batch or rows, prefill_tokens=tokens)
+            for rows, tokens in steps
+        ]
+        fitting = (
+            size
+            for size in sizes
+            if size.step_bytes(self.config, self.dtype, self.device) <= ample / 4
+        )
         return next(fitting, sizes[-1])
 
     def _trainer(self, room: float) -> TrainerSettings:
@@ -241,9 +292,11 @@ class _Model:
 
 
 def usable_bytes(device: torch.device) -> int | None:
-    """Of the device's memory, for base models and all that is computed with them; None if it is not known.
+    """Of the device's memory, for base models and all that is computed with them; None if it is not
+    known.
 
-    Of a GPU 95%, the rest being for the driver and for gaps, and no more than is free now; of main memory four fifths.
+    Of a GPU 95%, the rest being for the driver and for gaps, and no more than is free now; of main
+    memory four fifths.
     """
     if device.type == "cpu":
         whole = main_memory_bytes()
@@ -255,12 +308,16 @@ def usable_bytes(device: torch.device) -> int | None:
 
 
 def main_memory_bytes() -> int | None:
-    """Of this machine, or of this process's control group, if that has less. None where the system does not say."""
+    """Of this machine, or of this process's control group, if that has less. None where the system
+    does not say.
+    """
     found = []
     with suppress(ValueError, OSError, AttributeError):  # not on every system
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with suppress(OSError):
-        found += _control_group_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())
+        found += _control_group_limits(
+            Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text()
+        )
     return min(found, default=None)
 
 
@@ -271,7 +328,9 @@ def _control_group_limits(root: Path, membership: str) -> list[int]:
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        top, name = (
+            (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        )
         own = top / group.lstrip("/")
         for directory in (own, *own.parents):
             with suppress(OSError, ValueError):
@@ -281,11 +340,15 @@ def _control_group_limits(root: Path, membership: str) -> list[int]:
     return limits
 
 
-def adapter_bytes(config: ModelConfig, lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> AdapterBytes:
+def adapter_bytes(
+    config: ModelConfig, lora: LoraConfig, dtype: torch.dtype, device: torch.device
+) -> AdapterBytes:
     layout = LoraLayout(config, lora)
     forth, back = layout.panel_sizes(dtype, device)
     sampling = dtype.itemsize * (layout.size + forth)
-    return AdapterBytes(4 * _FLOAT_VECTORS * layout.size + sampling + dtype.itemsize * back, sampling)
+    return AdapterBytes(
+        4 * _FLOAT_VECTORS * layout.size + sampling + dtype.itemsize * back, sampling
+    )
 
 
 def gib(size: float) -> str:

@@ -1,8 +1,11 @@
-"""The attention of trainer and sampler in the CPU's own kernels: which rows see which keys, as planish.native wants it told.
+"""The attention of trainer and sampler in the CPU's own kernels: which rows see which keys, as
+planish.native wants it told.
 
-The three shapes in which rows come (segments of a forest, prompts, one new row for each sample) are one computation there: blocks of rows
-that share ranges of keys, and behind them perhaps a range of each row's own. A row's outcome does not depend on the shape, so sampler
-and trainer agree to the bit. What it does, without kernels, is written in attention.py, sampling_attention.py and ordered_attention.py.
+The three shapes in which rows come (segments of a forest, prompts, one new row for each sample) are
+one computation there: blocks of rows that share ranges of keys, and behind them perhaps a range of
+each row's own. A row's outcome does not depend on the shape, so sampler and trainer agree to the
+bit. What it does, without kernels, is written in attention.py, sampling_attention.py and
+ordered_attention.py.
 """
 
 from __future__ import annotations
@@ -24,11 +27,17 @@ from planish.native import cpu
 from planish.native.cpu import AttentionPlan, KeptAttention
 
 ATTENDED_ROWS = 16
-"""Rows whose scores a thread has at once: float32, of a group of heads, for all positions that they see."""
+"""Rows whose scores a thread has at once: float32, of a group of heads, for all positions that they
+see.
+"""
 _LANE = 8
-"""Most rows of one prompt in a block: fewer than a cache would hold, so that few prompts still keep all threads busy."""
+"""Most rows of one prompt in a block: fewer than a cache would hold, so that few prompts still keep
+all threads busy.
+"""
 _PARTS = 24
-"""About how many pieces of work a backward pass has, whatever the number of threads, that sums do not depend on it."""
+"""About how many pieces of work a backward pass has, whatever the number of threads, that sums do
+not depend on it.
+"""
 
 
 class NativeForest:
@@ -58,13 +67,18 @@ class NativeForest:
         """For keys and values [T, H, E]."""
         _, heads, e = keys.shape
         ranges = self._plan.ranges.copy()
-        first, counts = self._spans[:, 0] * heads * e * keys.itemsize, self._spans[:, 1] - self._spans[:, 0]
+        first, counts = (
+            self._spans[:, 0] * heads * e * keys.itemsize,
+            self._spans[:, 1] - self._spans[:, 0],
+        )
         ranges["k"], ranges["v"] = keys.data_ptr() + first, values.data_ptr() + first
         ranges["count"], ranges["row"], ranges["head"] = counts, heads * e, e
         return replace(self._plan, ranges=ranges)
 
     def sums(self, parts: int, keys: Tensor) -> Tensor:
-        """Room for a backward pass. One layer after another uses the same, since new memory costs more than what is done in it."""
+        """Room for a backward pass. One layer after another uses the same, since new memory costs
+        more than what is done in it.
+        """
         if self._sums is None:
             self._sums = torch.empty(parts, 2, *keys.shape)
         return self._sums
@@ -97,7 +111,9 @@ class _Forest(torch.autograd.Function):
 
 
 class NativePrefill:
-    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up to its own."""
+    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up
+    to its own.
+    """
 
     def __init__(self, spans: Sequence[PrefillSpan]) -> None:
         self._spans = spans
@@ -118,7 +134,10 @@ class NativePrefill:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for span in self._spans:
-            rows, positions = slice(span.row, span.row + span.count), slice(span.start, span.start + span.count)
+            rows, positions = (
+                slice(span.row, span.row + span.count),
+                slice(span.start, span.start + span.count),
+            )
             span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
             span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
         return cpu.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
@@ -129,7 +148,11 @@ class NativeDecode(KeptAttention):
 
     def __init__(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> None:
         """`rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one."""
-        found = [(sample, pool) for pool in samples.in_use() for sample in cast("list[SampleSlot]", pool.owners)]
+        found = [
+            (sample, pool)
+            for pool in samples.in_use()
+            for sample in cast("list[SampleSlot]", pool.owners)
+        ]
         # Samples of one prompt are neighbours.
         found.sort(key=lambda item: (id(item[0].prompt), rows[id(item[0])]))
         homes = {id(owner): pool for pool in prompts.in_use() for owner in pool.owners}
@@ -154,7 +177,9 @@ class NativeDecode(KeptAttention):
 
 
 def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
-    """The first `count` positions of slots (pool, slot, count), in all layers of their pools: [L, *] of Range. Good while no pool grows."""
+    """The first `count` positions of slots (pool, slot, count), in all layers of their pools: [L,
+    *] of Range. Good while no pool grows.
+    """
     if not owners:
         return np.zeros((1, 0), cpu.Range)
     pools = list({id(pool): pool for pool, _, _ in owners}.values())
@@ -162,9 +187,17 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
     shape = pools[0].shape
     head_sizes = np.array([pool.capacity * shape.head_dim for pool in pools], np.int64)[pool_of]
-    offsets = np.array([slot for _, slot, _ in owners], np.int64) * head_sizes * shape.heads * shape.dtype.itemsize
+    offsets = (
+        np.array([slot for _, slot, _ in owners], np.int64)
+        * head_sizes
+        * shape.heads
+        * shape.dtype.itemsize
+    )
     found = np.zeros((shape.layers, len(owners)), cpu.Range)
-    for name, tensors in (("k", [pool.keys for pool in pools]), ("v", [pool.values for pool in pools])):
+    for name, tensors in (
+        ("k", [pool.keys for pool in pools]),
+        ("v", [pool.values for pool in pools]),
+    ):
         bases = np.array([[tensor.data_ptr() for tensor in layers] for layers in tensors], np.int64)
         found[name] = (bases[pool_of] + offsets[:, None]).T
     found["count"] = [count for _, _, count in owners]

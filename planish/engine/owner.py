@@ -1,10 +1,13 @@
-"""The one thread that owns the device: it takes jobs in order, and interleaves training with sampling.
+"""The one thread that owns the device: it takes jobs in order, and interleaves training with
+sampling.
 
-A turn is one micro-batch (or another operation) of one training model, or one step of one base model's sampler. While both
-sides wait, each gets half of the time; within a side, models take turns by time too. All state below belongs to this
-thread; others reach it through `put`, which never blocks and may be called from a finalizer.
+A turn is one micro-batch (or another operation) of one training model, or one step of one base
+model's sampler. While both sides wait, each gets half of the time; within a side, models take turns
+by time too. All state below belongs to this thread; others reach it through `put`, which never
+blocks and may be called from a finalizer.
 
-Whatever happens, every job is answered: by its result, its own error, or EngineClosedError when the thread ends.
+Whatever happens, every job is answered: by its result, its own error, or EngineClosedError when the
+thread ends.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ class DeviceOwner:
         self._training: FairShare[Tenant] = FairShare()
         self._sampling: FairShare[BaseModel] = FairShare()
         self._thread = threading.Thread(target=self._run, name="planish-engine", daemon=True)
-        # A daemon thread that computes while the interpreter is taken down can crash it: end it first.
+        # A daemon thread that computes while the interpreter is taken down can crash it: end it
+        # first.
         atexit.register(self._at_exit)
         self._thread.start()
 
@@ -95,7 +99,9 @@ class DeviceOwner:
             self._refuse_inbox()
 
     def stop(self, finish: bool) -> None:
-        """Ask the thread to end, after what is queued (data that are being made included) or after the turn under way; does not wait."""
+        """Ask the thread to end, after what is queued (data that are being made included) or after
+        the turn under way; does not wait.
+        """
         self._inbox.put(_Stop(finish))
 
     def close(self, finish: bool) -> None:
@@ -127,7 +133,8 @@ class DeviceOwner:
                     break
                 if self._has_work():
                     self._turn()
-        except BaseException as error:  # a fault of this loop, not of a job: nothing can be trusted after it
+        except BaseException as error:
+            # a fault of this loop, not of a job: nothing can be trusted after it
             self._fault = error
         finally:
             self._end()
@@ -159,7 +166,9 @@ class DeviceOwner:
         return any(tenant.awaits_data for tenant in self._tenants)
 
     def _has_work(self) -> bool:
-        return any(tenant.is_ready for tenant in self._tenants) or any(base.sampler.busy for base in self._bases)
+        return any(tenant.is_ready for tenant in self._tenants) or any(
+            base.sampler.busy for base in self._bases
+        )
 
     def _turn(self) -> None:
         ready = [tenant for tenant in self._tenants if tenant.is_ready]
@@ -182,7 +191,9 @@ class DeviceOwner:
         self._forget_unused()
 
     def _finish_turn(self, base: BaseModel, is_alone: bool) -> None:
-        """A GPU still computes when its turn is over. Where others wait, that is to count for whoever asked for it, not for the next."""
+        """A GPU still computes when its turn is over. Where others wait, that is to count for
+        whoever asked for it, not for the next.
+        """
         if not is_alone:
             base.settle()
 
@@ -294,7 +305,9 @@ class DeviceOwner:
         if isinstance(job.operation, CreateModel):
             tenant.failure = _CANCELLED
         is_part = isinstance(job.operation, ForwardBackward) and not job.operation.forward_only
-        if tenant.adapter is not None and (is_part or isinstance(job.operation, ForwardBackwardLater)):
+        if tenant.adapter is not None and (
+            is_part or isinstance(job.operation, ForwardBackwardLater)
+        ):
             tenant.adapter.refuse_step(UserError("it was cancelled"))
 
     def _sample(self, base: BaseModel) -> None:
@@ -310,7 +323,9 @@ class DeviceOwner:
         """Free what samplers held that are released and have answered everything."""
         for handle in [handle for handle in self._handles if handle.is_unused]:
             self._handles.remove(handle)
-            if not any(h.version == handle.version and h.base is handle.base for h in self._handles):
+            if not any(
+                h.version == handle.version and h.base is handle.base for h in self._handles
+            ):
                 handle.base.sampler.forget(handle.version)
             handle.weights = None
 
@@ -342,7 +357,9 @@ class DeviceOwner:
 
     def _closed(self) -> PlanishError:
         if self._fault is None:
-            return EngineClosedError("the engine was closed before this was done; make a new ServiceClient")
+            return EngineClosedError(
+                "the engine was closed before this was done; make a new ServiceClient"
+            )
         if isinstance(self._fault, EngineClosedError):  # which says what to do
             return EngineClosedError(str(self._fault))
         error = EngineClosedError(
@@ -363,7 +380,9 @@ def _prepared(error: BaseException, base: BaseModel) -> None:
 
 
 def _check_device(error: Exception, base: BaseModel) -> None:
-    """EngineClosedError if what ended a pass was the end of the device for this process: all that is asked of it would only fail the same way."""
+    """EngineClosedError if what ended a pass was the end of the device for this process: all that
+    is asked of it would only fail the same way.
+    """
     if not isinstance(error, PlanishError) and base.is_lost():
         raise EngineClosedError(
             f"{base.device} does nothing more for this process, after this error: {error}; start the program again"
@@ -372,7 +391,9 @@ def _check_device(error: Exception, base: BaseModel) -> None:
 
 def _lacks_memory(error: BaseException) -> bool:
     """A GPU's, or main memory, for want of which torch raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
+        error
+    )
 
 
 def _fail_all(jobs: Sequence[Job], error: Exception) -> None:

@@ -1,13 +1,15 @@
 """Packing of datums into prefix forests: a token that several sequences share is a row once.
 
-The tokens of a micro-batch are laid out as a forest in depth-first order; a shared prefix is a parent. One integer a row
-describes it: `until[j]` is the end of row j's subtree, and query i attends key j iff `j <= i < until[j]`. Sequences
-that share nothing are trees without branches, so ordinary packing is the special case. Every position of every datum maps
-to a row, its last prompt row included, so nothing is dropped.
+The tokens of a micro-batch are laid out as a forest in depth-first order; a shared prefix is a
+parent. One integer a row describes it: `until[j]` is the end of row j's subtree, and query i
+attends key j iff `j <= i < until[j]`. Sequences that share nothing are trees without branches, so
+ordinary packing is the special case. Every position of every datum maps to a row, its last prompt
+row included, so nothing is dropped.
 
-The layout needs no tree building: sort the sequences, and each adds to the one before it what lies beyond their common
-prefix. That costs one sort and one pass over the tokens, however long the prefixes. Micro-batches are runs of the sorted
-sequences, so they depend on the datums alone, not even on their order, and cuts fall where little is shared.
+The layout needs no tree building: sort the sequences, and each adds to the one before it what lies
+beyond their common prefix. That costs one sort and one pass over the tokens, however long the
+prefixes. Micro-batches are runs of the sorted sequences, so they depend on the datums alone, not
+even on their order, and cuts fall where little is shared.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _MAX_DATUMS = 512
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of rows without branches: rows start .. end - 1; its descendants are rows end .. until - 1."""
+    """A run of rows without branches: rows start .. end - 1; its descendants are rows end .. until
+    - 1.
+    """
 
     start: int
     end: int
@@ -63,14 +67,18 @@ class Packed:
             return self
         zeros = np.zeros(missing, np.int64)
         until = np.concatenate([self.until, np.full(missing, rows, np.int64)])
-        tokens, positions = (np.concatenate([known, zeros]) for known in (self.tokens, self.positions))
+        tokens, positions = (
+            np.concatenate([known, zeros]) for known in (self.tokens, self.positions)
+        )
         return Packed(tokens, positions, until, _segments(until), self.datums, self.rows)
 
 
 def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
-    """Cut token sequences into micro-batches of at most `budget` rows each, ordered by their smallest datum.
+    """Cut token sequences into micro-batches of at most `budget` rows each, ordered by their
+    smallest datum.
 
-    A sequence that is longer than the budget gets a micro-batch of its own, unless others add no row to it.
+    A sequence that is longer than the budget gets a micro-batch of its own, unless others add no
+    row to it.
     """
     if budget < 1:
         raise ValueError(f"micro_batch_tokens={budget}: give at least 1")
@@ -89,7 +97,9 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
 
 
 def mask(packed: Packed) -> np.ndarray:
-    """The definition, bool [T, T]: entry (i, j) is True where query i attends key j. For tests: it is quadratic."""
+    """The definition, bool [T, T]: entry (i, j) is True where query i attends key j. For tests: it
+    is quadratic.
+    """
     row = np.arange(len(packed))
     return (row[None, :] <= row[:, None]) & (row[:, None] < packed.until[None, :])
 
@@ -102,13 +112,18 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
-    """Borders of the micro-batches: those that cost least, where a cut costs the shared prefix that is computed again.
+    """Borders of the micro-batches: those that cost least, where a cut costs the shared prefix that
+    is computed again.
 
-    What a micro-batch start .. stop - 1 adds to the cost depends on its start alone, and whether it fits on nothing but its rows, which
-    grow at either end. So the starts that fit are a window that moves on, and its cheapest stays at the head of a queue: one pass.
+    What a micro-batch start .. stop - 1 adds to the cost depends on its start alone, and whether it
+    fits on nothing but its rows, which grow at either end. So the starts that fit are a window that
+    moves on, and its cheapest stays at the head of a queue: one pass.
     """
     n = len(lengths)
-    total = [0, *accumulate(length - common for length, common in zip(lengths, shared, strict=True))]
+    total = [
+        0,
+        *accumulate(length - common for length, common in zip(lengths, shared, strict=True)),
+    ]
     best, came_from = [0] * (n + 1), [0] * (n + 1)
     costs = [0] * n
     """Of everything up to stop, if the last micro-batch begins here."""
@@ -119,9 +134,13 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
         while starts and costs[starts[-1]] >= costs[last]:
             starts.pop()
         starts.append(last)
-        # The last is the longest of those that add no row to one which is too long: the others are its beginnings, or copies of it.
+        # The last is the longest of those that add no row to one which is too long: the others are
+        # its beginnings, or copies of it.
         most = max(budget, lengths[last])
-        while stop - starts[0] > _MAX_DATUMS or total[stop] - total[starts[0]] + shared[starts[0]] > most:
+        while (
+            stop - starts[0] > _MAX_DATUMS
+            or total[stop] - total[starts[0]] + shared[starts[0]] > most
+        ):
             starts.popleft()
         best[stop], came_from[stop] = costs[starts[0]], starts[0]
     cuts = [n]
@@ -131,7 +150,9 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
 
 
 def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence[int]) -> Packed:
-    """The forest of the sequences `order`, sorted; each shares a prefix of `shared` tokens with the one before."""
+    """The forest of the sequences `order`, sorted; each shares a prefix of `shared` tokens with the
+    one before.
+    """
     total = sum(len(arrays[index]) for index in order) - sum(shared)
     tokens, positions = np.empty(total, np.int64), np.empty(total, np.int64)
     until = np.full(total, total, np.int64)
@@ -148,11 +169,14 @@ def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence
         rows[index] = path
         size = new.stop
     datums = tuple(sorted(order))
-    return Packed(tokens, positions, until, _segments(until), datums, tuple(rows[index] for index in datums))
+    return Packed(
+        tokens, positions, until, _segments(until), datums, tuple(rows[index] for index in datums)
+    )
 
 
 def _segments(until: np.ndarray) -> tuple[Segment, ...]:
-    # Two neighbouring rows with one end of subtree are parent and only child; any other border is a branch.
+    # Two neighbouring rows with one end of subtree are parent and only child; any other border is a
+    # branch.
     starts = [0, *(np.flatnonzero(until[1:] != until[:-1]) + 1).tolist()]
     ends = [*starts[1:], len(until)]
     segments: list[Segment] = []
@@ -167,7 +191,9 @@ def _segments(until: np.ndarray) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _joined(ranges: tuple[tuple[int, int], ...], last: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+def _joined(
+    ranges: tuple[tuple[int, int], ...], last: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
     if ranges and ranges[-1][1] == last[0]:
         return (*ranges[:-1], (ranges[-1][0], last[1]))
     return (*ranges, last)

@@ -1,6 +1,8 @@
-"""The sampler's passes through the model: rows in, hidden states and logits out, on what the device does best.
+"""The sampler's passes through the model: rows in, hidden states and logits out, on what the device
+does best.
 
-`PlainPasses` runs on any device, call by call; graph_passes.py has the same for GPUs on which Triton serves.
+`PlainPasses` runs on any device, call by call; graph_passes.py has the same for GPUs on which
+Triton serves.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from planish.native import cpu
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one pass: `tokens` at `positions` of their sequences, laid out by adapter; T of them, padding included."""
+    """The rows of one pass: `tokens` at `positions` of their sequences, laid out by adapter; T of
+    them, padding included.
+    """
 
     tokens: list[int]
     positions: list[int]
@@ -33,18 +37,26 @@ class Rows:
 
 
 class Passes(Protocol):
-    """Hidden states are [T, D] in the model's dtype, logits float32 [T, V]; both good until the next pass."""
+    """Hidden states are [T, D] in the model's dtype, logits float32 [T, V]; both good until the
+    next pass.
+    """
 
     def multiple(self, adapters: int) -> int:
-        """Of how many rows those of each adapter should be a multiple, where a decoding step has so many adapters."""
+        """Of how many rows those of each adapter should be a multiple, where a decoding step has so
+        many adapters.
+        """
         ...
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
         """Hidden states of prompts' rows, whose keys and values go into their slots."""
         ...
 
-    def decode(self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits of one row for each sample in `samples`; `row_of`: by id(sample)."""
+    def decode(
+        self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits of one row for each sample in `samples`; `row_of`: by
+        id(sample).
+        """
         ...
 
     def rest(self) -> None:
@@ -67,10 +79,14 @@ class PlainPasses:
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
         return self._hidden(
-            rows, NativePrefill(spans) if self._native else PrefillAttention(spans), rows.layout.adapters
+            rows,
+            NativePrefill(spans) if self._native else PrefillAttention(spans),
+            rows.layout.adapters,
         )
 
-    def decode(self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+    ) -> tuple[Tensor, Tensor]:
         adapters = rows.layout.adapters
         given: Sequence[AdapterRows | StackRows] = adapters
         if self.multiple(len(adapters)) > 1:
@@ -83,14 +99,20 @@ class PlainPasses:
     def rest(self) -> None:
         self._stacks.forget()
 
-    def _decode_attention(self, row_of: dict[int, int], prompts: KVPools, samples: KVPools) -> Attend:
+    def _decode_attention(
+        self, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+    ) -> Attend:
         if self._native:
             return NativeDecode(row_of, prompts, samples)
         query_rows = self._tiling.query_rows if self._tiling else 1
         return DecodeAttention(row_of, prompts, samples, query_rows, self._decoder.device)
 
-    def _hidden(self, rows: Rows, attention: Attend, adapters: Sequence[AdapterRows | StackRows]) -> Tensor:
+    def _hidden(
+        self, rows: Rows, attention: Attend, adapters: Sequence[AdapterRows | StackRows]
+    ) -> Tensor:
         device = self._decoder.device
         tile = self._tiling.tile if self._tiling else None
-        tokens, positions = (torch.tensor(numbers, device=device) for numbers in (rows.tokens, rows.positions))
+        tokens, positions = (
+            torch.tensor(numbers, device=device) for numbers in (rows.tokens, rows.positions)
+        )
         return self._decoder.hidden(tokens, positions, attention, adapters, tile=tile)

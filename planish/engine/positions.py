@@ -1,4 +1,6 @@
-"""Units in which positions of a sequence are counted: spans of the attention, chunks of the prefix cache, sizes of slots."""
+"""Units in which positions of a sequence are counted: spans of the attention, chunks of the prefix
+cache, sizes of slots.
+"""
 
 SPAN = 64
 """Positions whose values attention sums in one product (see ordered_attention.py)."""
@@ -18,5 +20,7 @@ def capacity_for(positions: int) -> int:
 
 
 def sample_capacity(prompt_tokens: int, max_tokens: int) -> int:
-    """The slot that a sample may grow into: what follows the prompt's last whole span, without the last token drawn."""
+    """The slot that a sample may grow into: what follows the prompt's last whole span, without the
+    last token drawn.
+    """
     return capacity_for(prompt_tokens % SPAN + max_tokens - 1)

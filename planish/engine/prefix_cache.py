@@ -1,8 +1,10 @@
-"""Which prefixes are known: token chunks of one fixed size, found by walking from the start of a prompt.
+"""Which prefixes are known: token chunks of one fixed size, found by walking from the start of a
+prompt.
 
-A chunk is identified by (version of the weights, chunk before it, its tokens), compared exactly, never by a hash alone.
-Least recently used chunks leave first; a chunk is always more recently used than those that follow it, so no chunk is
-ever kept without the ones before it. What is stored for a chunk is the caller's business (`V`: keys and values).
+A chunk is identified by (version of the weights, chunk before it, its tokens), compared exactly,
+never by a hash alone. Least recently used chunks leave first; a chunk is always more recently used
+than those that follow it, so no chunk is ever kept without the ones before it. What is stored for a
+chunk is the caller's business (`V`: keys and values).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class PrefixCache(Generic[V]):
     def find(self, version: Hashable, tokens: Sequence[int]) -> list[V]:
         """What is stored for the longest known prefix of `tokens`, chunk by chunk.
 
-        At least one token is always left over, so that every prompt has something to compute, which ends in its last hidden state.
+        At least one token is always left over, so that every prompt has something to compute, which
+        ends in its last hidden state.
         """
         found = self._walk(version, tokens, (len(tokens) - 1) // self.chunk_tokens)
         for key, _ in reversed(found):
@@ -51,7 +54,9 @@ class PrefixCache(Generic[V]):
         return range(len(self._walk(version, tokens, whole)), whole)
 
     def add(self, version: Hashable, tokens: Sequence[int], values: Sequence[V]) -> None:
-        """Store `values` for the chunks that `missing` named, then forget the least recently used beyond `capacity`."""
+        """Store `values` for the chunks that `missing` named, then forget the least recently used
+        beyond `capacity`.
+        """
         whole = len(tokens) // self.chunk_tokens
         known = self._walk(version, tokens, whole)
         parent = known[-1][1].number if known else 0
@@ -72,7 +77,9 @@ class PrefixCache(Generic[V]):
         for key in [key for key in self._chunks if key[0] == version]:
             del self._chunks[key]
 
-    def _walk(self, version: Hashable, tokens: Sequence[int], limit: int) -> list[tuple[ChunkKey, _Chunk[V]]]:
+    def _walk(
+        self, version: Hashable, tokens: Sequence[int], limit: int
+    ) -> list[tuple[ChunkKey, _Chunk[V]]]:
         found: list[tuple[ChunkKey, _Chunk[V]]] = []
         parent = 0
         for index in range(limit):

@@ -1,7 +1,8 @@
-"""What a request asks about its prompt: logprobs, likeliest tokens, logprobs of given tokens, draws at every position.
+"""What a request asks about its prompt: logprobs, likeliest tokens, logprobs of given tokens, draws
+at every position.
 
-All at temperature 1, except the draws, which use the request's. Filled block by block as the prompt is computed, so a long prompt
-never has more than one block of logits in memory.
+All at temperature 1, except the draws, which use the request's. Filled block by block as the prompt
+is computed, so a long prompt never has more than one block of logits in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def asked(op: Sample) -> bool:
 
 @dataclass
 class PromptScores:
-    """Answers of one request; entry i of each array is about prompt token i, so entry 0 stays undefined."""
+    """Answers of one request; entry i of each array is about prompt token i, so entry 0 stays
+    undefined.
+    """
 
     op: Sample
     tokens: list[int]
@@ -48,18 +51,32 @@ class PromptScores:
 
     def __post_init__(self) -> None:
         n, op = len(self.tokens), self.op
-        self._first = 1 if op.prompt_logprobs_last_n is None else max(1, n - op.prompt_logprobs_last_n)
+        self._first = (
+            1 if op.prompt_logprobs_last_n is None else max(1, n - op.prompt_logprobs_last_n)
+        )
         self._logprobs = np.full(n, np.nan, np.float32) if op.prompt_logprobs else None
         k = op.topk_prompt_logprobs
-        self._top = TopkLogprobs(np.zeros((n, k), np.int32), np.full((n, k), np.nan, np.float32)) if k else None
-        self._targets = op.target_prompt_logprobs.to_numpy() if op.target_prompt_logprobs is not None else None
-        self._target_logprobs = np.zeros(self._targets.shape, np.float32) if self._targets is not None else None
+        self._top = (
+            TopkLogprobs(np.zeros((n, k), np.int32), np.full((n, k), np.nan, np.float32))
+            if k
+            else None
+        )
+        self._targets = (
+            op.target_prompt_logprobs.to_numpy() if op.target_prompt_logprobs is not None else None
+        )
+        self._target_logprobs = (
+            np.zeros(self._targets.shape, np.float32) if self._targets is not None else None
+        )
         alt = op.prompt_alt_tokens_k
-        self._alt = (np.zeros((n - 1, alt), np.int64), np.zeros((n - 1, alt), np.float32)) if alt else None
+        self._alt = (
+            (np.zeros((n - 1, alt), np.int64), np.zeros((n - 1, alt), np.float32)) if alt else None
+        )
 
     @property
     def begins(self) -> int:
-        """The first position whose hidden state is asked about; what lies before it may come from a cache."""
+        """The first position whose hidden state is asked about; what lies before it may come from a
+        cache.
+        """
         if self._alt is not None:
             return 0
         least = [self._first - 1] if self._logprobs is not None or self._top is not None else []
@@ -68,8 +85,12 @@ class PromptScores:
             least.append(int(asked_for.argmax()) if asked_for.any() else len(self.tokens) - 1)
         return min(least)
 
-    def add(self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact) -> None:
-        """Hidden states [R, D] of prompt positions start .. start + R - 1; position i speaks of token i + 1."""
+    def add(
+        self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact
+    ) -> None:
+        """Hidden states [R, D] of prompt positions start .. start + R - 1; position i speaks of
+        token i + 1.
+        """
         stop = min(start + hidden.shape[0], len(self.tokens) - 1)
         for first in range(max(start, self.begins), stop, SCORED_ROWS):
             last = min(first + SCORED_ROWS, stop)
@@ -89,7 +110,10 @@ class PromptScores:
             self._logprobs[span.start : span.stop][asked_for] = values[asked_for]
         if self._top is not None:
             ids, values = top_logprobs(
-                logits, normalizer, torch.ones(len(span), device=device), self._top.token_ids.shape[1]
+                logits,
+                normalizer,
+                torch.ones(len(span), device=device),
+                self._top.token_ids.shape[1],
             )
             keep = slice(max(span.start, self._first), span.stop)
             skip = keep.start - span.start
@@ -108,11 +132,15 @@ class PromptScores:
     def _draw(self, span: range, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
         assert self._alt is not None
         params, k = self.op.sampling_params, self.op.prompt_alt_tokens_k
-        numbers = torch.from_numpy(uniforms(self.seed, _ALT_STREAM, span, range(k))).to(logits.device)
+        numbers = torch.from_numpy(uniforms(self.seed, _ALT_STREAM, span, range(k))).to(
+            logits.device
+        )
         drawn = draw_several(logits, params, numbers)
         tokens = drawn.tokens.flatten()
         rows = torch.arange(len(span), device=logits.device).repeat_interleave(k)
-        logprobs = exact(hidden, rows, tokens) / (params.temperature or 1.0) - drawn.log_normalizer[rows]
+        logprobs = (
+            exact(hidden, rows, tokens) / (params.temperature or 1.0) - drawn.log_normalizer[rows]
+        )
         at = slice(span.start - 1, span.stop - 1)
         self._alt[0][at] = drawn.tokens.cpu().numpy()
         self._alt[1][at] = logprobs.view(-1, k).cpu().numpy()
@@ -127,10 +155,16 @@ class PromptScores:
 
     @property
     def targets(self) -> TensorData | None:
-        return TensorData.from_numpy(self._target_logprobs) if self._target_logprobs is not None else None
+        return (
+            TensorData.from_numpy(self._target_logprobs)
+            if self._target_logprobs is not None
+            else None
+        )
 
     @property
     def alternatives(self) -> PromptAltTokens | None:
         if self._alt is None:
             return None
-        return PromptAltTokens(TensorData.from_numpy(self._alt[0]), TensorData.from_numpy(self._alt[1]))
+        return PromptAltTokens(
+            TensorData.from_numpy(self._alt[0]), TensorData.from_numpy(self._alt[1])
+        )

@@ -1,4 +1,6 @@
-"""The randomness of samples: counted, not drawn from one stream, so it does not depend on what else is drawn."""
+"""The randomness of samples: counted, not drawn from one stream, so it does not depend on what else
+is drawn.
+"""
 
 import numpy as np
 
@@ -7,14 +9,18 @@ _WORDS = 4
 
 
 class UniformStream:
-    """Uniform numbers in [0, 1) of one sample, by position: Philox (Salmon et al. 2011) keyed by the seed."""
+    """Uniform numbers in [0, 1) of one sample, by position: Philox (Salmon et al. 2011) keyed by
+    the seed.
+    """
 
     _BLOCK = 64
 
     def __init__(self, seed: int, index: int, purpose: int = 0) -> None:
         # The two high words of the counter name the stream; the two low ones count within it.
         counter = np.array([0, 0, index, purpose], dtype=np.uint64)
-        self._generator = np.random.Generator(np.random.Philox(key=seed % (1 << 128), counter=counter))
+        self._generator = np.random.Generator(
+            np.random.Philox(key=seed % (1 << 128), counter=counter)
+        )
         self._numbers: list[float] = []
 
     def at(self, position: int) -> float:
@@ -24,7 +30,9 @@ class UniformStream:
 
 
 def uniforms(seed: int, purpose: int, positions: range, indices: range) -> np.ndarray:
-    """float64 [positions, indices]: what the streams of these indices have `at` these positions, whatever came before."""
+    """float64 [positions, indices]: what the streams of these indices have `at` these positions,
+    whatever came before.
+    """
     numbers = np.empty((len(indices), len(positions)))
     source = np.random.Philox(key=seed % (1 << 128))
     generator = np.random.Generator(source)
@@ -34,5 +42,7 @@ def uniforms(seed: int, purpose: int, positions: range, indices: range) -> np.nd
         # Set, as a generator of its own for each index takes four times as long.
         state["state"]["counter"][:] = (first, 0, index, purpose)
         source.state = state
-        row[:] = generator.random(positions.stop - first * _WORDS)[positions.start - first * _WORDS :]
+        row[:] = generator.random(positions.stop - first * _WORDS)[
+            positions.start - first * _WORDS :
+        ]
     return np.ascontiguousarray(numbers.T)

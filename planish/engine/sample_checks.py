@@ -15,7 +15,9 @@ MAX_ANSWER = 512 << 20
 
 
 def max_tokens_of(op: Sample, config: ModelConfig) -> int:
-    """Most tokens that the request draws: what it says, or what the context leaves room for; 0 if it is about its prompt only."""
+    """Most tokens that the request draws: what it says, or what the context leaves room for; 0 if
+    it is about its prompt only.
+    """
     if op.prompt_only:
         return 0
     asked_for = op.sampling_params.max_tokens
@@ -26,7 +28,9 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
     """UserError, naming the argument and the remedy, if the model cannot serve the request."""
     tokens = op.prompt.to_ints()
     if not tokens:
-        raise UserError("prompt is empty; give at least one token (the model's BOS token, for instance)")
+        raise UserError(
+            "prompt is empty; give at least one token (the model's BOS token, for instance)"
+        )
     _check_vocabulary("prompt", tokens, config.vocab_size)
     if len(tokens) > config.max_context:
         raise UserError(
@@ -34,7 +38,9 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
         )
     max_tokens = max_tokens_of(op, config)
     if not op.prompt_only and len(tokens) == config.max_context:
-        raise UserError(f"the prompt's {len(tokens)} tokens are all that the model's context holds; shorten the prompt")
+        raise UserError(
+            f"the prompt's {len(tokens)} tokens are all that the model's context holds; shorten the prompt"
+        )
     if not op.prompt_only and len(tokens) + max_tokens > config.max_context:
         raise UserError(
             f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
@@ -48,27 +54,37 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
 def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         bad = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise UserError(f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}")
+        raise UserError(
+            f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}"
+        )
 
 
 def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size: int) -> None:
     if stop is not None and not isinstance(stop, str):
-        _check_vocabulary("SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size)
+        _check_vocabulary(
+            "SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size
+        )
 
 
 def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(op, name) <= vocab_size:
-            raise UserError(f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}")
+            raise UserError(
+                f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}"
+            )
     if op.prompt_logprobs_last_n is not None:
         if op.prompt_logprobs_last_n < 1:
-            raise UserError(f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all")
+            raise UserError(
+                f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all"
+            )
         if not (op.prompt_logprobs or op.topk_prompt_logprobs):
             raise UserError(
                 "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
             )
     if op.prompt_only and not asked(op):
-        raise UserError("prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs")
+        raise UserError(
+            "prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs"
+        )
     if op.target_prompt_logprobs is not None:
         targets = op.target_prompt_logprobs
         if (

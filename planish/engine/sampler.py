@@ -1,13 +1,16 @@
-"""Continuous batching: at every step requests may join, prompts are computed, and each running sample gets one token.
+"""Continuous batching: at every step requests may join, prompts are computed, and each running
+sample gets one token.
 
-One step admits what fits, computes some rows of new prompts, draws the first tokens of those that are ready, and then one
-token for every running sample of every tenant, in one pass of the decoder. Rows are grouped by adapter; samples of one prompt share
-its keys and values, prompts with a common beginning share the computation of it.
+One step admits what fits, computes some rows of new prompts, draws the first tokens of those that
+are ready, and then one token for every running sample of every tenant, in one pass of the decoder.
+Rows are grouped by adapter; samples of one prompt share its keys and values, prompts with a common
+beginning share the computation of it.
 
-Deterministic mode: a sample's tokens and logprobs have the same bits whatever else is in the batch and whatever the
-cache holds. Every product then has a number of rows for which this machine's products are known to give the same bits (see
-row_tiling.py), and attention sums in the order of positions (see ordered_attention.py). The trainer does the same, so that
-it finds the sampler's logprobs again.
+Deterministic mode: a sample's tokens and logprobs have the same bits whatever else is in the batch
+and whatever the cache holds. Every product then has a number of rows for which this machine's
+products are known to give the same bits (see row_tiling.py), and attention sums in the order of
+positions (see ordered_attention.py). The trainer does the same, so that it finds the sampler's
+logprobs again.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ class SamplerSettings:
     """With the defaults of a CPU; memory.py has those of a GPU, and those where memory is short."""
 
     kv_cache_bytes: int = 4 << 30
-    """Most memory that keys and values of running requests may reserve; `held_bytes` of it is what they may take."""
+    """Most memory that keys and values of running requests may reserve; `held_bytes` of it is what
+    they may take.
+    """
     prefix_cache_bytes: int = 1 << 30
     """Most memory that known prefixes may take beside that."""
     max_batch: int = 256
@@ -64,20 +69,30 @@ class SamplerSettings:
     """Most prompt tokens computed in one step."""
 
     def step_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-        """Estimate of what a step takes besides: activations of prompts, the scores of attention, and what tokens are drawn from."""
+        """Estimate of what a step takes besides: activations of prompts, the scores of attention,
+        and what tokens are drawn from.
+        """
         # Float32 logits of the step, those that are drawn from, and those of the prompts' ends.
         drawing = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         if device.type == "cpu":  # whose threads are at most as many as it has
-            scores = 4 * ATTENDED_ROWS * (queries // keys) * config.max_context * (os.cpu_count() or 1)
+            scores = (
+                4 * ATTENDED_ROWS * (queries // keys) * config.max_context * (os.cpu_count() or 1)
+            )
         else:  # a CPU filters row by row
             scores, drawing = 0, drawing + SORTING_BYTES
         narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
-        return drawing + scores + self.prefill_tokens * (8 * config.hidden_size + dtype.itemsize * narrow)
+        return (
+            drawing
+            + scores
+            + self.prefill_tokens * (8 * config.hidden_size + dtype.itemsize * narrow)
+        )
 
 
 class Sampler:
-    """Draws from one base model and any number of its adapters. All methods but `validate` belong to one thread."""
+    """Draws from one base model and any number of its adapters. All methods but `validate` belong
+    to one thread.
+    """
 
     def __init__(
         self,
@@ -94,7 +109,9 @@ class Sampler:
         self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
         self._passes: Passes
         if tiling is None and GraphPasses.serve(decoder):
-            self._passes = GraphPasses(decoder, self._shape, settings.max_batch, settings.prefill_tokens)
+            self._passes = GraphPasses(
+                decoder, self._shape, settings.max_batch, settings.prefill_tokens
+            )
         else:
             self._passes = PlainPasses(decoder, tiling, self._head)
         per_position = self._shape.bytes_per_position
@@ -107,9 +124,12 @@ class Sampler:
         self._cache: PrefixCache[tuple[Tensor, Tensor, Tensor]] = PrefixCache(
             CHUNK, settings.prefix_cache_bytes // ((per_position + hidden_bytes) * CHUNK)
         )
-        """Keys, values, and hidden states [CHUNK, D], from which logprobs of the prompt are made without computing it again."""
+        """Keys, values, and hidden states [CHUNK, D], from which logprobs of the prompt are made
+        without computing it again.
+        """
         self._hidden: dict[int, list[Tensor]] = {}
-        """Hidden states of each whole chunk of a prompt so far, until it is ready, by id(prompt)."""
+        """Hidden states of each whole chunk of a prompt so far, until it is ready, by id(prompt).
+        """
         self._last_hidden: dict[int, Tensor] = {}
         """Hidden state [1, D] of each ready prompt's last token, by id(prompt)."""
         self._requests: list[Request] = []
@@ -132,7 +152,11 @@ class Sampler:
             )
 
     def submit(
-        self, op: Sample, weights: LoraWeights | None, version: Hashable, future: Future[SampleResponse]
+        self,
+        op: Sample,
+        weights: LoraWeights | None,
+        version: Hashable,
+        future: Future[SampleResponse],
     ) -> None:
         """Queue a validated request; its answer goes to `future`, whose cancellation withdraws it."""
         tokens = op.prompt.to_ints()
@@ -165,7 +189,11 @@ class Sampler:
         batch = self._scheduler.prefill_batch()
         if batch:
             self._prefill(batch)
-        fresh = [sample for sample in self._scheduler.running if not sample.tokens and sample.prompt.ready]
+        fresh = [
+            sample
+            for sample in self._scheduler.running
+            if not sample.tokens and sample.prompt.ready
+        ]
         if fresh:
             self._draw_first(fresh)
         going = [sample for sample in self._scheduler.running if sample.tokens]
@@ -179,10 +207,14 @@ class Sampler:
         self._cache.forget(version)
 
     def fail(self, error: Exception) -> None:
-        """Answer every request with `error` and start afresh; after a fault in `step`, whose state cannot be trusted."""
+        """Answer every request with `error` and start afresh; after a fault in `step`, whose state
+        cannot be trusted.
+        """
         requests, self._requests = self._requests, []
         settings = self._scheduler
-        self._scheduler = Scheduler(settings.max_batch, settings.max_positions, settings.prefill_tokens)
+        self._scheduler = Scheduler(
+            settings.max_batch, settings.max_positions, settings.prefill_tokens
+        )
         self._make_pools()
         self._last_hidden.clear()
         self._hidden.clear()
@@ -191,7 +223,9 @@ class Sampler:
 
     def _make_pools(self) -> None:
         kind = GappedKVPool if isinstance(self._passes, GraphPasses) else KVPool
-        self._room = KVRoom(held_bytes(self.settings.kv_cache_bytes) // self._shape.bytes_per_position)
+        self._room = KVRoom(
+            held_bytes(self.settings.kv_cache_bytes) // self._shape.bytes_per_position
+        )
         self._prompts, self._samples = (KVPools(self._shape, kind, self._room) for _ in range(2))
 
     # Prompts
@@ -202,8 +236,13 @@ class Sampler:
         pool.add(prompt)
         known = self._cache.find(prompt.version, prompt.tokens) if not prompt.draws else []
         request = prompt.scored_for
-        first = len(known) if request is None or request.scores is None else request.scores.begins // CHUNK
-        # What is asked about is answered at once, and others wait for it: of a long prompt the rest is computed again, a step at a time.
+        first = (
+            len(known)
+            if request is None or request.scores is None
+            else request.scores.begins // CHUNK
+        )
+        # What is asked about is answered at once, and others wait for it: of a long prompt the rest
+        # is computed again, a step at a time.
         known = known[: first + self.settings.prefill_tokens // CHUNK]
         if known:
             keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
@@ -222,7 +261,9 @@ class Sampler:
             start = prompt.computed
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
-            spans.append(PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count))
+            spans.append(
+                PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count)
+            )
         hidden = self._passes.prefill(Rows(tokens, positions, layout), spans)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             self._computed(prompt, hidden[row : row + count])
@@ -249,7 +290,9 @@ class Sampler:
             self._release_unused([prompt])
 
     def _score(self, request: Request, start: int, hidden: Tensor) -> None:
-        """Answer what the request asks of its prompt's positions start, start + 1, ..., whose hidden states [R, D] these are."""
+        """Answer what the request asks of its prompt's positions start, start + 1, ..., whose
+        hidden states [R, D] these are.
+        """
         if request.scores is None:
             return
         weights, head = request.weights, self._head
@@ -266,7 +309,9 @@ class Sampler:
 
     def _release_unused(self, prompts: Sequence[Prompt]) -> None:
         """Those of these that nobody waits for."""
-        unused = [p for p in dict.fromkeys(prompts) if p.waiting == 0 and p in self._scheduler.prompts]
+        unused = [
+            p for p in dict.fromkeys(prompts) if p.waiting == 0 and p in self._scheduler.prompts
+        ]
         _remove(self._prompts, unused)
         for prompt in unused:
             self._scheduler.release(prompt)
@@ -276,18 +321,29 @@ class Sampler:
     # Samples
 
     def _draw_first(self, samples: list[RunningSample]) -> None:
-        """The first token of each sample, from its prompt's last hidden state; the head runs once a prompt."""
+        """The first token of each sample, from its prompt's last hidden state; the head runs once a
+        prompt.
+        """
         samples = sorted(samples, key=lambda s: (id(s.prompt.weights), id(s.prompt)))
         prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
         layout = RowLayout([(prompt.weights, 1) for prompt in prompts], self._tiling)
         hidden = torch.zeros(
-            layout.total, self._decoder.config.hidden_size, dtype=self._decoder.dtype, device=self._decoder.device
+            layout.total,
+            self._decoder.config.hidden_size,
+            dtype=self._decoder.dtype,
+            device=self._decoder.device,
         )
         row_of = {id(prompt): row for prompt, row in zip(prompts, layout.starts, strict=True)}
         for prompt in prompts:
             hidden[row_of[id(prompt)]] = self._last_hidden[id(prompt)][0]
         logits = self._head.logits(hidden, layout.adapters)
-        self._draw(samples, [row_of[id(sample.prompt)] for sample in samples], hidden, logits, layout.adapters)
+        self._draw(
+            samples,
+            [row_of[id(sample.prompt)] for sample in samples],
+            hidden,
+            logits,
+            layout.adapters,
+        )
 
     def _decode(self, samples: list[RunningSample]) -> None:
         """One more token for each: its last token goes through the decoder."""
@@ -297,21 +353,34 @@ class Sampler:
 
         def place(sample: RunningSample) -> tuple[Any, ...]:
             weights = sample.prompt.weights
-            return (shape_of(weights), -rows_of[weights] // multiple, id(weights), sample.capacity, sample.slot)
+            return (
+                shape_of(weights),
+                -rows_of[weights] // multiple,
+                id(weights),
+                sample.capacity,
+                sample.slot,
+            )
 
-        # Adapters that can share products are neighbours; within one, rows are in the order of the slots: attention then reads them in place.
+        # Adapters that can share products are neighbours; within one, rows are in the order of the
+        # slots: attention then reads them in place.
         samples = sorted(samples, key=place)
-        layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], self._tiling, multiple)
+        layout = RowLayout(
+            [(sample.prompt.weights, 1) for sample in samples], self._tiling, multiple
+        )
         tokens, positions = [0] * layout.total, [0] * layout.total
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
             positions[row] = sample.position
         rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
-        hidden, logits = self._passes.decode(Rows(tokens, positions, layout), rows, self._prompts, self._samples)
+        hidden, logits = self._passes.decode(
+            Rows(tokens, positions, layout), rows, self._prompts, self._samples
+        )
         self._draw(samples, layout.starts, hidden, logits, layout.adapters)
 
     def _make_room(self, samples: list[RunningSample]) -> None:
-        """Room for the keys of each sample's last token; at first, also a copy of its prompt's last, unfinished span."""
+        """Room for the keys of each sample's last token; at first, also a copy of its prompt's
+        last, unfinished span.
+        """
         needs = [(sample, self._room_for(sample)) for sample in samples]
         needs = [(sample, need) for sample, need in needs if need > sample.capacity]
         if self._room.has(sum(need for _, need in needs)):
@@ -348,7 +417,9 @@ class Sampler:
             )
 
     def _room_for(self, sample: RunningSample) -> int:
-        """On a CPU slots grow with their samples, and memory is touched when it is used. On a GPU a move costs more launches than a step."""
+        """On a CPU slots grow with their samples, and memory is touched when it is used. On a GPU a
+        move costs more launches than a step.
+        """
         if self._decoder.device.type == "cpu":
             return capacity_for(sample.stored + 1)
         return sample_capacity(sample.prompt.length, sample.request.max_tokens)
@@ -363,9 +434,13 @@ class Sampler:
     ) -> None:
         """Draw from row rows[i] of hidden and logits for samples[i], and note what came out."""
         params = [sample.request.op.sampling_params for sample in samples]
-        drawn = draw(logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows)
+        drawn = draw(
+            logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows
+        )
         exact = self._head.drawn(hidden, logits, rows, drawn.tokens, adapters)
-        temperature = on_device([p.temperature or 1.0 for p in params], torch.float32, logits.device)
+        temperature = on_device(
+            [p.temperature or 1.0 for p in params], torch.float32, logits.device
+        )
         logprobs = (exact / temperature - drawn.log_normalizer).tolist()
         most = max(sample.request.op.topk_sample_logprobs for sample in samples)
         if most and rows != list(range(logits.shape[0])):
@@ -373,7 +448,9 @@ class Sampler:
         tops = top_logprobs(logits, drawn.log_normalizer, temperature, most) if most else None
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
         done: list[RunningSample] = []
-        for i, (sample, token, logprob) in enumerate(zip(samples, drawn.tokens.tolist(), logprobs, strict=True)):
+        for i, (sample, token, logprob) in enumerate(
+            zip(samples, drawn.tokens.tolist(), logprobs, strict=True)
+        ):
             if not math.isfinite(logprob):
                 # Others of its batch have rows of their own.
                 sample.request.fail(_not_finite(sample.request.op.sampler_id))
@@ -388,7 +465,8 @@ class Sampler:
             try:
                 if self._stopped(sample) or len(sample.tokens) == sample.request.max_tokens:
                     done.append(sample)
-            except Exception as error:  # of the tokenizer: the text of these tokens is this request's alone
+            except Exception as error:
+                # of the tokenizer: the text of these tokens is this request's alone
                 sample.request.fail(error)
         self._take_out(done)
         for sample in done:
@@ -455,7 +533,9 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
 
 
 def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
-    """Hand on the newest token. An error of the listener's is the end of its own request, not of the batch."""
+    """Hand on the newest token. An error of the listener's is the end of its own request, not of
+    the batch.
+    """
     if sample.request.future.done():
         return
     top = list(zip(*sample.top[-1], strict=True)) if sample.top else []

@@ -1,7 +1,9 @@
-"""Attention of the sampler: rows against the keys of their prompt, and against those of their own sample, in place.
+"""Attention of the sampler: rows against the keys of their prompt, and against those of their own
+sample, in place.
 
-Rows whose samples share a prompt attend to its keys in one product; each row then attends to the few keys behind them. The sums
-of the second part go on where those of the first end, in the order that ordered_attention.py prescribes.
+Rows whose samples share a prompt attend to its keys in one product; each row then attends to the
+few keys behind them. The sums of the second part go on where those of the first end, in the order
+that ordered_attention.py prescribes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from planish.engine.positions import SPAN, whole_spans
 
 _QUERY_BLOCK = 256
 _LANE = 8
-"""Most rows of one prompt in one product: with prompts of one sample and of many in a pool, little is padded."""
+"""Most rows of one prompt in one product: with prompts of one sample and of many in a pool, little
+is padded.
+"""
 
 
 class PromptSlot(Protocol):
@@ -33,7 +37,9 @@ class PromptSlot(Protocol):
 
 
 class SampleSlot(Protocol):
-    """A running sample: where its own keys lie, how many positions they hold before this step, and its prompt."""
+    """A running sample: where its own keys lie, how many positions they hold before this step, and
+    its prompt.
+    """
 
     slot: int
 
@@ -46,7 +52,9 @@ class SampleSlot(Protocol):
 
 @dataclass(frozen=True)
 class PrefillSpan:
-    """Rows row .. row + count - 1 of the batch are positions start .. of the prompt in slot `slot` of `pool`."""
+    """Rows row .. row + count - 1 of the batch are positions start .. of the prompt in slot `slot`
+    of `pool`.
+    """
 
     pool: KVPool
     slot: int
@@ -56,7 +64,9 @@ class PrefillSpan:
 
 
 class PrefillAttention:
-    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up to its own."""
+    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up
+    to its own.
+    """
 
     def __init__(self, spans: Sequence[PrefillSpan]) -> None:
         self._spans = spans
@@ -68,7 +78,9 @@ class PrefillAttention:
             self._attend(span, layer, q[rows], k[rows], v[rows], out[rows])
         return out
 
-    def _attend(self, span: PrefillSpan, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(
+        self, span: PrefillSpan, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
         keys, values = span.pool.keys[layer][span.slot], span.pool.values[layer][span.slot]
         keys[:, span.start : span.start + span.count] = k.transpose(0, 1)
         values[:, span.start : span.start + span.count] = v.transpose(0, 1)
@@ -79,7 +91,10 @@ class PrefillAttention:
             width = whole_spans(span.start + first + len(part))
             queries = part.unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
             attended, _ = attend(
-                queries[None], keys[None, :, :width], values[None, :, :width], seen.repeat(group)[None, None]
+                queries[None],
+                keys[None, :, :width],
+                values[None, :, :width],
+                seen.repeat(group)[None, None],
             )
             rows = attended[0].unflatten(1, (group, len(part))).permute(2, 0, 1, 3).flatten(1, 2)
             out[first : first + len(part)] = rows.to(out.dtype)
@@ -89,7 +104,12 @@ class DecodeAttention:
     """One new row for each running sample."""
 
     def __init__(
-        self, rows: dict[int, int], prompts: KVPools, samples: KVPools, query_rows: int, device: torch.device
+        self,
+        rows: dict[int, int],
+        prompts: KVPools,
+        samples: KVPools,
+        query_rows: int,
+        device: torch.device,
     ) -> None:
         """`rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one.
 
@@ -97,16 +117,23 @@ class DecodeAttention:
         """
         self._query_rows = query_rows
         self._own = [_own_part(pool, rows, device) for pool in samples.in_use()]
-        shared = [part for pool in prompts.in_use() for part in _prompt_parts(pool, samples, rows, device)]
+        shared = [
+            part for pool in prompts.in_use() for part in _prompt_parts(pool, samples, rows, device)
+        ]
         self._parts = [*shared, *self._own]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for part in self._own:
             part.store(layer, k, v)
         grouped = q.unflatten(1, (k.shape[1], -1))
-        found = [scores(self._placed(part, grouped), part.keys(layer), part.visible) for part in self._parts]
+        found = [
+            scores(self._placed(part, grouped), part.keys(layer), part.visible)
+            for part in self._parts
+        ]
         wide = found[0].dtype
-        peak = torch.full((*grouped.shape[:-1], 1), torch.finfo(wide).min, dtype=wide, device=q.device)
+        peak = torch.full(
+            (*grouped.shape[:-1], 1), torch.finfo(wide).min, dtype=wide, device=q.device
+        )
         sums = Sums(torch.zeros_like(grouped, dtype=wide), torch.zeros_like(peak))
         where = [part.rows if part.span is None else part.span for part in self._parts]
         for part, rows, score in zip(self._parts, where, found, strict=True):
@@ -118,7 +145,11 @@ class DecodeAttention:
             sums.values[rows] = part.taken(after.values, grouped.shape[2])
             sums.weights[rows] = part.taken(after.weights, grouped.shape[2])
         # Padding rows have no keys at all.
-        return (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny)).flatten(1, 2).to(q.dtype)
+        return (
+            (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny))
+            .flatten(1, 2)
+            .to(q.dtype)
+        )
 
     def _so_far(self, part: _Part, sums: Sums) -> Sums:
         return Sums(self._placed(part, sums.values), self._placed(part, sums.weights))
@@ -143,7 +174,9 @@ class _Part:
     """Positions of the slot that its rows see: [n, 1, 1]."""
     width: int
     span: slice | None = None
-    """The rows as a slice, if each slot has one and they lie in the order of the slots: nothing need be gathered then."""
+    """The rows as a slice, if each slot has one and they lie in the order of the slots: nothing
+    need be gathered then.
+    """
 
     def keys(self, layer: int) -> Tensor:
         return self._of_slots(self.pool.keys[layer])
@@ -156,7 +189,9 @@ class _Part:
         return chosen[:, :, : self.width]
 
     def placed(self, x: Tensor, query_rows: int) -> Tensor:
-        """x [T, H, group, E] as [n, H, M, E] with M = lane * group, or zeros behind up to `query_rows`."""
+        """x [T, H, group, E] as [n, H, M, E] with M = lane * group, or zeros behind up to
+        `query_rows`.
+        """
         placed = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
         return F.pad(placed, (0, 0, 0, max(0, query_rows - placed.shape[2])))
 
@@ -195,14 +230,18 @@ def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part
     )
 
 
-def _prompt_parts(pool: KVPool, samples: KVPools, rows: dict[int, int], device: torch.device) -> list[_Part]:
+def _prompt_parts(
+    pool: KVPool, samples: KVPools, rows: dict[int, int], device: torch.device
+) -> list[_Part]:
     """Prompts of one pool, `_LANE` rows each; a prompt with more samples is in several parts.
 
     Samples see whole spans of the prompt only; what is behind these is in their own slots.
     """
     prompts = cast("list[PromptSlot]", pool.owners)
     members: list[list[int]] = [[] for _ in prompts]
-    for sample in (sample for other in samples.in_use() for sample in cast("list[SampleSlot]", other.owners)):
+    for sample in (
+        sample for other in samples.in_use() for sample in cast("list[SampleSlot]", other.owners)
+    ):
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
             members[slot].append(rows[id(sample)])
@@ -215,10 +254,13 @@ def _prompt_parts(pool: KVPool, samples: KVPools, rows: dict[int, int], device: 
         parts.append(
             _Part(
                 pool=pool,
-                slots=None if slots == list(range(len(slots))) else torch.tensor(slots, device=device),
+                slots=None
+                if slots == list(range(len(slots)))
+                else torch.tensor(slots, device=device),
                 table=torch.tensor([row + [0] * (lane - len(row)) for row in table], device=device),
                 taken_places=torch.tensor(
-                    [i * lane + j for i, row in enumerate(table) for j in range(len(row))], device=device
+                    [i * lane + j for i, row in enumerate(table) for j in range(len(row))],
+                    device=device,
                 ),
                 rows=torch.tensor([row for of_slot in table for row in of_slot], device=device),
                 visible=torch.tensor(visible, device=device)[:, None, None],

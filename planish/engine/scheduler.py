@@ -1,10 +1,12 @@
-"""Who runs next: requests wait in order, prompts are computed once for all who share them, samples join and leave at any step.
+"""Who runs next: requests wait in order, prompts are computed once for all who share them, samples
+join and leave at any step.
 
-Plain decisions, no tensors. Memory is reserved for the longest that a sample may become when it is admitted, so nothing
-that runs is ever thrown out for want of memory; what does not fit waits.
+Plain decisions, no tensors. Memory is reserved for the longest that a sample may become when it is
+admitted, so nothing that runs is ever thrown out for want of memory; what does not fit waits.
 
-A request waits -> its prompt is active (computed in one or more steps, its known prefix taken from the cache) -> its samples run
--> it is answered. Requests with the same prompt and weights share one active prompt.
+A request waits -> its prompt is active (computed in one or more steps, its known prefix taken from
+the cache) -> its samples run -> it is answered. Requests with the same prompt and weights share one
+active prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ if TYPE_CHECKING:  # tensors, which nothing here looks into
     from planish.model.lora import LoraWeights
 
 _DRAWS = 1 << 18
-"""Most tokens drawn at positions of prompts in one step, which take some tenths of a second; beyond it, one chunk of one prompt."""
+"""Most tokens drawn at positions of prompts in one step, which take some tenths of a second; beyond
+it, one chunk of one prompt.
+"""
 
 
 @dataclass(eq=False)
@@ -56,7 +60,9 @@ class Request:
         return self.op.num_samples if self.max_tokens else 0
 
     def claim(self) -> bool:
-        """Whether there is no answer yet, and nobody gave up waiting for one: then the caller gives it. True once only."""
+        """Whether there is no answer yet, and nobody gave up waiting for one: then the caller gives
+        it. True once only.
+        """
         if self.is_answered:
             return False
         self.is_answered = True
@@ -76,7 +82,9 @@ class Prompt:
     version: Hashable
     weights: LoraWeights | None
     scored_for: Request | None
-    """A prompt with questions about it is computed for that request alone, from its known prefix on; whole if tokens are drawn at its positions."""
+    """A prompt with questions about it is computed for that request alone, from its known prefix
+    on; whole if tokens are drawn at its positions.
+    """
     slot: int = -1
     computed: int = 0
     cached: int = 0
@@ -103,7 +111,9 @@ class Prompt:
 
 @dataclass(eq=False)
 class RunningSample:
-    """One sample being drawn. Its slot holds the end of the prompt and all drawn tokens but the last, which has no keys yet."""
+    """One sample being drawn. Its slot holds the end of the prompt and all drawn tokens but the
+    last, which has no keys yet.
+    """
 
     request: Request
     index: int
@@ -144,13 +154,16 @@ class Scheduler:
 
     def positions_needed(self, prompt_tokens: int, max_tokens: int) -> int:
         """Positions that a request with one sample reserves."""
-        return capacity_for(prompt_tokens) + (sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0)
+        return capacity_for(prompt_tokens) + (
+            sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0
+        )
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
         """Start what fits, in order; answers the prompts that became active.
 
-        Who has a prompt comes first: it keeps memory that others wait for, until its last sample has started. So there is
-        one such request at most, and one of its samples fits at the latest when nothing else is left.
+        Who has a prompt comes first: it keeps memory that others wait for, until its last sample
+        has started. So there is one such request at most, and one of its samples fits at the latest
+        when nothing else is left.
         """
         active: list[Prompt] = []
         for request in sorted(self.waiting, key=lambda request: request.prompt is None):
@@ -167,9 +180,11 @@ class Scheduler:
         return active
 
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
-        """Prompts to compute now, each with its number of tokens: whole chunks, unless the prompt ends.
+        """Prompts to compute now, each with its number of tokens: whole chunks, unless the prompt
+        ends.
 
-        Of at most `max_batch` adapters, and with a limit of its own for prompts at whose positions tokens are drawn: others go on beside them.
+        Of at most `max_batch` adapters, and with a limit of its own for prompts at whose positions
+        tokens are drawn: others go on beside them.
         """
         room, draws, adapters = self.prefill_tokens, _DRAWS, set()
         batch = []
@@ -201,7 +216,9 @@ class Scheduler:
         self._reserved -= prompt.capacity
 
     def withdraw(self, request: Request) -> list[RunningSample]:
-        """Forget a cancelled request; answers its samples that are running, which the caller finishes."""
+        """Forget a cancelled request; answers its samples that are running, which the caller
+        finishes.
+        """
         if request in self.waiting:
             self.waiting.remove(request)
         if request.prompt is not None:
@@ -211,14 +228,24 @@ class Scheduler:
         return [sample for sample in self.running if sample.request is request]
 
     def _activate(self, request: Request, active: list[Prompt]) -> bool:
-        """Give the request a prompt: one that is active already, or a new one if it and one sample fit."""
+        """Give the request a prompt: one that is active already, or a new one if it and one sample
+        fit.
+        """
         shared = next((p for p in self.prompts if self._same(p, request)), None)
         if shared is None:
-            if self._reserved + self.positions_needed(len(request.tokens), request.max_tokens) > self.max_positions:
+            if (
+                self._reserved + self.positions_needed(len(request.tokens), request.max_tokens)
+                > self.max_positions
+            ):
                 return False
             if request.num_samples and len(self.running) >= self.max_batch:
                 return False
-            shared = Prompt(request.tokens, request.version, request.weights, request if request.scores else None)
+            shared = Prompt(
+                request.tokens,
+                request.version,
+                request.weights,
+                request if request.scores else None,
+            )
             self._reserved += shared.capacity
             self.prompts.append(shared)
             active.append(shared)
@@ -242,11 +269,15 @@ class Scheduler:
         return unscored and prompt.version == request.version and prompt.tokens == request.tokens
 
     def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache[Any]) -> bool:
-        """Whether a prompt under way will soon offer a longer known prefix than the cache does now: then wait for it."""
+        """Whether a prompt under way will soon offer a longer known prefix than the cache does now:
+        then wait for it.
+        """
         under_way = [p for p in self.prompts if not p.ready and p.version == request.version]
         if not under_way or any(self._same(p, request) for p in under_way):
             return False
         longer = (len(cache.find(request.version, request.tokens)) + 1) * CHUNK
         if request.op.prompt_alt_tokens_k or longer > len(request.tokens) - 1:
             return False
-        return any(p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way)
+        return any(
+            p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way
+        )

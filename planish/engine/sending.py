@@ -1,7 +1,8 @@
 """From the host to the device without waiting for it.
 
-torch copies ordinary memory to a GPU only when all work before it is done, and comes back when the copy is. A decode step that sends a dozen small
-tensors so has the GPU idle while each of its last kernels is launched.
+torch copies ordinary memory to a GPU only when all work before it is done, and comes back when the
+copy is. A decode step that sends a dozen small tensors so has the GPU idle while each of its last
+kernels is launched.
 """
 
 from __future__ import annotations
@@ -19,5 +20,7 @@ def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 
 def staged(x: Tensor, device: torch.device) -> Tensor:
-    """x of the host, to be copied to the device with non_blocking=True: for a GPU a copy in pinned memory, which torch hands out again only when that is done."""
+    """x of the host, to be copied to the device with non_blocking=True: for a GPU a copy in pinned
+    memory, which torch hands out again only when that is done.
+    """
     return x.pin_memory() if device.type == "cuda" else x

@@ -1,4 +1,6 @@
-"""How an engine runs: device, dtype, and the sizes that bound its memory. Every name is checked before anything is loaded."""
+"""How an engine runs: device, dtype, and the sizes that bound its memory. Every name is checked
+before anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @dataclass(frozen=True)
 class EngineSettings:
     dtype: str = "auto"
-    """Of the products: "bfloat16", "float32", or "auto": bfloat16 where the device multiplies it natively."""
+    """Of the products: "bfloat16", "float32", or "auto": bfloat16 where the device multiplies it
+    natively.
+    """
     device: str = "auto"
     """"cpu", "cuda", "cuda:N", or "auto": a GPU if there is one."""
     deterministic: bool | None = None
-    """A sample's bits do not depend on what else runs. None: where it costs next to nothing: with the CPU's own kernels, and where torch's products allow it."""
+    """A sample's bits do not depend on what else runs. None: where it costs next to nothing: with
+    the CPU's own kernels, and where torch's products allow it.
+    """
     micro_batch_tokens: int | None = None
     kv_cache_bytes: int | None = None
     prefix_cache_bytes: int | None = None
@@ -36,8 +42,12 @@ class EngineSettings:
             raise UserError(f"deterministic={self.deterministic!r}: give True, False or None")
         for name, value in self.bounds.items():
             least = 0 if name == "prefix_cache_bytes" else 1
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise UserError(f"{name}={value!r}: give a whole number of at least {least}, or None for the default")
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < least
+            ):
+                raise UserError(
+                    f"{name}={value!r}: give a whole number of at least {least}, or None for the default"
+                )
         choose_device(self.device)
 
     @property
@@ -61,12 +71,15 @@ def choose_device(name: str) -> torch.device:
         raise UserError(
             f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give 'auto' or 'cpu'"
         )
-    # torch makes no GPU current that has no number, and without one "cuda" would be another GPU in another thread.
+    # torch makes no GPU current that has no number, and without one "cuda" would be another GPU in
+    # another thread.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of products. "auto": bfloat16 on a GPU that has it, on a CPU with AMX or AVX512-BF16 or where our kernels multiply it; else float32."""
+    """The dtype of products. "auto": bfloat16 on a GPU that has it, on a CPU with AMX or
+    AVX512-BF16 or where our kernels multiply it; else float32.
+    """
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -88,7 +101,9 @@ def choose_tiling(
 
 
 @lru_cache(maxsize=32)
-def _probed(config: ModelConfig, dtype: torch.dtype, device: torch.device, _threads: int) -> RowTiling | None:
+def _probed(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, _threads: int
+) -> RowTiling | None:
     """Products of equal shapes are looked at once in a process for each number of threads."""
     return probe(config, dtype, device)
 

@@ -1,4 +1,6 @@
-"""What the engine knows of those it serves: training models with their queues, samplers with their versions, and jobs."""
+"""What the engine knows of those it serves: training models with their queues, samplers with their
+versions, and jobs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from planish.types import CheckpointPath, GetInfoResponse, ModelData
 
 @dataclass(eq=False)
 class Tenant:
-    """One training model. The engine's thread alone touches `adapter`, `queue`, `work` and `failure`."""
+    """One training model. The engine's thread alone touches `adapter`, `queue`, `work` and
+    `failure`.
+    """
 
     model_id: str
     base: BaseModel
@@ -55,7 +59,9 @@ class Tenant:
     def created(self) -> Adapter:
         """The adapter; an error if its creation failed or it is gone."""
         if self.adapter is None:
-            raise UserError(f"model_id={self.model_id!r}: {self.failure or 'it is not created yet'}")
+            raise UserError(
+                f"model_id={self.model_id!r}: {self.failure or 'it is not created yet'}"
+            )
         return self.adapter
 
     def info(self) -> GetInfoResponse:
@@ -65,7 +71,9 @@ class Tenant:
 
 @dataclass(eq=False)
 class SamplerHandle:
-    """One sampler: a base model, or one version of an adapter on it. The engine's thread alone touches what follows `model_path`."""
+    """One sampler: a base model, or one version of an adapter on it. The engine's thread alone
+    touches what follows `model_path`.
+    """
 
     sampler_id: str
     base: BaseModel
@@ -73,12 +81,16 @@ class SamplerHandle:
     model_path: str | None = None
     weights: LoraWeights | None = None
     version: Hashable = None
-    """Of the weights: equal for equal ones, the key of known prefixes. None until the sampler is ready."""
+    """Of the weights: equal for equal ones, the key of known prefixes. None until the sampler is
+    ready.
+    """
     failure: str | None = None
     waiting: list[Job] = field(default_factory=list)
     """Requests that came before the sampler was ready."""
     running: set[Future[Any]] = field(default_factory=set)
-    """Futures of the requests that are not answered yet; each leaves by itself, in whichever thread it is done."""
+    """Futures of the requests that are not answered yet; each leaves by itself, in whichever thread
+    it is done.
+    """
     is_released: bool = False
 
     @property
@@ -111,5 +123,7 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """Answer with `error`, unless it was cancelled or answered."""
-        if not self.future.done() and (self.future.running() or self.future.set_running_or_notify_cancel()):
+        if not self.future.done() and (
+            self.future.running() or self.future.set_running_or_notify_cancel()
+        ):
             self.future.set_exception(error)

@@ -1,12 +1,15 @@
-"""The trainer: forward and backward passes over datums, micro-batch by micro-batch, gradients by the sum of losses.
+"""The trainer: forward and backward passes over datums, micro-batch by micro-batch, gradients by
+the sum of losses.
 
-A call's datums are packed into prefix forests (packing.py) under a token budget, so memory is bounded and known in
-advance; a shared prefix is computed once, with exact gradients. Micro-batches are a function of one call's datums and the
-settings alone, never of other calls or tenants. A gradient reaches the adapter only when the whole call has
-succeeded; a loss or gradient that is not finite refuses the call, and the optimizer step that may already be queued behind it.
+A call's datums are packed into prefix forests (packing.py) under a token budget, so memory is
+bounded and known in advance; a shared prefix is computed once, with exact gradients. Micro-batches
+are a function of one call's datums and the settings alone, never of other calls or tenants. A
+gradient reaches the adapter only when the whole call has succeeded; a loss or gradient that is not
+finite refuses the call, and the optimizer step that may already be queued behind it.
 
-`forward_backward` is a generator: between micro-batches it hands the device back, so the engine can interleave other work.
-Shapes: T rows of a forest, P distinct (row, target) pairs, M scores of all datums of a micro-batch (pairs counted as often as used).
+`forward_backward` is a generator: between micro-batches it hands the device back, so the engine can
+interleave other work. Shapes: T rows of a forest, P distinct (row, target) pairs, M scores of all
+datums of a micro-batch (pairs counted as often as used).
 """
 
 from __future__ import annotations
@@ -44,9 +47,12 @@ OUTPUT_TYPE = "ArrayRecord"
 @dataclass(frozen=True)
 class TrainerSettings:
     micro_batch_tokens: int = 4096
-    """Most rows of one forest. A single longer sequence runs alone, keeping each layer's input only."""
+    """Most rows of one forest. A single longer sequence runs alone, keeping each layer's input
+    only.
+    """
     recompute: bool = False
-    """Whether all keep each layer's input only, and compute the rest again for their backward pass."""
+    """Whether all keep each layer's input only, and compute the rest again for their backward pass.
+    """
 
     def __post_init__(self) -> None:
         value = self.micro_batch_tokens
@@ -64,26 +70,38 @@ class TrainerSettings:
         tokens: int | None = None,
         rank: int = 32,
     ) -> int:
-        """Estimate of the memory that a micro-batch of `tokens` rows (default: a full one) keeps for its backward pass, by the dtype of products."""
+        """Estimate of the memory that a micro-batch of `tokens` rows (default: a full one) keeps
+        for its backward pass, by the dtype of products.
+        """
         tokens = self.micro_batch_tokens if tokens is None else tokens
         itemsize, logit_itemsize = dtype.itemsize, logits_dtype(dtype, device).itemsize
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # Two residual states and the attention's log-sum-exp are float32; the rest is in the products' dtype: normed
-        # inputs, rotated q and k, v, attention output, gate, up, their product, and the LoRA's low-rank states.
+        # Two residual states and the attention's log-sum-exp are float32; the rest is in the
+        # products' dtype: normed inputs, rotated q and k, v, attention output, gate, up, their
+        # product, and the LoRA's low-rank states.
         wide = 4 * (2 * config.hidden_size + config.num_heads)
         low = sum(low_columns(len(site) * rank) for site in LAYER_SITES)
-        narrow = 2 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size + low
+        narrow = (
+            2 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size + low
+        )
         if config.qk_norm:
             narrow += queries + keys
         layer = wide + itemsize * narrow
         if self.recomputes(tokens):
             # Two layers are there at a time, and the logits of some rows with their gradient.
-            logits = min(tokens, rows_at_once(device)) * config.vocab_size * (logit_itemsize + itemsize)
-            return tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer) + logits
+            logits = (
+                min(tokens, rows_at_once(device)) * config.vocab_size * (logit_itemsize + itemsize)
+            )
+            return (
+                tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
+                + logits
+            )
         return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
 
     def held_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-        """Estimate of the memory that passes hold, freed for the next one or in use: gaps between blocks, and what is alive for a moment, come on top."""
+        """Estimate of the memory that passes hold, freed for the next one or in use: gaps between
+        blocks, and what is alive for a moment, come on top.
+        """
         return self.activation_bytes(config, dtype, device) * 3 // 2
 
 
@@ -111,7 +129,10 @@ class _Part:
 
 class Trainer:
     def __init__(
-        self, decoder: Decoder, settings: TrainerSettings = TrainerSettings(), tiling: RowTiling | None = None
+        self,
+        decoder: Decoder,
+        settings: TrainerSettings = TrainerSettings(),
+        tiling: RowTiling | None = None,
     ) -> None:
         """`tiling`: that of the sampler whose logprobs are to be found again."""
         self._decoder = decoder
@@ -120,7 +141,9 @@ class Trainer:
         self.settings = settings
         self._kept_bytes = settings.held_bytes(decoder.config, decoder.dtype, decoder.device)
 
-    def validate(self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None) -> None:
+    def validate(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> None:
         """UserError, or a subclass of it, if `forward_backward` would refuse this input."""
         self._read(data, loss_fn, loss_fn_config)
 
@@ -132,15 +155,19 @@ class Trainer:
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Yields between micro-batches; returns losses and logprobs, having added the gradient to the adapter's.
+        """Yields between micro-batches; returns losses and logprobs, having added the gradient to
+        the adapter's.
 
-        NonFiniteError: a loss or gradient is not finite. After any error the adapter's gradient is as before, and its
-        next optimizer step is refused (not if `forward_only`, which changes nothing).
+        NonFiniteError: a loss or gradient is not finite. After any error the adapter's gradient is
+        as before, and its next optimizer step is refused (not if `forward_only`, which changes
+        nothing).
         """
         try:
             loss, complete, examples = self._read(data, loss_fn, config)
             job = _Job(examples, loss, complete, adapter.weights, backward=not forward_only)
-            packed = pack([example.tokens for example in examples], self.settings.micro_batch_tokens)
+            packed = pack(
+                [example.tokens for example in examples], self.settings.micro_batch_tokens
+            )
             parts = []
             grad: Tensor | None = None
             for number, micro_batch in enumerate(packed):
@@ -171,18 +198,27 @@ class Trainer:
         loss = find_loss(loss_fn)
         complete = complete_config(loss_fn, config)
         model = self._decoder.config
-        return loss, complete, read_examples(data, loss, loss_fn, model.vocab_size, model.max_context)
+        return (
+            loss,
+            complete,
+            read_examples(data, loss, loss_fn, model.vocab_size, model.max_context),
+        )
 
     def _run(self, job: _Job, packed: Packed) -> tuple[_Part, Tensor | None]:
         pairs = _Pairs.of(packed, job.examples, self._decoder.config.vocab_size)
         try:
             with torch.set_grad_enabled(job.backward):
                 unique = self._score(job, packed, pairs)
-            # Losses are sums over a few numbers a datum: on the CPU, so that a GPU waits once and not for each datum.
+            # Losses are sums over a few numbers a datum: on the CPU, so that a GPU waits once and
+            # not for each datum.
             logprobs = unique.detach().cpu()[pairs.place].requires_grad_(job.backward)
             with torch.set_grad_enabled(job.backward):
                 losses = _losses(job, packed, logprobs)
-            grad = self._backward(job, packed, pairs, unique, logprobs, losses) if job.backward else None
+            grad = (
+                self._backward(job, packed, pairs, unique, logprobs, losses)
+                if job.backward
+                else None
+            )
         except BaseException:
             job.weights.collect_grad()
             raise
@@ -208,10 +244,16 @@ class Trainer:
         )
         rows, targets = pairs.rows.to(device), pairs.targets.to(device)
         head, temperature = self._decoder.head, job.config["temperature"]
-        return scored_logprobs(hidden, head, job.weights.head, rows, targets, temperature, recompute=recompute)
+        return scored_logprobs(
+            hidden, head, job.weights.head, rows, targets, temperature, recompute=recompute
+        )
 
     def _attention(self, packed: Packed) -> Attend:
-        head_dim, dtype, device = self._decoder.config.head_dim, self._decoder.dtype, self._decoder.device
+        head_dim, dtype, device = (
+            self._decoder.config.head_dim,
+            self._decoder.dtype,
+            self._decoder.device,
+        )
         # The GPU's kernels cut sums as it suits the batch; the sampler's are others, too.
         if not self._is_deterministic and kernels.triton_attends(head_dim, dtype, device):
             return GpuForest(packed, device)
@@ -220,9 +262,17 @@ class Trainer:
         return ForestAttention(packed, device)
 
     def _backward(
-        self, job: _Job, packed: Packed, pairs: _Pairs, unique: Tensor, logprobs: Tensor, losses: Tensor
+        self,
+        job: _Job,
+        packed: Packed,
+        pairs: _Pairs,
+        unique: Tensor,
+        logprobs: Tensor,
+        losses: Tensor,
     ) -> Tensor:
-        """The gradient with respect to the master vector. What the loss asks for is checked before the costly part."""
+        """The gradient with respect to the master vector. What the loss asks for is checked before
+        the costly part.
+        """
         (wanted,) = torch.autograd.grad(losses.sum(), logprobs)
         for datum, part in zip(packed.datums, wanted.split(_sizes(job, packed)), strict=True):
             if not bool(torch.isfinite(part).all()):
@@ -237,7 +287,9 @@ class Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """The distinct (row, target) pairs of a micro-batch, by rising row, and where each datum's scores lie among them."""
+    """The distinct (row, target) pairs of a micro-batch, by rising row, and where each datum's
+    scores lie among them.
+    """
 
     rows: Tensor
     """int64 [P]"""
@@ -251,10 +303,14 @@ class _Pairs:
         keys = []
         for datum, rows in zip(packed.datums, packed.rows, strict=True):
             targets = examples[datum].targets
-            keys.append((rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1))
+            keys.append(
+                (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)
+            )
         distinct, place = np.unique(np.concatenate(keys), return_inverse=True)
         rows, targets = np.divmod(distinct, vocab_size)
-        return cls(torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(place.reshape(-1)))
+        return cls(
+            torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(place.reshape(-1))
+        )
 
 
 def _sizes(job: _Job, packed: Packed) -> list[int]:
@@ -286,7 +342,8 @@ def _ratio_range(job: _Job, logprobs: Mapping[int, np.ndarray]) -> tuple[float, 
         inputs = job.examples[datum].inputs
         gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
     joined = np.concatenate(gaps)
-    # Gaps beyond 700 overflow; only cispo and dro, which clip or square them, get here with such ones.
+    # Gaps beyond 700 overflow; only cispo and dro, which clip or square them, get here with such
+    # ones.
     return (_exp(joined.min()), _exp(joined.max())) if joined.size else None
 
 
@@ -294,7 +351,9 @@ def _exp(value: float) -> float:
     return math.exp(min(700.0, float(value)))
 
 
-def _output(examples: list[Example], packed: list[Packed], parts: list[_Part]) -> ForwardBackwardOutput:
+def _output(
+    examples: list[Example], packed: list[Packed], parts: list[_Part]
+) -> ForwardBackwardOutput:
     losses = {datum: value for part in parts for datum, value in part.losses.items()}
     logprobs = {datum: value for part in parts for datum, value in part.logprobs.items()}
     metrics = {
@@ -308,5 +367,7 @@ def _output(examples: list[Example], packed: list[Packed], parts: list[_Part]) -
     if ratios:
         metrics["ratio:min"] = min(low for low, _ in ratios)
         metrics["ratio:max"] = max(high for _, high in ratios)
-    outputs = [{"logprobs": TensorData.from_numpy(logprobs[datum])} for datum in range(len(examples))]
+    outputs = [
+        {"logprobs": TensorData.from_numpy(logprobs[datum])} for datum in range(len(examples))
+    ]
     return ForwardBackwardOutput(OUTPUT_TYPE, outputs, metrics)

@@ -1,7 +1,8 @@
-"""How each operation of a training model is done: generators that yield the device between pieces of work and answer the job themselves.
+"""How each operation of a training model is done: generators that yield the device between pieces
+of work and answer the job themselves.
 
-An exception is the answer too; the engine's thread delivers it. Checkpoints are written by another thread from tensors that never
-change, while the model goes on.
+An exception is the answer too; the engine's thread delivers it. Checkpoints are written by another
+thread from tensors that never change, while the model goes on.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class TrainingOperations:
     def _create(self, tenant: Tenant, job: Job) -> Work:
         loaded, base = job.loaded, tenant.base
         try:
-            adapter = Adapter(tenant.layout, base.dtype, base.device, loaded.state["master"] if loaded else None)
+            adapter = Adapter(
+                tenant.layout, base.dtype, base.device, loaded.state["master"] if loaded else None
+            )
             if loaded is not None:
                 adapter.load_state(dict(loaded.state), loaded.with_optimizer)
         except BaseException as error:
@@ -122,15 +125,21 @@ class TrainingOperations:
         label = Label(job.save_to, op.ttl_seconds, op.overwrite, metadata)
         state = tenant.created().state()
         base = tenant.base
-        adapter = SavedAdapter(state, tenant.layout, tenant.base_model, base.config.fingerprint(), base.fingerprint)
-        respond = SaveWeightsResponse if isinstance(op, SaveWeights) else SaveWeightsForSamplerResponse
+        adapter = SavedAdapter(
+            state, tenant.layout, tenant.base_model, base.config.fingerprint(), base.fingerprint
+        )
+        respond = (
+            SaveWeightsResponse if isinstance(op, SaveWeights) else SaveWeightsForSamplerResponse
+        )
         try:
             self._disk.submit(self._write, job, label, adapter, respond)
         except RuntimeError:  # the program ends, and its pools take no more
             self._write(job, label, adapter, respond)
         yield from ()
 
-    def _write(self, job: Job, label: Label, adapter: SavedAdapter, respond: Callable[[str], Any]) -> None:
+    def _write(
+        self, job: Job, label: Label, adapter: SavedAdapter, respond: Callable[[str], Any]
+    ) -> None:
         try:
             self._store.save(label, adapter)
         except BaseException as error:

@@ -34,7 +34,9 @@ def ask(question: Question, renderer: Renderer) -> Asked:
 
 
 def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
-    """With each choice as training would have it, end mark included: so a choice is not likelier for being the beginning of another."""
+    """With each choice as training would have it, end mark included: so a choice is not likelier
+    for being the beginning of another.
+    """
     prompt = renderer.build_generation_prompt(question.messages)
     messages = []
     for choice in question.choices:
@@ -46,13 +48,17 @@ def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
 
 @dataclass(frozen=True)
 class Answerer:
-    """What all questions of an evaluation are put to. `context_window`: tokens of a prompt and its answer together."""
+    """What all questions of an evaluation are put to. `context_window`: tokens of a prompt and its
+    answer together.
+    """
 
     sampling_client: Any
     renderer: Renderer
     context_window: int | None
 
-    async def draw(self, asked: Asked, task: SampledTask, sampling: Sampling) -> list[SampledAnswer]:
+    async def draw(
+        self, asked: Asked, task: SampledTask, sampling: Sampling
+    ) -> list[SampledAnswer]:
         prompt, question = asked.prompt, asked.question
         room = sampling.max_tokens
         if self.context_window is not None:
@@ -60,7 +66,8 @@ class Answerer:
         if room < 1:
             error = self._too_long(prompt.length)
             return [
-                self._answer(asked, index, [], None, Verdict(False, None, error)) for index in range(sampling.samples)
+                self._answer(asked, index, [], None, Verdict(False, None, error))
+                for index in range(sampling.samples)
             ]
         params = SamplingParams(
             max_tokens=room,
@@ -75,7 +82,9 @@ class Answerer:
         for index, sequence in enumerate(response.sequences):
             message, _ = self.renderer.parse_response(sequence.tokens)
             verdict = await task.grade(question, get_text_content(message))  # type: ignore[arg-type]
-            answers.append(self._answer(asked, index, list(sequence.tokens), sequence.stop_reason, verdict))
+            answers.append(
+                self._answer(asked, index, list(sequence.tokens), sequence.stop_reason, verdict)
+            )
         return answers
 
     async def choose(self, asked: Asked) -> ChosenAnswer:
@@ -95,7 +104,10 @@ class Answerer:
             )
         scores = await at_once(self._score(prompt, message) for message in asked.messages)
         named = zip(LETTERS, question.choices, asked.messages, scores, strict=False)
-        choices = [ScoredChoice(letter, text, score, len(message)) for letter, text, message, score in named]
+        choices = [
+            ScoredChoice(letter, text, score, len(message))
+            for letter, text, message, score in named
+        ]
         likeliest = max(choices, key=lambda choice: choice.logprob).letter
         normalized = max(choices, key=lambda choice: choice.mean_logprob).letter
         return ChosenAnswer(
@@ -111,10 +123,14 @@ class Answerer:
 
     async def _score(self, prompt: ModelInput, message: list[int]) -> float:
         whole = ModelInput.from_ints([*prompt.to_ints(), *message])
-        logprobs = await self.sampling_client.compute_logprobs_async(whole, prompt_logprobs_last_n=len(message))
+        logprobs = await self.sampling_client.compute_logprobs_async(
+            whole, prompt_logprobs_last_n=len(message)
+        )
         return sum(logprobs[-len(message) :])
 
-    def _answer(self, asked: Asked, index: int, tokens: list[int], stop_reason: Any, verdict: Verdict) -> SampledAnswer:
+    def _answer(
+        self, asked: Asked, index: int, tokens: list[int], stop_reason: Any, verdict: Verdict
+    ) -> SampledAnswer:
         return SampledAnswer(
             asked.question.number,
             index,
@@ -129,7 +145,9 @@ class Answerer:
         )
 
     def _text(self, tokens: list[int]) -> str:
-        return self.renderer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.renderer.tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _too_long(self, tokens: int) -> str:
         return f"{tokens} tokens do not fit the model's context of {self.context_window}"

@@ -1,7 +1,8 @@
 r"""Mathematics with the answer in \boxed{}: GSM8K, and rows in the form of MATH-500.
 
-Questions are put as in the tests of recipes (a worked question in front, what to box behind), and judged by the same grader,
-so a number from a training run and one from `planish eval` measure the same.
+Questions are put as in the tests of recipes (a worked question in front, what to box behind), and
+judged by the same grader, so a number from a training run and one from `planish eval` measure the
+same.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,11 @@
 """The evaluation itself: questions in, answers kept as they come, numbers out.
 
-Invariants: everything is read, checked and rendered before the first token is drawn. Draws are a function of (seed, question, sample),
-so neither `concurrency` nor a kill in between changes an answer (where sampling is deterministic, see docs/architecture.md).
-Questions are begun in order, `concurrency` at a time, so that batches are full; the answers to one share its prompt. An error that is
-not the question's own, such as a server that is gone, ends the evaluation, and what is answered is kept.
+Invariants: everything is read, checked and rendered before the first token is drawn. Draws are a
+function of (seed, question, sample), so neither `concurrency` nor a kill in between changes an
+answer (where sampling is deterministic, see docs/architecture.md). Questions are begun in order,
+`concurrency` at a time, so that batches are full; the answers to one share its prompt. An error
+that is not the question's own, such as a server that is gone, ends the evaluation, and what is
+answered is kept.
 """
 
 import asyncio
@@ -57,23 +59,35 @@ async def evaluate(
 ) -> Results:
     """Put the task's questions to a model.
 
-    `sampling` and `k`, the k of pass@k, are for tasks whose answers are drawn (None: Sampling() and 1). `renderer`: None is the
-    one that the base model is known for. `context_window`: with it, an answer gets no more tokens than its prompt leaves room
-    for, and a prompt that leaves none is an error of that question; without, it ends the evaluation. `out`: a directory to keep
-    the answers in, and to go on from. `model_name`: how the files name the model; None: its checkpoint, or its base model. `weights`:
-    what tells its weights from others of that name, so that answers of those are not gone on with; `open_model` finds it.
+    `sampling` and `k`, the k of pass@k, are for tasks whose answers are drawn (None: Sampling() and
+    1). `renderer`: None is the one that the base model is known for. `context_window`: with it, an
+    answer gets no more tokens than its prompt leaves room for, and a prompt that leaves none is an
+    error of that question; without, it ends the evaluation. `out`: a directory to keep the answers
+    in, and to go on from. `model_name`: how the files name the model; None: its checkpoint, or its
+    base model. `weights`: what tells its weights from others of that name, so that answers of those
+    are not gone on with; `open_model` finds it.
     """
     draws, sizes = checked_draws(task, sampling, k, concurrency)
-    renderer = renderer or choose_renderer(None, sampling_client.get_base_model(), sampling_client.get_tokenizer())
+    renderer = renderer or choose_renderer(
+        None, sampling_client.get_base_model(), sampling_client.get_tokenizer()
+    )
     model = {
-        "name": model_name or getattr(sampling_client, "model_path", None) or sampling_client.get_base_model(),
+        "name": model_name
+        or getattr(sampling_client, "model_path", None)
+        or sampling_client.get_base_model(),
         "base_model": sampling_client.get_base_model(),
         "renderer": renderer.name,
         "weights": weights,
     }
     settings = {} if draws is None else asdict(draws)
     asked = [_rendered(task, renderer, question) for question in task.questions]
-    config = {"task": task.name, "digest": task.digest, **model, **settings, "context_window": context_window}
+    config = {
+        "task": task.name,
+        "digest": task.digest,
+        **model,
+        **settings,
+        "context_window": context_window,
+    }
     answerer = Answerer(sampling_client, renderer, context_window)
 
     async def answer(one: Asked) -> Answers:
@@ -87,7 +101,12 @@ async def evaluate(
         wanted = {question.number for question in task.questions}
         answers = {number: found for number, found in known.items() if number in wanted}
         progress = _Progress(directory, answers, display)
-        await _answer_all([one for one in asked if one.question.number not in answers], answer, progress, concurrency)
+        await _answer_all(
+            [one for one in asked if one.question.number not in answers],
+            answer,
+            progress,
+            concurrency,
+        )
         results = Results(
             task={
                 "name": task.name,
@@ -109,7 +128,10 @@ class _Progress:
     """Keeps the answers to a question, in memory and on disk, and shows that they are there."""
 
     def __init__(
-        self, directory: EvaluationDirectory | None, answers: dict[int, Answers], display: StepDisplay | None
+        self,
+        directory: EvaluationDirectory | None,
+        answers: dict[int, Answers],
+        display: StepDisplay | None,
     ) -> None:
         self._directory = directory
         self._answers = answers
@@ -166,8 +188,14 @@ def checked_draws(
 
 
 def _rendered(task: Task, renderer: Renderer, question: Any) -> Asked:
-    return ask_for_choice(question, renderer) if isinstance(task, ChoiceTask) else ask(question, renderer)
+    return (
+        ask_for_choice(question, renderer)
+        if isinstance(task, ChoiceTask)
+        else ask(question, renderer)
+    )
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in VERSIONS}
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in VERSIONS
+    }

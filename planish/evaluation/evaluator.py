@@ -11,7 +11,9 @@ from planish.renderers import Renderer
 
 
 class TaskEvaluator(SamplingClientEvaluator):
-    """Answers eval/TASK/score, .../num_correct, .../num_examples, .../num_errors and the task's other metrics."""
+    """Answers eval/TASK/score, .../num_correct, .../num_examples, .../num_errors and the task's
+    other metrics.
+    """
 
     def __init__(
         self,

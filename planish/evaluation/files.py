@@ -4,9 +4,11 @@
     samples.jsonl   a row for each answer, appended as questions are answered
     results.json    settings, versions and metrics; written when all questions are answered
 
-Invariants: the answers of one question are appended at once; a question of which a kill left only some is asked again. As draws are
-a function of the seed and the question's number, what is asked again gives the same answers. A directory belongs to one evaluation:
-other questions, another model, other weights under its name or other draws are refused. `limit` and `k` may change, for they select from what is there.
+Invariants: the answers of one question are appended at once; a question of which a kill left only
+some is asked again. As draws are a function of the seed and the question's number, what is asked
+again gives the same answers. A directory belongs to one evaluation: other questions, another model,
+other weights under its name or other draws are refused. `limit` and `k` may change, for they select
+from what is there.
 """
 
 import json
@@ -33,7 +35,9 @@ class EvaluationDirectory:
     """One evaluation's files, held by this process until the end of the `with` block."""
 
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
-        """Make the directory, or go on with the evaluation in it. UserError if that is another one, or another process is at it."""
+        """Make the directory, or go on with the evaluation in it. UserError if that is another one,
+        or another process is at it.
+        """
         self.path = Path(path).expanduser()
         self._lock = hold_directory(self.path, "out", "there")
         try:
@@ -47,21 +51,34 @@ class EvaluationDirectory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._rows.close()
         self._lock.release()
 
     def answers(self, task: Task, samples: int) -> dict[int, Answers]:
-        """What is answered already, by the number of the question; questions with fewer than `samples` answers are dropped."""
+        """What is answered already, by the number of the question; questions with fewer than
+        `samples` answers are dropped.
+        """
         rows = read_rows(self.path / SAMPLES)
         try:
-            counts = {number: len(list(group)) for number, group in groupby(sorted(row["question"] for row in rows))}
+            counts = {
+                number: len(list(group))
+                for number, group in groupby(sorted(row["question"] for row in rows))
+            }
             whole = {number for number, count in counts.items() if count == samples}
             self._rows.keep(lambda row: row["question"] in whole)
-            kept = sorted((row for row in rows if row["question"] in whole), key=lambda row: row["question"])
+            kept = sorted(
+                (row for row in rows if row["question"] in whole), key=lambda row: row["question"]
+            )
             read = _read_chosen if isinstance(task, ChoiceTask) else _read_sampled
-            return {number: read(list(group)) for number, group in groupby(kept, key=lambda row: row["question"])}
+            return {
+                number: read(list(group))
+                for number, group in groupby(kept, key=lambda row: row["question"])
+            }
         except (KeyError, TypeError) as error:
             raise DamagedFileError(
                 f"{self.path / SAMPLES} has rows that are none of this evaluation ({error!r}); give another out"
@@ -101,4 +118,7 @@ def _read_sampled(rows: list[dict[str, Any]]) -> list[SampledAnswer]:
 
 
 def _read_chosen(rows: list[dict[str, Any]]) -> list[ChosenAnswer]:
-    return [ChosenAnswer(**{**row, "choices": [ScoredChoice(**choice) for choice in row["choices"]]}) for row in rows]
+    return [
+        ChosenAnswer(**{**row, "choices": [ScoredChoice(**choice) for choice in row["choices"]]})
+        for row in rows
+    ]

@@ -18,7 +18,9 @@ from planish.renderers import Renderer
 
 
 class InspectEvaluator(SamplingClientEvaluator):
-    """Answers eval/TASK/SCORER/METRIC of each of the tasks, and eval/TASK/num_examples and .../num_errors."""
+    """Answers eval/TASK/SCORER/METRIC of each of the tasks, and eval/TASK/num_examples and
+    .../num_errors.
+    """
 
     def __init__(
         self,
@@ -32,8 +34,10 @@ class InspectEvaluator(SamplingClientEvaluator):
         log_dir: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """`tasks`, `limit` and `log_dir` as Inspect's `eval_async` takes them; `config` overrides what the tasks say of generation.
-        `renderer`: None is the one that the base model is known for."""
+        """`tasks`, `limit` and `log_dir` as Inspect's `eval_async` takes them; `config` overrides
+        what the tasks say of generation. `renderer`: None is the one that the base model is known
+        for.
+        """
         self.name = name
         self.tasks = tasks
         self.config = config or GenerateConfig()
@@ -45,11 +49,14 @@ class InspectEvaluator(SamplingClientEvaluator):
 
     async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
         base_model = sampling_client.get_base_model()
-        renderer = self.renderer or choose_renderer(None, base_model, sampling_client.get_tokenizer())
+        renderer = self.renderer or choose_renderer(
+            None, base_model, sampling_client.get_tokenizer()
+        )
         opened = OpenedModel(base_model, sampling_client, renderer, self.context_window)
         logs = await eval_async(
             self.tasks,
-            model=Model(provider(base_model, model=opened), self.config),  # the registry names it in logs
+            # the registry names it in logs
+            model=Model(provider(base_model, model=opened), self.config),
             limit=self.limit,
             log_dir=self.log_dir,
             max_connections=self.max_connections,
@@ -62,7 +69,9 @@ def metrics_of(log: EvalLog) -> dict[str, float]:
     """PlanishError if the task as a whole came to no end; samples that failed are counted."""
     if log.status != "success" or log.results is None:
         reason = log.error.message if log.error else "none of its samples could be scored"
-        raise PlanishError(f"Inspect's task {log.eval.task} gave no results: {reason}; see {log.location}")
+        raise PlanishError(
+            f"Inspect's task {log.eval.task} gave no results: {reason}; see {log.location}"
+        )
     results, prefix = log.results, f"eval/{log.eval.task}"
     metrics = {
         f"{prefix}/{score.name}/{name}": float(metric.value)

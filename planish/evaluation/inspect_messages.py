@@ -27,7 +27,9 @@ def renderer_messages(messages: Sequence[ChatMessage]) -> list[Message]:
 
 def _message(message: ChatMessage) -> Message:
     if message.role == "tool" or getattr(message, "tool_calls", None):
-        raise UnsupportedError("a message calls a tool or answers for one; planish's provider of Inspect has no tools")
+        raise UnsupportedError(
+            "a message calls a tool or answers for one; planish's provider of Inspect has no tools"
+        )
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
     parts: list[Any] = [_part(part, message.role) for part in message.content]
@@ -57,7 +59,9 @@ def choice(
     message, _ = renderer.parse_response(sequence.tokens)
     cut_off = "model_length" if was_bounded_by_context else "max_tokens"
     return ChatCompletionChoice(
-        message=ChatMessageAssistant(content=_content(message, stop), model=model_name, source="generate"),
+        message=ChatMessageAssistant(
+            content=_content(message, stop), model=model_name, source="generate"
+        ),
         stop_reason="stop" if sequence.stop_reason == "stop" else cut_off,
         logprobs=Logprobs(content=_logprobs(sequence, renderer)) if with_logprobs else None,
     )
@@ -88,7 +92,9 @@ def _logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:
             token=_text(renderer, token),
             logprob=logprob,
             bytes=list(_text(renderer, token).encode()),
-            top_logprobs=[TopLogprob(token=_text(renderer, other), logprob=value) for other, value in top]
+            top_logprobs=[
+                TopLogprob(token=_text(renderer, other), logprob=value) for other, value in top
+            ]
             if top
             else None,
         )
@@ -97,4 +103,6 @@ def _logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:
 
 
 def _text(renderer: Renderer, token: int) -> str:
-    return renderer.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return renderer.tokenizer.decode(
+        [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )

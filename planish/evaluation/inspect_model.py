@@ -5,8 +5,8 @@
     inspect eval task.py --model planish/tinker://RUN/sampler_weights/NAME -M renderer=chatml -M data_dir=DIR
     inspect eval task.py --model planish/Qwen/Qwen3-8B --model-base-url http://gpu:8000
 
-Messages go through the model's renderer, so a task sees the prompts that training sees. Text only, and no tools: a task that needs
-more is refused at its first request.
+Messages go through the model's renderer, so a task sees the prompts that training sees. Text only,
+and no tools: a task that needs more is refused at its first request.
 """
 
 import asyncio
@@ -22,7 +22,9 @@ from planish.evaluation.inspect_options import check_options, sampling_params
 from planish.evaluation.models import OpenedModel, open_model
 
 MAX_TOKENS = 2048
-"""Of an answer where the task does not say, as Inspect's own providers have it; less where the context has no room."""
+"""Of an answer where the task does not say, as Inspect's own providers have it; less where the
+context has no room.
+"""
 MAX_CONNECTIONS = 64
 
 
@@ -38,20 +40,30 @@ class PlanishAPI(ModelAPI):
         data_dir: str | None = None,
         model: OpenedModel | None = None,
     ) -> None:
-        """`renderer` and `data_dir` as `-M` arguments. `model` is used instead of opening one, and not closed."""
+        """`renderer` and `data_dir` as `-M` arguments. `model` is used instead of opening one, and
+        not closed.
+        """
         super().__init__(model_name, base_url, api_key, ["PLANISH_API_KEY"], config)
         self._service: ServiceClient | None = None
         if model is None:
-            self._service = ServiceClient(base_url=base_url, api_key=self.api_key, data_dir=data_dir)
+            self._service = ServiceClient(
+                base_url=base_url, api_key=self.api_key, data_dir=data_dir
+            )
             model = open_model(self._service, model_name, renderer)
         self.model = model
 
     async def generate(
-        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,
+        config: GenerateConfig,
     ) -> ModelOutput:
         check_options(config)
         if tools and tool_choice != "none":
-            raise UnsupportedError("the task gives the model tools; planish's provider of Inspect has none")
+            raise UnsupportedError(
+                "the task gives the model tools; planish's provider of Inspect has none"
+            )
         renderer = self.model.renderer
         prompt = renderer.build_generation_prompt(renderer_messages(input))
         wanted = config.max_tokens or MAX_TOKENS
@@ -92,12 +104,17 @@ class PlanishAPI(ModelAPI):
         )
 
     def _stop(self, strings: list[str]) -> list[str] | list[int]:
-        """The format's own stops and the task's. The sampler takes tokens or strings, so a token is then told as its text."""
+        """The format's own stops and the task's. The sampler takes tokens or strings, so a token is
+        then told as its text.
+        """
         own = self.model.renderer.get_stop_sequences()
         if not strings:
             return own
         tokenizer = self.model.renderer.tokenizer
-        return [*strings, *(mark if isinstance(mark, str) else tokenizer.decode([mark]) for mark in own)]
+        return [
+            *strings,
+            *(mark if isinstance(mark, str) else tokenizer.decode([mark]) for mark in own),
+        ]
 
     async def count_text_tokens(self, text: str) -> int:
         return len(self.model.renderer.tokenizer.encode(text, add_special_tokens=False))

@@ -1,9 +1,11 @@
 # pyright: reportMissingImports=false
-"""Inspect's options of generation: what planish takes, what it refuses, what it says that it ignores.
+"""Inspect's options of generation: what planish takes, what it refuses, what it says that it
+ignores.
 
-An option that changes what is drawn is never ignored: an evaluation would report numbers of other settings than it asked for.
-Those that Inspect documents as hints for some providers (reasoning, verbosity, caching of prompts) are named in one warning each,
-as its own providers do. Some are Inspect's own business, before or after a request. All others, those of later versions of Inspect
+An option that changes what is drawn is never ignored: an evaluation would report numbers of other
+settings than it asked for. Those that Inspect documents as hints for some providers (reasoning,
+verbosity, caching of prompts) are named in one warning each, as its own providers do. Some are
+Inspect's own business, before or after a request. All others, those of later versions of Inspect
 too, are refused.
 """
 
@@ -56,18 +58,28 @@ _warned: set[str] = set()
 
 
 def check_options(config: GenerateConfig) -> None:
-    """UnsupportedError for what would be drawn otherwise than asked; a warning, once, for a hint that is not taken."""
-    given = {name for name, value in config.model_dump(exclude_none=True).items() if value not in (False, {}, [])}
+    """UnsupportedError for what would be drawn otherwise than asked; a warning, once, for a hint
+    that is not taken.
+    """
+    given = {
+        name
+        for name, value in config.model_dump(exclude_none=True).items()
+        if value not in (False, {}, [])
+    }
     for name in sorted(given.intersection(HINTS) - _warned):
         _warned.add(name)
         logger.warning("planish has no %s=%r; it is ignored", name, getattr(config, name))
     refused = sorted(given - {*TAKEN, *HINTS, *INSPECTS_OWN})
     if refused:
         named = ", ".join(f"{name}={getattr(config, name)!r}" for name in refused)
-        raise UnsupportedError(f"{named}: planish does not offer this; leave it out of the task's generate config")
+        raise UnsupportedError(
+            f"{named}: planish does not offer this; leave it out of the task's generate config"
+        )
 
 
-def sampling_params(config: GenerateConfig, max_tokens: int, stop: list[str] | list[int]) -> SamplingParams:
+def sampling_params(
+    config: GenerateConfig, max_tokens: int, stop: list[str] | list[int]
+) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         seed=config.seed,

@@ -1,4 +1,5 @@
-"""Every metric of an evaluation, each defined once. The table in docs/evaluation.md is made from here.
+"""Every metric of an evaluation, each defined once. The table in docs/evaluation.md is made from
+here.
 
     python -m planish.evaluation.metric_definitions          rewrite the table
 
@@ -24,7 +25,11 @@ SCORES = Section(
             "multiple_choice_logprobs: problems whose right choice has the largest mean logprob a token",
             "above 1 / choices",
         ),
-        _M("eval/<task>/score_length_normalized_stderr", "fraction", "its standard error, over problems"),
+        _M(
+            "eval/<task>/score_length_normalized_stderr",
+            "fraction",
+            "its standard error, over problems",
+        ),
         _M(
             "eval/<task>/score",
             "fraction",
@@ -34,7 +39,11 @@ SCORES = Section(
             "falls while the training reward rises: something else is being learned",
         ),
         _M("eval/<task>/score_stderr", "fraction", "its standard error, over problems"),
-        _M("eval/<task>/pass@<k>_stderr", "fraction", "the standard error of `pass@<k>`, over problems"),
+        _M(
+            "eval/<task>/pass@<k>_stderr",
+            "fraction",
+            "the standard error of `pass@<k>`, over problems",
+        ),
         _M(
             "eval/<task>/pass@<k>",
             "fraction",
@@ -72,7 +81,11 @@ FORM = Section(
             "near 1",
             "low: the score measures form, not knowledge",
         ),
-        _M("eval/<task>/tokens_per_answer", "tokens", "mean length of an answer, its end mark included"),
+        _M(
+            "eval/<task>/tokens_per_answer",
+            "tokens",
+            "mean length of an answer, its end mark included",
+        ),
     ),
 )
 INSPECT = Section(

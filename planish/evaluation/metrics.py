@@ -1,6 +1,7 @@
 """What is counted over the answers of an evaluation. Each key is defined in metric_definitions.py.
 
-The unit of every error is the problem (see planish/mean.py). Answers that could not be judged or asked for are wrong, and counted.
+The unit of every error is the problem (see planish/mean.py). Answers that could not be judged or
+asked for are wrong, and counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,14 @@ def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int
     answers = [answer for problem in problems for answer in problem]
     count = len(answers)
     correct = [sum(answer.reward > 0 for answer in problem) for problem in problems]
-    metrics = Mean.of([right / len(problem) for right, problem in zip(correct, problems, strict=True)]).named("score")
+    metrics = Mean.of(
+        [right / len(problem) for right, problem in zip(correct, problems, strict=True)]
+    ).named("score")
     for size in k:
-        estimates = [pass_at_k(len(problem), right, size) for right, problem in zip(correct, problems, strict=True)]
+        estimates = [
+            pass_at_k(len(problem), right, size)
+            for right, problem in zip(correct, problems, strict=True)
+        ]
         metrics |= Mean.of(estimates).named(f"pass@{size}")
     return metrics | {
         "num_correct": sum(correct),
@@ -58,7 +64,9 @@ def metrics_of(problems: Sequence[Sequence[Any]], k: Sequence[int]) -> Metrics:
 def check_k(k: Sequence[int], samples: int) -> None:
     wrong = [size for size in k if not 1 <= size <= samples]
     if wrong or len(set(k)) < len(k):
-        raise UserError(f"k={list(k)} with samples={samples}: give each k once, from 1 to the number of samples")
+        raise UserError(
+            f"k={list(k)} with samples={samples}: give each k once, from 1 to the number of samples"
+        )
 
 
 def named(task: str, metrics: Mapping[str, float]) -> Metrics:

@@ -23,11 +23,15 @@ class OpenedModel:
     context_window: int | None
     """Tokens; None where the service does not say."""
     weights: str | None = None
-    """What tells them from others that had, or will have, this name; None where nobody knows, as of a server's base model."""
+    """What tells them from others that had, or will have, this name; None where nobody knows, as of
+    a server's base model.
+    """
 
 
 def open_model(service_client: Any, name: str, renderer_name: str | None = None) -> OpenedModel:
-    """The renderer is the named one, else the one that a checkpoint says it was trained with, else the base model's."""
+    """The renderer is the named one, else the one that a checkpoint says it was trained with, else
+    the base model's.
+    """
     resolved = weights_of(name)
     is_checkpoint = resolved.startswith(SCHEMES)
     place = {"model_path": resolved} if is_checkpoint else {"base_model": resolved}
@@ -49,14 +53,19 @@ def _checkpoint(service_client: Any, path: str) -> Checkpoint | None:
     """As its run's list has it; None if there is none to be read."""
     try:
         parsed = CheckpointPath.parse(path)
-        listed = service_client.create_rest_client().list_checkpoints(parsed.run_id).result().checkpoints
-    except (PlanishError, ValueError):  # weights of another place, which are sampled from and not listed
+        listed = (
+            service_client.create_rest_client().list_checkpoints(parsed.run_id).result().checkpoints
+        )
+    except (PlanishError, ValueError):
+        # weights of another place, which are sampled from and not listed
         return None
     return next((one for one in listed if one.checkpoint_id == parsed.checkpoint_id), None)
 
 
 def _fingerprint(directory: Path) -> str | None:
-    """Of a base model's files; None if the directory has only a tokenizer, as that of a server's model."""
+    """Of a base model's files; None if the directory has only a tokenizer, as that of a server's
+    model.
+    """
     try:
         return weights_fingerprint(directory)
     except UnknownModelError:

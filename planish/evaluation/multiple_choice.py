@@ -1,8 +1,10 @@
-"""Questions with choices: rows of "question", "choices" (two or more texts) and "answer" (a letter, or an index from 0).
+"""Questions with choices: rows of "question", "choices" (two or more texts) and "answer" (a letter,
+or an index from 0).
 
 Two ways to answer, which are two tasks:
 
-    multiple_choice            the choices are listed with letters; the letter is read from the answer that was drawn
+    multiple_choice            the choices are listed with letters; the letter is read from the
+                               answer that was drawn
     multiple_choice_logprobs   the choices are not shown; each is scored as the assistant's message
 
 Reading a letter never guesses: a text in which none is plainly given has no answer, and is wrong.
@@ -29,7 +31,9 @@ ALONE = re.compile(r"\W*([A-Za-z])\W*")
 
 def lettered_question(row: Mapping[str, Any], where: str, number: int) -> Question:
     question, choices, reference = _read(row, where)
-    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+    listed = "\n".join(
+        f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)
+    )
     asked: Any = {"role": "user", "content": f"{question}\n\n{listed}\n\n{ASK_FOR_LETTER}"}
     return Question(number, (asked,), reference, choices)
 
@@ -46,7 +50,9 @@ async def grade_letter(question: Question, text: str) -> Verdict:
 
 
 def letter_of(text: str, choices: int) -> str | None:
-    """The letter that a text gives: boxed, stated as the answer (the last statement counts), in front, or alone."""
+    """The letter that a text gives: boxed, stated as the answer (the last statement counts), in
+    front, or alone.
+    """
     boxed = extract_boxed(text)
     stated = STATED.findall(text)
     front, alone = LEADING.match(text), ALONE.fullmatch(text)
@@ -66,15 +72,23 @@ def _read(row: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...], str
     if not question:
         raise UserError(f"{where}: the question is empty; write it, or remove the row")
     if not isinstance(choices, list | tuple) or not 2 <= len(choices) <= len(LETTERS):
-        raise UserError(f'{where}: needs "choices", a list of 2 to {len(LETTERS)} texts; it has {choices!r}')
+        raise UserError(
+            f'{where}: needs "choices", a list of 2 to {len(LETTERS)} texts; it has {choices!r}'
+        )
     texts = tuple(text_of({"choices": choice}, "choices", where) for choice in choices)
     if not all(texts) or len(set(texts)) < len(texts):
-        raise UserError(f"{where}: a choice is empty, or there twice: {list(texts)}; let each be there once")
+        raise UserError(
+            f"{where}: a choice is empty, or there twice: {list(texts)}; let each be there once"
+        )
     return question, texts, LETTERS[_index(row.get("answer"), len(texts), where)]
 
 
 def _index(answer: Any, choices: int, where: str) -> int:
-    if isinstance(answer, str) and len(letter := answer.strip().upper()) == 1 and letter in LETTERS[:choices]:
+    if (
+        isinstance(answer, str)
+        and len(letter := answer.strip().upper()) == 1
+        and letter in LETTERS[:choices]
+    ):
         return LETTERS.index(letter)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < choices:
         return answer

@@ -1,4 +1,6 @@
-"""Tasks by name. All rows of a task are read and checked before anything is sampled; what is wrong is named by its line."""
+"""Tasks by name. All rows of a task are read and checked before anything is sampled; what is wrong
+is named by its line.
+"""
 
 import hashlib
 import json
@@ -27,19 +29,29 @@ class TaskKind:
 
 
 TASKS: dict[str, TaskKind] = {
-    "gsm8k": TaskKind('"question", "answer" (after ####)', "openai/gsm8k", gsm8k_question, grade_boxed),
-    "math500": TaskKind('"problem", "answer" or "solution"', "HuggingFaceH4/MATH-500", math_question, grade_boxed),
-    "multiple_choice": TaskKind('"question", "choices", "answer"', None, lettered_question, grade_letter),
-    "multiple_choice_logprobs": TaskKind('"question", "choices", "answer"', None, open_question, None),
+    "gsm8k": TaskKind(
+        '"question", "answer" (after ####)', "openai/gsm8k", gsm8k_question, grade_boxed
+    ),
+    "math500": TaskKind(
+        '"problem", "answer" or "solution"', "HuggingFaceH4/MATH-500", math_question, grade_boxed
+    ),
+    "multiple_choice": TaskKind(
+        '"question", "choices", "answer"', None, lettered_question, grade_letter
+    ),
+    "multiple_choice_logprobs": TaskKind(
+        '"question", "choices", "answer"', None, open_question, None
+    ),
 }
 """Add a task of your own here: `TASKS["mine"] = TaskKind(...)`."""
 
 
-def load_task(name: str, data: str | Path | None = None, *, limit: int | None = None, title: str | None = None) -> Task:
+def load_task(
+    name: str, data: str | Path | None = None, *, limit: int | None = None, title: str | None = None
+) -> Task:
     """The questions of a task: all of `data`, or the first `limit`.
 
-    `data`: a JSONL or parquet file, a directory with a test split, or a name of the hub; None is the published test set.
-    `title` is the task's name in metrics and files, if it is not `name`.
+    `data`: a JSONL or parquet file, a directory with a test split, or a name of the hub; None is
+    the published test set. `title` is the task's name in metrics and files, if it is not `name`.
     """
     kind = TASKS.get(name)
     if kind is None:
@@ -48,7 +60,9 @@ def load_task(name: str, data: str | Path | None = None, *, limit: int | None = 
     if place is None:
         raise UserError(f"task {name}: its data have to be named (data=...); rows have {kind.form}")
     if limit is not None and limit < 1:
-        raise UserError(f"limit={limit}: give a whole number of at least 1, or leave it out for all questions")
+        raise UserError(
+            f"limit={limit}: give a whole number of at least 1, or leave it out for all questions"
+        )
     rows = located_rows(place, "train" if Path(place).expanduser().is_file() else "test")
     questions = [kind.read(row, where, number) for number, (where, row) in enumerate(rows, start=1)]
     if not questions:

@@ -12,7 +12,9 @@ from planish.renderers import Message
 @dataclass(frozen=True)
 class Question:
     number: int
-    """From 1, in the order of the data; by it a question is known in files, and its draws are seeded."""
+    """From 1, in the order of the data; by it a question is known in files, and its draws are
+    seeded.
+    """
     messages: tuple[Message, ...]
     reference: str
     """The right answer; for multiple choice its letter."""
@@ -71,7 +73,9 @@ class Sampling:
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: give a whole number of at least 1")
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature={self.temperature}: give a number of at least 0; 0 is greedy")
+            raise UserError(
+                f"temperature={self.temperature}: give a number of at least 0; 0 is greedy"
+            )
         if self.samples > 1 and self.temperature == 0:
             raise UserError(
                 f"samples={self.samples} at temperature=0 would be {self.samples} times the same answer; give a temperature, such as 1"
@@ -119,7 +123,9 @@ class ChosenAnswer:
     prompt: str
     choices: list[ScoredChoice]
     answer: str | None
-    """The letter of the largest sum; the first of equal ones. None: the choices do not fit the context."""
+    """The letter of the largest sum; the first of equal ones. None: the choices do not fit the
+    context.
+    """
     answer_length_normalized: str | None
     """The letter of the largest mean over tokens."""
     reward: float

@@ -1,8 +1,10 @@
-"""An adapter as its files say: for each linear the matrices A and B, whose product times a factor is added to the weight.
+"""An adapter as its files say: for each linear the matrices A and B, whose product times a factor
+is added to the weight.
 
-Read from a directory in PEFT's layout, which is what checkpoints of planish are too; where planish.json is among the files, they are
-compared with its SHA-256. What other tools may ask for in such a directory and a plain sum cannot give (DoRA, trained biases, whole
-modules) is refused by name.
+Read from a directory in PEFT's layout, which is what checkpoints of planish are too; where
+planish.json is among the files, they are compared with its SHA-256. What other tools may ask for in
+such a directory and a plain sum cannot give (DoRA, trained biases, whole modules) is refused by
+name.
 """
 
 import hashlib
@@ -17,7 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG, MANIFEST, Manifest, read_manifest
+from planish.engine.checkpoint_files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    MANIFEST,
+    Manifest,
+    read_manifest,
+)
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
 from planish.model.weights import expected_shapes
@@ -73,7 +81,11 @@ class LoraUpdate:
     @property
     def base_model(self) -> str | None:
         """The name of the base model as the files say it."""
-        return self.manifest.base_model if self.manifest else self.config.get("base_model_name_or_path")
+        return (
+            self.manifest.base_model
+            if self.manifest
+            else self.config.get("base_model_name_or_path")
+        )
 
     @property
     def trains_head(self) -> bool:
@@ -92,10 +104,14 @@ class LoraUpdate:
 
 
 def read_update(directory: Path) -> LoraUpdate:
-    """The adapter in `directory`. CheckpointError: there is none; DamagedFileError, UnsupportedError: it cannot be used."""
+    """The adapter in `directory`. CheckpointError: there is none; DamagedFileError,
+    UnsupportedError: it cannot be used.
+    """
     for name in (ADAPTER, ADAPTER_CONFIG):
         if not (directory / name).is_file():
-            raise CheckpointError(f"{directory} is no adapter: it has no {name}; give a checkpoint or a PEFT directory")
+            raise CheckpointError(
+                f"{directory} is no adapter: it has no {name}; give a checkpoint or a PEFT directory"
+            )
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
     if manifest is not None:
         _verify(directory, manifest)
@@ -104,7 +120,9 @@ def read_update(directory: Path) -> LoraUpdate:
     try:
         tensors = load_file(directory / ADAPTER)
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{directory / ADAPTER} cannot be read ({error}); get the adapter again") from error
+        raise DamagedFileError(
+            f"{directory / ADAPTER} cannot be read ({error}); get the adapter again"
+        ) from error
     return LoraUpdate(config, _linears(tensors, config["r"], directory), manifest)
 
 
@@ -123,11 +141,15 @@ def _check_plain(config: Mapping[str, Any], directory: Path) -> None:
     where = directory / ADAPTER_CONFIG
     for name, plain in _PLAIN.items():
         if name in config and config[name] not in plain:
-            raise UnsupportedError(f"{where}: {name} is {config[name]!r}; planish reads plain LoRA adapters")
+            raise UnsupportedError(
+                f"{where}: {name} is {config[name]!r}; planish reads plain LoRA adapters"
+            )
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise DamagedFileError(f"{where}: {name} is {value!r}, not a positive number; get the adapter again")
+            raise DamagedFileError(
+                f"{where}: {name} is {value!r}, not a positive number; get the adapter again"
+            )
 
 
 def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[str, Matrices]:
@@ -137,13 +159,21 @@ def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[
         for part in _PARTS:
             linear = linear.removesuffix(part)
         if name not in (f"{_PREFIX}{linear}{part}" for part in _PARTS):
-            raise UnsupportedError(f"{directory / ADAPTER} holds {name}, which is no part of a plain LoRA adapter")
+            raise UnsupportedError(
+                f"{directory / ADAPTER} holds {name}, which is no part of a plain LoRA adapter"
+            )
         names[linear] = None
     linears: dict[str, Matrices] = {}
     for linear in names:
         pair = [tensors.get(f"{_PREFIX}{linear}{part}") for part in _PARTS]
         a, b = (None if tensor is None else tensor.to(torch.float32) for tensor in pair)
-        if a is None or b is None or a.dim() != 2 or b.dim() != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
+        if (
+            a is None
+            or b is None
+            or a.dim() != 2
+            or b.dim() != 2
+            or (a.shape[0], b.shape[1]) != (rank, rank)
+        ):
             raise DamagedFileError(
                 f"{directory / ADAPTER}: {linear} has not both matrices of rank {rank}; get the adapter again"
             )

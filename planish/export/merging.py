@@ -1,10 +1,11 @@
 """A base model with an adapter merged into it, as a Hugging Face directory.
 
-The sum W + scaling * B A is made in float32 and rounded once, to the dtype of the files. Weights go from file to file: what is in memory is
-one shard and a block of rows of one matrix, whatever the size of the model. The names and their order are those of the base.
+The sum W + scaling * B A is made in float32 and rounded once, to the dtype of the files. Weights go
+from file to file: what is in memory is one shard and a block of rows of one matrix, whatever the
+size of the model. The names and their order are those of the base.
 
-An adapter on a tied head changes the head and not the embedding, so the two are no longer one matrix: the merged model has an lm_head of
-its own, and its config says so.
+An adapter on a tied head changes the head and not the embedding, so the two are no longer one
+matrix: the merged model has an lm_head of its own, and its config says so.
 """
 
 import json
@@ -39,7 +40,9 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """Norm of the rounding errors / norm of the update, over all weights that the adapter changes."""
+        """Norm of the rounding errors / norm of the update, over all weights that the adapter
+        changes.
+        """
         return math.sqrt(self.squared_error / self.squared_update) if self.squared_update else 0.0
 
 
@@ -67,19 +70,25 @@ def write_merged(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Rounding:
-    """Write weights, their index and config.json into `out`; `dtype` None keeps that of each tensor of the base."""
+    """Write weights, their index and config.json into `out`; `dtype` None keeps that of each tensor
+    of the base.
+    """
     weights = load_weights(base, config)
     if config.tied_head and update.trains_head:
         weights[_HEAD_WEIGHT] = weights[_EMBEDDING]
     sources = [
-        Source(name, weight, update.linears.get(name.removesuffix(".weight")), dtype or weight.dtype)
+        Source(
+            name, weight, update.linears.get(name.removesuffix(".weight")), dtype or weight.dtype
+        )
         for name, weight in weights.items()
     ]
     rounding = Rounding()
     shards = _shards(sources, shard_bytes)
     files = dict(zip(_file_names(len(shards)), shards, strict=True))
     for file, shard in files.items():
-        _save({source.name: merged(source, update.scaling, rounding) for source in shard}, out / file)
+        _save(
+            {source.name: merged(source, update.scaling, rounding) for source in shard}, out / file
+        )
     if len(files) > 1:
         _write_json(out / INDEX_FILE, _index(files))
     _write_json(out / "config.json", _config(base, config, update, sources))
@@ -126,12 +135,16 @@ def _file_names(count: int) -> list[str]:
 
 def _index(files: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
     return {
-        "metadata": {"total_size": sum(source.size for shard in files.values() for source in shard)},
+        "metadata": {
+            "total_size": sum(source.size for shard in files.values() for source in shard)
+        },
         "weight_map": {source.name: file for file, shard in files.items() for source in shard},
     }
 
 
-def _config(base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source]) -> dict[str, Any]:
+def _config(
+    base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source]
+) -> dict[str, Any]:
     """The base's config.json with what is different now."""
     fields = read_json(base / "config.json")
     fields.pop("_name_or_path", None)
@@ -147,7 +160,11 @@ def _config(base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequen
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
     except SafetensorError as error:  # what safetensors makes of an OSError
         raise StorageError(f"{path.name} could not be written ({error}); free space") from error
 

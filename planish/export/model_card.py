@@ -1,7 +1,9 @@
-"""README.md of an export: what it is, what it was made from and by what, how far to trust the numbers, and how to use it.
+"""README.md of an export: what it is, what it was made from and by what, how far to trust the
+numbers, and how to use it.
 
-The header is the hub's (YAML between dashes), so that a page there shows base model and licence. The licence is what the files of the
-base model say of themselves; where they say nothing, so does the card.
+The header is the hub's (YAML between dashes), so that a page there shows base model and licence.
+The licence is what the files of the base model say of themselves; where they say nothing, so does
+the card.
 """
 
 import json
@@ -42,20 +44,31 @@ class Base:
     @property
     def was_converted(self) -> bool:
         """From a GGUF file: the numbers are not those of the model on the hub, even if the name is."""
-        return self.directory is not None and models_home().absolute() in self.directory.absolute().parents
+        return (
+            self.directory is not None
+            and models_home().absolute() in self.directory.absolute().parents
+        )
 
     def license(self) -> Mapping[str, str]:
-        """license, license_name and license_link as the README.md of the model has them; empty if it has not."""
+        """license, license_name and license_link as the README.md of the model has them; empty if
+        it has not.
+        """
         if self.directory is None:
             return {}
         if self.name == DEFAULT_MODEL and self.directory.name == DIRECTORY_NAME:
             return {"license": EMBEDDED_LICENSE}
         card = self.directory / README
         fields = (metadata_load(card) or {}) if card.is_file() else {}
-        return {name: str(fields[name]) for name in ("license", "license_name", "license_link") if fields.get(name)}
+        return {
+            name: str(fields[name])
+            for name in ("license", "license_name", "license_link")
+            if fields.get(name)
+        }
 
 
-def model_card(kind: Format, base: Base, update: LoraUpdate, origin: Origin, dtype: str, rounding: Rounding) -> str:
+def model_card(
+    kind: Format, base: Base, update: LoraUpdate, origin: Origin, dtype: str, rounding: Rounding
+) -> str:
     parts = [
         f"---\n{_header(kind, base)}\n---",
         f"# {_title(kind, base)}",
@@ -77,7 +90,10 @@ def _header(kind: Format, base: Base) -> str:
         **base.license(),
     }
     if base.is_on_hub:
-        data |= {"base_model": base.name, "base_model_relation": "adapter" if kind == "peft" else "finetune"}
+        data |= {
+            "base_model": base.name,
+            "base_model_relation": "adapter" if kind == "peft" else "finetune",
+        }
     return ModelCardData(**data).to_yaml().strip()
 
 
@@ -86,7 +102,11 @@ def _title(kind: Format, base: Base) -> str:
 
 
 def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
-    files = "A PEFT adapter" if kind == "peft" else "A Hugging Face model with the adapter merged into its weights"
+    files = (
+        "A PEFT adapter"
+        if kind == "peft"
+        else "A Hugging Face model with the adapter merged into its weights"
+    )
     licence = base.license().get("license")
     modules = sorted({name.rpartition(".")[2] for name in update.linears})
     rows = {
@@ -157,7 +177,10 @@ def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
         rank = max(8, 1 << (update.rank - 1).bit_length())
         parts += ["With vLLM:", _code(f"vllm serve {_public_name(base)} --enable-lora --max-lora-rank {rank} \\\n"
                                       "    --lora-modules tuned=DIRECTORY", "sh")]  # fmt: skip
-    parts += ["Merge it into the base model:", _code("planish export DIRECTORY MERGED --format merged", "sh")]
+    parts += [
+        "Merge it into the base model:",
+        _code("planish export DIRECTORY MERGED --format merged", "sh"),
+    ]
     return parts
 
 
@@ -171,7 +194,10 @@ def _use_merged() -> Sequence[str]:
             "python",
         ),
         "With vLLM, and with planish:",
-        _code("vllm serve DIRECTORY\nplanish chat --model DIRECTORY\nplanish serve --model tuned=DIRECTORY", "sh"),
+        _code(
+            "vllm serve DIRECTORY\nplanish chat --model DIRECTORY\nplanish serve --model tuned=DIRECTORY",
+            "sh",
+        ),
     ]
 
 
@@ -184,13 +210,19 @@ def _run(origin: Origin) -> Sequence[str]:
     ]
     if origin.run.step is not None:
         shown = dict(list(origin.run.metrics.items())[:_SHOWN_METRICS])
-        rows = {f"`{name}`": f"{value:.6g}" for name, value in shown.items() if not name.startswith("time/")}
+        rows = {
+            f"`{name}`": f"{value:.6g}"
+            for name, value in shown.items()
+            if not name.startswith("time/")
+        }
         parts += [f"## Metrics of its step {origin.run.step}", _table(rows)]
     return parts
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return "\n".join(
+        ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    )
 
 
 def _code(text: str, language: str) -> str:

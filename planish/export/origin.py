@@ -1,7 +1,8 @@
 """Where an exported checkpoint comes from: the files to read, and what its run says of it.
 
-A checkpoint is named by its path (tinker://RUN/KIND/NAME), by the directory of the run that saved it, or by a directory with its files, as
-`planish checkpoints download` leaves it and as PEFT writes one. Only a run directory knows the options and the metrics of the run.
+A checkpoint is named by its path (tinker://RUN/KIND/NAME), by the directory of the run that saved
+it, or by a directory with its files, as `planish checkpoints download` leaves it and as PEFT writes
+one. Only a run directory knows the options and the metrics of the run.
 """
 
 import json
@@ -16,7 +17,14 @@ from typing import Any
 from planish.commands.records import Records
 from planish.engine.checkpoint_files import ADAPTER_CONFIG
 from planish.errors import CheckpointError, DamagedFileError, UserError
-from planish.runs import CONFIG, METRICS, CheckpointRecord, checkpoint_records, read_rows, weights_of
+from planish.runs import (
+    CONFIG,
+    METRICS,
+    CheckpointRecord,
+    checkpoint_records,
+    read_rows,
+    weights_of,
+)
 
 _PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
 """Options that say where a run was watched and kept, not what it did."""
@@ -50,9 +58,11 @@ class Origin:
 
 @contextmanager
 def found_checkpoint(source: str, records: Records, run: Path | None = None) -> Iterator[Origin]:
-    """The files of `source`, for the time of the block; downloaded from `records` where it is a path of a checkpoint.
+    """The files of `source`, for the time of the block; downloaded from `records` where it is a
+    path of a checkpoint.
 
-    `run`: the directory of its run. CheckpointError if there is none; UserError for what names no checkpoint.
+    `run`: the directory of its run. CheckpointError if there is none; UserError for what names no
+    checkpoint.
     """
     path, directory = weights_of(source), Path(source).expanduser()
     if path != source:
@@ -74,14 +84,18 @@ def _recorded(run: Path, path: str) -> CheckpointRecord:
     for record in checkpoint_records(run):
         if path in (record.state_path, record.sampler_path):
             return record
-    raise CheckpointError(f"{run} records no checkpoint {path}; name the run that saved it, or leave it out")
+    raise CheckpointError(
+        f"{run} records no checkpoint {path}; name the run that saved it, or leave it out"
+    )
 
 
 def run_facts(run: Path, record: CheckpointRecord) -> RunFacts:
     try:
         config = json.loads((run / CONFIG).read_text()) if (run / CONFIG).is_file() else {}
     except ValueError as error:
-        raise DamagedFileError(f"{run / CONFIG} is not JSON ({error}); give the checkpoint by its path") from error
+        raise DamagedFileError(
+            f"{run / CONFIG} is not JSON ({error}); give the checkpoint by its path"
+        ) from error
     step = record.batch - 1
     metrics: dict[str, float] = {}
     for row in read_rows(run / METRICS):
@@ -93,11 +107,16 @@ def run_facts(run: Path, record: CheckpointRecord) -> RunFacts:
 def _public(value: Any) -> Any:
     match value:
         case dict():
-            return {_public(name): _public(part) for name, part in value.items() if name not in _PRIVATE}
+            return {
+                _public(name): _public(part) for name, part in value.items() if name not in _PRIVATE
+            }
         case list():
             return [_public(part) for part in value]
-        case str() if value.startswith(("/", "~/")) and "\n" not in value:  # a name of a file may have blanks
+        # a name of a file may have blanks
+        case str() if value.startswith(("/", "~/")) and "\n" not in value:
             return PurePath(value).name or value
         case str():
-            return _PATH.sub(lambda found: PurePath(found[0]).name, _ADDRESS.sub("(an address)", value))
+            return _PATH.sub(
+                lambda found: PurePath(found[0]).name, _ADDRESS.sub("(an address)", value)
+            )
     return value

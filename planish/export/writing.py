@@ -33,7 +33,9 @@ _NOT_COPIED = ("config.json", "model*", README)
 class ExportOptions:
     format: Format = "peft"
     dtype: str | None = None
-    """One of DTYPES. None: of an adapter float32, as it was trained; of a merged model what each tensor of the base has."""
+    """One of DTYPES. None: of an adapter float32, as it was trained; of a merged model what each
+    tensor of the base has.
+    """
     base_model: str | None = None
     """Another base model than the one that the checkpoint names; of the same architecture."""
     overwrite: bool = False
@@ -45,7 +47,9 @@ class ExportOptions:
         if self.format not in FORMATS:
             raise UserError(f"format={self.format!r}: give {' or '.join(FORMATS)}")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise UserError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or leave it out")
+            raise UserError(
+                f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, or leave it out"
+            )
         if self.shard_bytes < 1:
             raise UserError(f"shard_bytes={self.shard_bytes}: give a number of bytes above 0")
 
@@ -61,14 +65,18 @@ class Exported:
 
 
 def check_target(target: Path, options: ExportOptions) -> None:
-    """UserError if an export cannot be put there; for what is slow, such as a download, to come after it."""
+    """UserError if an export cannot be put there; for what is slow, such as a download, to come
+    after it.
+    """
     check_free(target, marker=MARKER, overwrite=options.overwrite)
 
 
 def write_export(
     origin: Origin, target: Path, options: ExportOptions, models: Mapping[str, str] | None = None
 ) -> Exported:
-    """Write an export to `target`, whole or not at all. `models`: names of base models as directories, as in ServiceClient."""
+    """Write an export to `target`, whole or not at all. `models`: names of base models as
+    directories, as in ServiceClient.
+    """
     check_target(target, options)
     update = read_update(origin.directory)
     base = _base(update, options, models)
@@ -79,7 +87,9 @@ def write_export(
         else:
             rounding = _write_model(update, base, out, options)
             dtype = options.dtype or "the base's own dtype"
-        (out / README).write_text(model_card(options.format, base, update, origin, dtype, rounding), encoding="utf-8")
+        (out / README).write_text(
+            model_card(options.format, base, update, origin, dtype, rounding), encoding="utf-8"
+        )
         _write_json(out / MARKER, _marker(origin, update, base, options, rounding))
     return Exported(target, base, rounding)
 
@@ -90,7 +100,9 @@ def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] 
     if not name:
         raise UserError("the adapter names no base model; give base_model, a name or a directory")
     # The weights are needed to merge; an adapter is checked against them where they are at hand.
-    directory = resolve_model(name, models) if options.format == "merged" else _at_hand(name, models)
+    directory = (
+        resolve_model(name, models) if options.format == "merged" else _at_hand(name, models)
+    )
     if directory is None:
         return Base(name, None)
     config = ModelConfig.from_directory(directory)
@@ -99,7 +111,9 @@ def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] 
     if manifest is None:
         return Base(name, directory)
     if config.fingerprint() != manifest.architecture:
-        raise CheckpointError(f"{name} at {directory} has another architecture than the checkpoint was trained on")
+        raise CheckpointError(
+            f"{name} at {directory} has another architecture than the checkpoint was trained on"
+        )
     is_own = weights_fingerprint(directory) == manifest.weights
     if not is_own and options.base_model is None:
         raise CheckpointError(
@@ -112,7 +126,9 @@ def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] 
 def _at_hand(name: str, models: Mapping[str, str] | None) -> Path | None:
     """The directory of a base model that needs no network; None if there is none."""
     known = {entry.name for entry in list_models(models) if entry.cached}
-    return resolve_model(name, models) if name in known or Path(name).expanduser().exists() else None
+    return (
+        resolve_model(name, models) if name in known or Path(name).expanduser().exists() else None
+    )
 
 
 def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype) -> None:
@@ -131,7 +147,9 @@ def _write_model(update: LoraUpdate, base: Base, out: Path, options: ExportOptio
     assert base.directory is not None
     dtype = DTYPES[options.dtype] if options.dtype else None
     config = ModelConfig.from_directory(base.directory)
-    rounding = write_merged(base.directory, config, update, out, dtype=dtype, shard_bytes=options.shard_bytes)
+    rounding = write_merged(
+        base.directory, config, update, out, dtype=dtype, shard_bytes=options.shard_bytes
+    )
     for pattern in HUB_FILES:
         if pattern not in _NOT_COPIED and not pattern.startswith("model"):
             for file in base.directory.glob(pattern):

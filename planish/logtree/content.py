@@ -1,4 +1,6 @@
-"""What is logged: text, tables, conversations. Each call adds one node at the current place, or does nothing outside a trace."""
+"""What is logged: text, tables, conversations. Each call adds one node at the current place, or
+does nothing outside a trace.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,9 @@ from planish.logtree.trace import append
 
 
 class Formatter(Protocol):
-    """An object that draws itself. With a method `to_data` (a mapping with "type"), programs can read it from the JSON."""
+    """An object that draws itself. With a method `to_data` (a mapping with "type"), programs can
+    read it from the JSON.
+    """
 
     def to_html(self) -> str: ...
     def get_css(self) -> str: ...
@@ -53,7 +57,9 @@ def log_text(text: str, *, div_class: str | None = None) -> None:
 
 
 def log_html(html: str, *, div_class: str | None = None) -> None:
-    """HTML as it is. Never give it text that a model wrote: it is the one thing here that is not escaped."""
+    """HTML as it is. Never give it text that a model wrote: it is the one thing here that is not
+    escaped.
+    """
     append(lambda _: Node("div", {"class": div_class or "lt-html"}, [Markup(html)]))
 
 
@@ -71,7 +77,9 @@ def _formatted(formatter: Formatter) -> Node:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Messages with role and content, as they are now; programs find them by data["type"] == "conversation"."""
+    """Messages with role and content, as they are now; programs find them by data["type"] ==
+    "conversation".
+    """
     append(lambda _: conversation_node(messages))
 
 
@@ -100,8 +108,10 @@ def header(text: str, *, level: int | None = None) -> None:
 
 
 def table(obj: Any, *, caption: str | None = None) -> None:
-    """A list of dictionaries (columns are the keys of all of them), a list of lists (without a head), or a pandas
-    DataFrame. For one dictionary there are `table_from_dict` and `table_from_dict_of_lists`."""
+    """A list of dictionaries (columns are the keys of all of them), a list of lists (without a
+    head), or a pandas DataFrame. For one dictionary there are `table_from_dict` and
+    `table_from_dict_of_lists`.
+    """
 
     def make(_: int) -> Node:
         if hasattr(obj, "itertuples") and hasattr(obj, "columns"):
@@ -113,7 +123,9 @@ def table(obj: Any, *, caption: str | None = None) -> None:
             )
         if all(isinstance(row, Mapping) for row in obj):
             head = list(dict.fromkeys(key for row in obj for key in row))
-            return table_node([[row.get(key, "") for key in head] for row in obj], head=head, caption=caption)
+            return table_node(
+                [[row.get(key, "") for key in head] for row in obj], head=head, caption=caption
+            )
         if all(isinstance(row, Sequence) and not isinstance(row, str) for row in obj):
             return table_node(obj, caption=caption)
         raise UserError("table: the rows must be all dictionaries or all lists")
@@ -144,7 +156,10 @@ def table_from_dict(
 
 
 def table_from_dict_of_lists(
-    columns: Mapping[str, Sequence[Any]], *, caption: str | None = None, order: Sequence[str] | None = None
+    columns: Mapping[str, Sequence[Any]],
+    *,
+    caption: str | None = None,
+    order: Sequence[str] | None = None,
 ) -> None:
     """One column for each key, all of the same length; `order` picks columns and their order."""
 
@@ -152,16 +167,22 @@ def table_from_dict_of_lists(
         head = list(columns) if order is None else list(order)
         unknown = [name for name in head if name not in columns]
         if unknown:
-            raise UserError(f"order names {unknown}, which are no columns; there are {list(columns)}")
+            raise UserError(
+                f"order names {unknown}, which are no columns; there are {list(columns)}"
+            )
         if len({len(column) for column in columns.values()}) > 1:
             lengths = {name: len(column) for name, column in columns.items()}
             raise UserError(f"the columns of a table must have one length; they have {lengths}")
-        return table_node(zip(*(columns[name] for name in head), strict=True), head=head, caption=caption)
+        return table_node(
+            zip(*(columns[name] for name in head), strict=True), head=head, caption=caption
+        )
 
     append(make)
 
 
-def table_node(rows: Iterable[Iterable[Any]], *, head: Iterable[Any] = (), caption: str | None = None) -> Node:
+def table_node(
+    rows: Iterable[Iterable[Any]], *, head: Iterable[Any] = (), caption: str | None = None
+) -> Node:
     """A table as a node, every cell as text."""
     parts: list[Node | str] = []
     if caption:
@@ -169,5 +190,11 @@ def table_node(rows: Iterable[Iterable[Any]], *, head: Iterable[Any] = (), capti
     named = [Node("th", {}, [text_of(name)]) for name in head]
     if named:
         parts.append(Node("thead", {}, [Node("tr", {}, [*named])]))
-    parts.append(Node("tbody", {}, [Node("tr", {}, [Node("td", {}, [text_of(cell)]) for cell in row]) for row in rows]))
+    parts.append(
+        Node(
+            "tbody",
+            {},
+            [Node("tr", {}, [Node("td", {}, [text_of(cell)]) for cell in row]) for row in rows],
+        )
+    )
     return Node("table", {"class": "lt-table"}, parts)

@@ -1,8 +1,9 @@
 """Messages of a conversation as a node: data for programs, and what a page shows of them.
 
-The data is {"type": "conversation", "messages": [{"role", "content", ...}]}. Content is a string wherever the parts of a
-message are text; it stays a list of parts where there is more to it, such as thinking. The messages are copied when they
-are logged, because environments go on appending to their lists. The elements are made only when a page is written.
+The data is {"type": "conversation", "messages": [{"role", "content", ...}]}. Content is a string
+wherever the parts of a message are text; it stays a list of parts where there is more to it, such
+as thinking. The messages are copied when they are logged, because environments go on appending to
+their lists. The elements are made only when a page is written.
 """
 
 import json
@@ -27,7 +28,11 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _content(content: Any) -> str | list[Any]:
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [
+            part.get("text")
+            for part in content
+            if isinstance(part, dict) and part.get("type") == "text"
+        ]
         whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
         return "".join(map(str, texts)) if whole else content
     return "" if content is None else str(content)
@@ -53,7 +58,10 @@ def _drawn(message: Mapping[str, Any]) -> Node:
         *([thinking] if thinking["thinking"] else []),
         *([{"type": "text", "text": content}] if isinstance(content, str) else content),
         *({"type": "tool_call", **call} for call in _mappings(message, "tool_calls")),
-        *({"type": "unparsed_tool_call", **call} for call in _mappings(message, "unparsed_tool_calls")),
+        *(
+            {"type": "unparsed_tool_call", **call}
+            for call in _mappings(message, "unparsed_tool_calls")
+        ),
     ]
     body = Node("div", {"class": "lt-message-content"}, [_part(part) for part in parts])
     role = Node("div", {"class": "lt-message-role"}, [title])
@@ -78,7 +86,9 @@ def _text(part: Mapping[str, Any]) -> Node:
 
 def _thinking(part: Mapping[str, Any]) -> Node:
     body = Node("div", {"class": "lt-text", "dir": "auto"}, [str(part.get("thinking") or "")])
-    return Node("details", {"class": "lt-thinking", "open": ""}, [Node("summary", {}, ["Thinking"]), body])
+    return Node(
+        "details", {"class": "lt-thinking", "open": ""}, [Node("summary", {}, ["Thinking"]), body]
+    )
 
 
 def _call(part: Mapping[str, Any]) -> Node:
@@ -86,7 +96,11 @@ def _call(part: Mapping[str, Any]) -> Node:
     function = call.get("function") if isinstance(call, Mapping) else None
     called = function if isinstance(function, Mapping) else part
     arguments = called.get("arguments", "")
-    shown = arguments if isinstance(arguments, str) else json.dumps(arguments, indent=1, ensure_ascii=False)
+    shown = (
+        arguments
+        if isinstance(arguments, str)
+        else json.dumps(arguments, indent=1, ensure_ascii=False)
+    )
     name = Node("span", {"class": "lt-tool-name"}, [str(called.get("name", "tool"))])
     return Node("div", {"class": "lt-tool-call"}, [name, Node("pre", {"dir": "auto"}, [shown])])
 
@@ -94,7 +108,9 @@ def _call(part: Mapping[str, Any]) -> Node:
 def _unparsed_call(part: Mapping[str, Any]) -> Node:
     error = Node("div", {"class": "lt-error"}, [f"not a tool call: {part.get('error', '')}"])
     return Node(
-        "div", {"class": "lt-tool-call"}, [error, Node("pre", {"dir": "auto"}, [str(part.get("raw_text", ""))])]
+        "div",
+        {"class": "lt-tool-call"},
+        [error, Node("pre", {"dir": "auto"}, [str(part.get("raw_text", ""))])],
     )
 
 

@@ -1,7 +1,7 @@
 """From a tree to HTML. Text is escaped here and nowhere else.
 
-What HTML cannot carry (control characters, halves of surrogate pairs) is written as a visible sign, so that a page never
-hides or drops a character that a model wrote.
+What HTML cannot carry (control characters, halves of surrogate pairs) is written as a visible sign,
+so that a page never hides or drops a character that a model wrote.
 """
 
 import re
@@ -16,8 +16,9 @@ _UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def visible(text: str) -> str:
-    """`text` with a sign for each character that a page cannot show: U+240D for a carriage return, \\ud800 for a lone
-    surrogate."""
+    """`text` with a sign for each character that a page cannot show: U+240D for a carriage return,
+    \\ud800 for a lone surrogate.
+    """
     return _UNSHOWN.sub(_sign, text)
 
 

@@ -1,9 +1,10 @@
 """The tree that a trace is made of.
 
-A node is an HTML element. A child is another node, plain text, or `Markup`, which is HTML that the caller vouches for.
-Plain text is escaped when it is rendered, so nothing that a model wrote is ever read as HTML. `data` is what a node means
-to a program, such as the messages of a conversation; the page is drawn from it. Nodes are plain data: they pickle, and
-the tree of a group that was played in another process comes back whole.
+A node is an HTML element. A child is another node, plain text, or `Markup`, which is HTML that the
+caller vouches for. Plain text is escaped when it is rendered, so nothing that a model wrote is ever
+read as HTML. `data` is what a node means to a program, such as the messages of a conversation; the
+page is drawn from it. Nodes are plain data: they pickle, and the tree of a group that was played in
+another process comes back whole.
 """
 
 import math
@@ -36,8 +37,9 @@ class Node:
                 yield from child.walk()
 
     def to_json(self) -> dict[str, Any]:
-        """{"tag", "attrs", "children", "data" if any}. Where there is data, strings among the children are left out: the
-        data says the same."""
+        """{"tag", "attrs", "children", "data" if any}. Where there is data, strings among the
+        children are left out: the data says the same.
+        """
         keeps_text = self.data is None
         children = [
             child.to_json() if isinstance(child, Node) else str.__str__(child)
@@ -58,12 +60,18 @@ def section(title: str, level: int, attrs: Mapping[str, str] | None = None) -> t
 def attributes(given: Mapping[str, Any]) -> dict[str, str]:
     """HTML attributes from keyword arguments: class_ means class, data__x means data-x."""
     named = {
-        "class" if name == "class_" else name.replace("__", "-", 1) if name.startswith("data__") else name: str(value)
+        "class"
+        if name == "class_"
+        else name.replace("__", "-", 1)
+        if name.startswith("data__")
+        else name: str(value)
         for name, value in given.items()
     }
     for name in named:
         if not _ATTRIBUTE_NAME.fullmatch(name):
-            raise UserError(f"{name!r} is no name of an HTML attribute; use letters, digits, '-', '_' and '.'")
+            raise UserError(
+                f"{name!r} is no name of an HTML attribute; use letters, digits, '-', '_' and '.'"
+            )
     return named
 
 
@@ -73,8 +81,10 @@ def text_of(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON holds it, copied: numbers of other libraries become Python's, what is not finite null, and objects
-    that are neither mappings nor dataclasses nor have `model_dump` their text."""
+    """`value` as JSON holds it, copied: numbers of other libraries become Python's, what is not
+    finite null, and objects that are neither mappings nor dataclasses nor have `model_dump` their
+    text.
+    """
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):

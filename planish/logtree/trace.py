@@ -1,12 +1,12 @@
 """Traces, captures, and the scopes within them.
 
-Where the next node goes is the one piece of state, and it is local to the context: each asyncio task starts from the
-place of the task that made it, so trajectories that are played at the same time do not mix. Outside a trace, everything
-here does nothing, and costs one look-up.
+Where the next node goes is the one piece of state, and it is local to the context: each asyncio
+task starts from the place of the task that made it, so trajectories that are played at the same
+time do not mix. Outside a trace, everything here does nothing, and costs one look-up.
 
-A capture is a tree of its own, attached to a trace later, perhaps from another process; it is what a group of rollouts
-is logged into. An exception that leaves a scope is recorded there, once, and goes on; every part of the tree that it left
-says so (data-failed).
+A capture is a tree of its own, attached to a trace later, perhaps from another process; it is what
+a group of rollouts is logged into. An exception that leaves a scope is recorded there, once, and
+goes on; every part of the tree that it left says so (data-failed).
 """
 
 import inspect
@@ -51,7 +51,10 @@ class Trace:
         self.root = Node(
             "body",
             {"class": "lt-root"},
-            [Node("h1", {"class": "lt-title"}, [self.title]), Node("div", {"class": "lt-subtitle"}, [started])],
+            [
+                Node("h1", {"class": "lt-title"}, [self.title]),
+                Node("div", {"class": "lt-subtitle"}, [started]),
+            ],
         )
 
     def attach(self, node: Node) -> None:
@@ -91,16 +94,21 @@ _place: ContextVar[_Place | None] = ContextVar("planish_logtree_place", default=
 
 
 def append(make: Callable[[int], Node]) -> None:
-    """Add `make(level)` to the tree, `level` being that of a heading here; nothing is made where there is no trace."""
+    """Add `make(level)` to the tree, `level` being that of a heading here; nothing is made where
+    there is no trace.
+    """
     place = _place.get()
     if place is not None:
         place.container.children.append(make(min(6, place.level + 1)))
 
 
 @contextmanager
-def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Iterator[Trace]:
-    """A trace for all that happens in the block. With a `path`, its page is written there at the end; after an exception
-    too, unless `write_on_error` is False."""
+def init_trace(
+    title: str, path: str | Path | None = None, *, write_on_error: bool = True
+) -> Iterator[Trace]:
+    """A trace for all that happens in the block. With a `path`, its page is written there at the
+    end; after an exception too, unless `write_on_error` is False.
+    """
     trace = Trace(text_of(title), None if path is None else Path(path))
     done = False
     try:
@@ -114,7 +122,9 @@ def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bo
 
 @contextmanager
 def capture(title: str, **attrs: Any) -> Iterator[Node]:
-    """A section that belongs to no trace yet, for all that happens in the block: see `Trace.attach`."""
+    """A section that belongs to no trace yet, for all that happens in the block: see
+    `Trace.attach`.
+    """
     place = _place.get()
     node, body = section(title, 2, attributes(attrs))
     with _at(_Place(body, 2, place.trace if place else None)):
@@ -136,10 +146,14 @@ def _at(place: _Place) -> Iterator[None]:
 
 
 class Scope(AbstractContextManager[None]):
-    """A part of the tree: the block of a `with`, or every call of a function, plain or async, that it decorates."""
+    """A part of the tree: the block of a `with`, or every call of a function, plain or async, that
+    it decorates.
+    """
 
     def __init__(self, make: Callable[[int], tuple[Node, Node, int]]) -> None:
-        """`make` gets the level of the heading above and gives the part, its body, and the level of its own heading."""
+        """`make` gets the level of the heading above and gives the part, its body, and the level of
+        its own heading.
+        """
         self._make = make
         self._entered: list[AbstractContextManager[None]] = []
 
@@ -149,7 +163,10 @@ class Scope(AbstractContextManager[None]):
         self._entered.append(block)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, at)
 
@@ -197,7 +214,9 @@ def _within(make: Callable[[int], tuple[Node, Node, int]]) -> Iterator[None]:
 
 
 def scope_header(title: str, **attrs: Any) -> Scope:
-    """A section under a heading; scopes within it get smaller headings. class_="x" and data__y="z" become attributes."""
+    """A section under a heading; scopes within it get smaller headings. class_="x" and data__y="z"
+    become attributes.
+    """
 
     def make(level: int) -> tuple[Node, Node, int]:
         node, body = section(title, min(6, level + 1), attributes(attrs))
@@ -230,7 +249,13 @@ def scope_details(summary: str) -> Scope:
 
     def make(level: int) -> tuple[Node, Node, int]:
         body = Node("div", {"class": "lt-details-body"})
-        return Node("details", {"class": "lt-details"}, [Node("summary", {}, [text_of(summary)]), body]), body, level
+        return (
+            Node(
+                "details", {"class": "lt-details"}, [Node("summary", {}, [text_of(summary)]), body]
+            ),
+            body,
+            level,
+        )
 
     return Scope(make)
 
@@ -256,7 +281,9 @@ def optional_enable_logging(enable: bool) -> Iterator[None]:
 
 
 def flush_trace() -> bool:
-    """Write the page of the current trace as it is now; False if there is no trace or it has no path."""
+    """Write the page of the current trace as it is now; False if there is no trace or it has no
+    path.
+    """
     place = _place.get()
     if place is None or place.trace is None or place.trace.path is None:
         return False
@@ -271,4 +298,6 @@ def _record(error: BaseException, body: Node) -> None:
     setattr(error, _RECORDED, True)
     trail = "".join(traceback.format_exception(error))
     summary = Node("summary", {}, [f"{type(error).__name__}: {error}"])
-    body.children.append(Node("details", {"class": "lt-exc", "open": "open"}, [summary, Node("pre", {}, [trail])]))
+    body.children.append(
+        Node("details", {"class": "lt-exc", "open": "open"}, [summary, Node("pre", {}, [trail])])
+    )

@@ -1,9 +1,10 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5 and Qwen3: the families differ in the fields of
-`ModelConfig` alone. The rule of this module: a config that asks for anything that the decoder would compute otherwise is refused, by
-name, before a weight is read; a missing field takes the default that `transformers` gives it, where that is one number.
-The model's name is not part of it: the same architecture from the hub and from a GGUF file compares equal.
+One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5 and Qwen3: the families differ in the
+fields of `ModelConfig` alone. The rule of this module: a config that asks for anything that the
+decoder would compute otherwise is refused, by name, before a weight is read; a missing field takes
+the default that `transformers` gives it, where that is one number. The model's name is not part of
+it: the same architecture from the hub and from a GGUF file compares equal.
 """
 
 import hashlib
@@ -45,7 +46,9 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True)
 class YarnRopeScaling:
-    """YaRN (Peng et al. 2023): pairs that turn slowly are stretched by `factor`, fast ones kept, those between interpolated."""
+    """YaRN (Peng et al. 2023): pairs that turn slowly are stretched by `factor`, fast ones kept,
+    those between interpolated.
+    """
 
     factor: float
     original_max_position_embeddings: int
@@ -61,7 +64,9 @@ class YarnRopeScaling:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of all dimensions of a head, halves rotated against each other (not interleaved)."""
+    """Rotary position embedding of all dimensions of a head, halves rotated against each other (not
+    interleaved).
+    """
 
     theta: float
     scaling: Llama3RopeScaling | LinearRopeScaling | YarnRopeScaling | None = None
@@ -80,7 +85,9 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     max_context: int
-    """Longest sequence in tokens that the model was made for: max_position_embeddings, or what YaRN stretches it to."""
+    """Longest sequence in tokens that the model was made for: max_position_embeddings, or what YaRN
+    stretches it to.
+    """
     tied_head: bool
     """The output head is the embedding matrix; there is no lm_head.weight."""
     qk_norm: bool
@@ -88,7 +95,9 @@ class ModelConfig:
     qkv_bias: bool
     """Biases on the query, key and value projections (Qwen2)."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a sequence, from generation_config.json, else config.json; empty if neither names one."""
+    """Tokens that end a sequence, from generation_config.json, else config.json; empty if neither
+    names one.
+    """
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -96,7 +105,9 @@ class ModelConfig:
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise UnsupportedError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+            raise UnsupportedError(
+                f"head_dim {self.head_dim} is odd; rotary embedding needs an even one"
+            )
         outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
             raise DamagedFileError(
@@ -108,12 +119,15 @@ class ModelConfig:
     def from_directory(cls, path: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json of a Hugging Face directory.
 
-        Raises UnknownModelError (no such directory or no config.json), DamagedFileError (not JSON, a field missing or
-        of the wrong kind), UnsupportedError (a feature that the decoder does not have).
+        Raises UnknownModelError (no such directory or no config.json), DamagedFileError (not JSON,
+        a field missing or of the wrong kind), UnsupportedError (a feature that the decoder does not
+        have).
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():
-            raise UnknownModelError(f"{directory} is not a model directory: it has no config.json; check the path")
+            raise UnknownModelError(
+                f"{directory} is not a model directory: it has no config.json; check the path"
+            )
         fields = read_json(directory / "config.json")
         family = _family(fields, directory)
         eos_token_ids = _eos_token_ids(directory, fields)
@@ -128,7 +142,9 @@ class ModelConfig:
             ) from error
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with all that shapes weights or logits; not with eos or max_context."""
+        """16 hexadecimal digits that change with all that shapes weights or logits; not with eos or
+        max_context.
+        """
         fields = asdict(self)
         del fields["eos_token_ids"], fields["max_context"]
         fields["rope"]["kind"] = type(self.rope.scaling).__name__
@@ -140,7 +156,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DamagedFileError(f"{path} is not JSON ({error}); copy it from the model again") from error
+        raise DamagedFileError(
+            f"{path} is not JSON ({error}); copy it from the model again"
+        ) from error
     if not isinstance(content, dict):
         raise DamagedFileError(f"{path} holds no JSON object; copy it from the model again")
     return content
@@ -148,7 +166,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _family(fields: Mapping[str, Any], directory: Path) -> Family:
     model_type = fields.get("model_type")
-    architectures = fields.get("architectures") or [name for name, family in FAMILIES.items() if family == model_type]
+    architectures = fields.get("architectures") or [
+        name for name, family in FAMILIES.items() if family == model_type
+    ]
     for name in architectures:
         if name in FAMILIES and model_type in (None, FAMILIES[name]):
             return FAMILIES[name]
@@ -168,20 +188,31 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     if fields.get("mlp_bias"):
         raise UnsupportedError("mlp_bias is true; the decoder's MLP has no biases")
     if (fields.get("pretraining_tp") or 1) > 1:
-        raise UnsupportedError(f"pretraining_tp is {fields['pretraining_tp']}; set it to 1 if the weights are whole")
+        raise UnsupportedError(
+            f"pretraining_tp is {fields['pretraining_tp']}; set it to 1 if the weights are whole"
+        )
     if fields.get("rope_interleaved"):
         raise UnsupportedError("rope_interleaved is true; the decoder rotates halves")
-    experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if (fields.get(key) or 0) > 1]
+    experts = [
+        key
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+        if (fields.get(key) or 0) > 1
+    ]
     if experts:
-        raise UnsupportedError(f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are not supported")
+        raise UnsupportedError(
+            f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are not supported"
+        )
     if family == "mistral":
         _refuse_mistral_window(fields)
     elif _uses_sliding_window(fields):
-        raise UnsupportedError("the model attends within a sliding window; the decoder attends to the whole context")
+        raise UnsupportedError(
+            "the model attends within a sliding window; the decoder attends to the whole context"
+        )
 
 
 def _refuse_mistral_window(fields: Mapping[str, Any]) -> None:
-    if fields.get("sliding_window", 4096) is None:  # without the field there is a window: transformers' default
+    if fields.get("sliding_window", 4096) is None:
+        # without the field there is a window: transformers' default
         return
     window = _positive({"sliding_window": 4096, **fields}, "sliding_window")
     if window < _max_context(fields, _rope(fields)):
@@ -199,7 +230,9 @@ def _uses_sliding_window(fields: Mapping[str, Any]) -> bool:
     return fields.get("max_window_layers", 28) < fields["num_hidden_layers"]
 
 
-def _from_fields(fields: Mapping[str, Any], family: Family, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+def _from_fields(
+    fields: Mapping[str, Any], family: Family, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
     num_heads = _positive(fields, "num_attention_heads")
     hidden_size = _positive(fields, "hidden_size")
     if fields.get("head_dim") is not None:
@@ -209,7 +242,9 @@ def _from_fields(fields: Mapping[str, Any], family: Family, eos_token_ids: tuple
     elif hidden_size % num_heads == 0:
         head_dim = hidden_size // num_heads
     else:
-        raise TypeError(f"head_dim is missing, and hidden_size {hidden_size} is no multiple of the {num_heads} heads")
+        raise TypeError(
+            f"head_dim is missing, and hidden_size {hidden_size} is no multiple of the {num_heads} heads"
+        )
     rope = _rope(fields)
     has_kv_heads = fields.get("num_key_value_heads") is not None or family != "llama"
     return ModelConfig(
@@ -232,17 +267,25 @@ def _from_fields(fields: Mapping[str, Any], family: Family, eos_token_ids: tuple
 
 
 def _rope(fields: Mapping[str, Any]) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or from `rope_theta` with `rope_scaling` (before)."""
+    """RoPE from `rope_parameters` (transformers 5) or from `rope_theta` with `rope_scaling`
+    (before).
+    """
     parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise TypeError(f"rope_parameters is {parameters!r}, not an object")
     merged = {"rope_theta": fields.get("rope_theta"), **parameters}
-    theta = _number({key: value for key, value in merged.items() if value is not None}, "rope_theta", 10000.0)
+    theta = _number(
+        {key: value for key, value in merged.items() if value is not None}, "rope_theta", 10000.0
+    )
     if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedError("rope_parameters differ between layers; the decoder has one RoPE for all layers")
+        raise UnsupportedError(
+            "rope_parameters differ between layers; the decoder has one RoPE for all layers"
+        )
     rotary_part = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     if rotary_part not in (None, 1, 1.0):
-        raise UnsupportedError(f"partial_rotary_factor is {rotary_part}; the decoder rotates whole heads")
+        raise UnsupportedError(
+            f"partial_rotary_factor is {rotary_part}; the decoder rotates whole heads"
+        )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta)
@@ -255,7 +298,9 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
                 factor=_number(parameters, "factor"),
                 low_freq_factor=_number(parameters, "low_freq_factor"),
                 high_freq_factor=_number(parameters, "high_freq_factor"),
-                original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
+                original_max_position_embeddings=_positive(
+                    parameters, "original_max_position_embeddings"
+                ),
             ),
         )
     if kind == "yarn":
@@ -270,7 +315,9 @@ def _yarn(parameters: Mapping[str, Any]) -> YarnRopeScaling:
     def stretch(share: float) -> float:
         return max(1.0, 0.1 * share * math.log(factor) + 1.0)
 
-    by_mscale = stretch(_number(given, "mscale", 1.0)) / stretch(_number(given, "mscale_all_dim", 1.0))
+    by_mscale = stretch(_number(given, "mscale", 1.0)) / stretch(
+        _number(given, "mscale_all_dim", 1.0)
+    )
     default = by_mscale if {"mscale", "mscale_all_dim"} <= given.keys() else stretch(1.0)
     return YarnRopeScaling(
         factor=factor,
@@ -286,7 +333,8 @@ def _max_context(fields: Mapping[str, Any], rope: RopeConfig) -> int:
     written = _positive(fields, "max_position_embeddings")
     if not isinstance(rope.scaling, YarnRopeScaling):
         return written
-    # Who adds YaRN to a model, as Qwen's cards say to, leaves max_position_embeddings at the length without it.
+    # Who adds YaRN to a model, as Qwen's cards say to, leaves max_position_embeddings at the length
+    # without it.
     return max(written, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
 
 
@@ -297,7 +345,9 @@ def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...
         found = fields.get("eos_token_id")
     listed = found if isinstance(found, list) else [] if found is None else [found]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
-        raise DamagedFileError(f"eos_token_id in {directory} is {found!r}, not token ids; get the file again")
+        raise DamagedFileError(
+            f"eos_token_id in {directory} is {found!r}, not token ids; get the file again"
+        )
     return tuple(dict.fromkeys(listed))
 
 

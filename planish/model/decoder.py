@@ -1,11 +1,14 @@
-"""One decoder for Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense) and kin: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""One decoder for Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense) and kin: RMSNorm, RoPE, grouped-query
+attention, SwiGLU.
 
-It sees a flat list of T rows, each a token with a position, and knows nothing of sequences: how rows attend to one another,
-and where keys and values are kept, is the business of the `attend` function that the trainer or the sampler passes in. So
-both run the same arithmetic over the same weights.
+It sees a flat list of T rows, each a token with a position, and knows nothing of sequences: how
+rows attend to one another, and where keys and values are kept, is the business of the `attend`
+function that the trainer or the sampler passes in. So both run the same arithmetic over the same
+weights.
 
-The base weights are frozen and shared. Products run in the model's dtype; the residual stream, norms and rotations are float32, which
-costs little and keeps sampler and trainer close together in bf16.
+The base weights are frozen and shared. Products run in the model's dtype; the residual stream,
+norms and rotations are float32, which costs little and keeps sampler and trainer close together in
+bf16.
 
 Shapes: T rows, D hidden, H heads, E head_dim, V vocabulary.
 """
@@ -34,14 +37,18 @@ from planish.native.cpu_pass import PanelLayer, PanelPass
 from planish.native.cpu_products import PanelRows, PanelSite, WeightRoom
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E]), q and k rotated -> [T, Hq, E]. Scores are scaled by E ** -0.5 there."""
+"""(layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E]), q and k rotated -> [T, Hq, E]. Scores are
+scaled by E ** -0.5 there.
+"""
 
 
 class GroupedLora(Protocol):
     """Adapters of a batch's rows that bring their own products."""
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
-        """Add the rows' adapters of one site ("attn_in", ...) for input x [T, in] to out [T, sum(sizes)]; no gradient."""
+        """Add the rows' adapters of one site ("attn_in", ...) for input x [T, in] to out [T,
+        sum(sizes)]; no gradient.
+        """
         ...
 
 
@@ -66,7 +73,11 @@ class Decoder:
     """The frozen base model."""
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -74,9 +85,13 @@ class Decoder:
         taken = _Taken(weights, dtype, device)
         self._embedding = taken.one("model.embed_tokens.weight")
         room = WeightRoom()
-        self.head = FrozenLinear([self._embedding if config.tied_head else taken.one("lm_head.weight")], room=room)
+        self.head = FrozenLinear(
+            [self._embedding if config.tied_head else taken.one("lm_head.weight")], room=room
+        )
         self._final_norm = taken.one("model.norm.weight").float()
-        self._layers = [_layer(config, taken, f"model.layers.{i}.", room) for i in range(config.num_layers)]
+        self._layers = [
+            _layer(config, taken, f"model.layers.{i}.", room) for i in range(config.num_layers)
+        ]
         self._rope = RotaryEmbedding(config.rope, config.head_dim, config.max_context, device)
 
     @classmethod
@@ -96,13 +111,18 @@ class Decoder:
     ) -> Tensor:
         """Last hidden states after the final norm: [T, D] in the model's dtype.
 
-        `tokens`, `positions`: int64 [T]. `tile`: run every product in tiles of exactly this many rows (T must be a
-        multiple), so that a row's bits do not depend on T. `recompute`: keep only each layer's input for the backward pass.
+        `tokens`, `positions`: int64 [T]. `tile`: run every product in tiles of exactly this many
+        rows (T must be a multiple), so that a row's bits do not depend on T. `recompute`: keep only
+        each layer's input for the backward pass.
         """
         if tile is None and not torch.is_grad_enabled():
             adapters = _grouped(adapters)
             panels = adapters if isinstance(adapters, PanelRows) else None
-            planned = attend.plan if isinstance(attend, KeptAttention) and (panels or not adapters) else None
+            planned = (
+                attend.plan
+                if isinstance(attend, KeptAttention) and (panels or not adapters)
+                else None
+            )
             if planned is not None and self._in_panels is not None:
                 return self._in_panels.decoded(tokens, positions, planned, panels)
         x = self._embedding[tokens].float()
@@ -110,7 +130,9 @@ class Decoder:
         more: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if recompute and torch.is_grad_enabled():
-                x, more = checkpoint(run.layer, index, layer, x, more, use_reentrant=False, preserve_rng_state=False)
+                x, more = checkpoint(
+                    run.layer, index, layer, x, more, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x, more = run.layer(index, layer, x, more)
         return add_norm(x, more, self._final_norm, self.config.rms_norm_eps, self.dtype)[1]
@@ -146,24 +168,39 @@ class _Forward:
     adapters: Adapters
     tile: int | None
 
-    def layer(self, index: int, layer: Layer, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
-        """One decoder layer on the float32 residual stream x [T, D], to which `more` is still to be added; the same again."""
+    def layer(
+        self, index: int, layer: Layer, x: Tensor, more: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One decoder layer on the float32 residual stream x [T, D], to which `more` is still to be
+        added; the same again.
+        """
         heads = [self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads]
         x, h = self.add_norm(x, more, layer.input_norm)
         qkv = self.linear(h, layer.qkv, index, "attn_in")
         q, k, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split(heads, 1)
-        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        norms = (
+            None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        )
         fused = None if torch.is_grad_enabled() else kernels.fused_heads(qkv)
         eps = self.config.rms_norm_eps
         if fused is not None:
-            q, k = fused.turned_heads(qkv, (heads[0], heads[1]), norms, eps, self.rotation.cos, self.rotation.sin)
+            q, k = fused.turned_heads(
+                qkv, (heads[0], heads[1]), norms, eps, self.rotation.cos, self.rotation.sin
+            )
         else:
             if norms is not None:
-                q, k = (norm(x, weight, eps, self.dtype) for x, weight in zip((q, k), norms, strict=True))
+                q, k = (
+                    norm(x, weight, eps, self.dtype)
+                    for x, weight in zip((q, k), norms, strict=True)
+                )
             q, k = rotate(q, self.rotation), rotate(k, self.rotation)
         attended = self.attend(index, q, k, v)
-        x, h = self.add_norm(x, self.linear(attended.flatten(-2), layer.o, index, "attn_out"), layer.mlp_norm)
-        return x, self.linear(swiglu(self.linear(h, layer.gate_up, index, "mlp_in")), layer.down, index, "mlp_out")
+        x, h = self.add_norm(
+            x, self.linear(attended.flatten(-2), layer.o, index, "attn_out"), layer.mlp_norm
+        )
+        return x, self.linear(
+            swiglu(self.linear(h, layer.gate_up, index, "mlp_in")), layer.down, index, "mlp_out"
+        )
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         return add_norm(x, more, weight, self.config.rms_norm_eps, self.dtype)
@@ -201,7 +238,9 @@ def _grouped(adapters: Adapters) -> Adapters:
         return adapters
     members = []
     for rows in adapters:
-        if isinstance(rows.weights, LoraStack) or (rows.weights is not None and not rows.weights.panels.is_served):
+        if isinstance(rows.weights, LoraStack) or (
+            rows.weights is not None and not rows.weights.panels.is_served
+        ):
             return adapters
         if rows.weights is not None and not rows.weights.panels.is_empty:
             members.append((rows.start, rows.stop, rows.weights.panels))
@@ -214,11 +253,19 @@ def _site(rows: AdapterRows | StackRows, layer: int, site: str) -> Site | None:
 
 
 class _Adapted(torch.autograd.Function):
-    """Frozen linears with one adapter for all rows. The gradients go to the input and to A and the Bs."""
+    """Frozen linears with one adapter for all rows. The gradients go to the input and to A and the
+    Bs.
+    """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, linear: FrozenLinear, tile: int | None, panels: PanelSite | None, a: Tensor | None, *bs: Tensor
+        ctx,
+        x: Tensor,
+        linear: FrozenLinear,
+        tile: int | None,
+        panels: PanelSite | None,
+        a: Tensor | None,
+        *bs: Tensor,
     ) -> Tensor:
         """`panels`: a and bs, if the CPU's own kernel is to multiply by them."""
         out = linear.product(x, tile)
@@ -239,7 +286,9 @@ class _Adapted(torch.autograd.Function):
         if not saved:
             return grad_x, None, None, None, None
         x, low, a, *bs = saved
-        grad_a, grad_bs = Site(a, tuple(bs), ctx.panels).backward_(grad, x, low, grad_x, ctx.linear.sizes)
+        grad_a, grad_bs = Site(a, tuple(bs), ctx.panels).backward_(
+            grad, x, low, grad_x, ctx.linear.sizes
+        )
         return grad_x, None, None, None, grad_a, *grad_bs
 
 
@@ -267,11 +316,15 @@ def _add_stack_(x: Tensor, outs: Sequence[Tensor], site: Site) -> None:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension (Zhang & Sennrich 2019), float32 inside, `dtype` out."""
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension (Zhang & Sennrich 2019),
+    float32 inside, `dtype` out.
+    """
     return add_norm(x.float(), None, weight, eps, dtype)[1].contiguous()
 
 
-def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """x + more, and its norm. Without gradients x (float32) may be overwritten with the sum."""
     if torch.is_grad_enabled():
         return _AddNorm.apply(x, more, weight, eps, dtype)  # type: ignore[no-any-return]
@@ -285,15 +338,25 @@ def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The norm and its factor."""
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
     return (x * scale).mul_(weight).to(dtype), scale
 
 
 class _AddNorm(torch.autograd.Function):
-    """The weight is frozen: only x and what is added to it get a gradient, and only the sum and one number a row are kept."""
+    """The weight is frozen: only x and what is added to it get a gradient, and only the sum and one
+    number a row are kept.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype):
+    def forward(
+        ctx, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ):
         own = kernels.serving(x)
         if own is not None:
             total, out, scale = own.rms_norm(x.contiguous(), more, weight, eps, dtype)
@@ -316,7 +379,13 @@ class _AddNorm(torch.autograd.Function):
             found = own.rms_norm_backward(grad.contiguous(), x, weight, scale, more)
         else:
             weighted = grad.to(x.dtype) * weight
-            inner = torch.linalg.vecdot(weighted, x).unsqueeze(-1).div_(x.shape[-1]).mul_(scale).mul_(scale)
+            inner = (
+                torch.linalg.vecdot(weighted, x)
+                .unsqueeze(-1)
+                .div_(x.shape[-1])
+                .mul_(scale)
+                .mul_(scale)
+            )
             found = weighted.sub_(x * inner).mul_(scale)
             found = found if grad_total is None else found.add_(grad_total)
         assert found is not None
@@ -353,7 +422,9 @@ class _SwiGLU(torch.autograd.Function):
         if own is not None:
             return own.swiglu_backward(grad.contiguous(), gate_up)
         gate, up = gate_up.chunk(2, -1)
-        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
+        return torch.cat(
+            [torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1
+        )
 
 
 @dataclass(frozen=True)
@@ -365,7 +436,8 @@ class _Taken:
     device: torch.device
 
     def one(self, name: str) -> Tensor:
-        # One that is in the right dtype and place already stays memory-mapped: `to` returns it as it is.
+        # One that is in the right dtype and place already stays memory-mapped: `to` returns it as
+        # it is.
         return self.weights[name].to(device=self.device, dtype=self.dtype)
 
     def several(self, names: Sequence[str]) -> Sequence[Tensor]:
@@ -373,8 +445,11 @@ class _Taken:
         if self.device.type == "cpu":
             return [self.one(name) for name in names]
         given = [self.weights[name] for name in names]
-        # Where they stay. Joined there, as much again would have been freed in the end, in pieces that torch keeps and nothing fits into.
-        whole = torch.empty(sum(map(len, given)), *given[0].shape[1:], dtype=self.dtype, device=self.device)
+        # Where they stay. Joined there, as much again would have been freed in the end, in pieces
+        # that torch keeps and nothing fits into.
+        whole = torch.empty(
+            sum(map(len, given)), *given[0].shape[1:], dtype=self.dtype, device=self.device
+        )
         parts = whole.split([len(weight) for weight in given])
         for part, weight in zip(parts, given, strict=True):
             part.copy_(weight)
@@ -385,7 +460,9 @@ def _layer(config: ModelConfig, taken: _Taken, prefix: str, room: WeightRoom) ->
     def linear(*names: str) -> FrozenLinear:
         biased = f"{prefix}{names[0]}.bias" in taken.weights
         biases = [taken.one(f"{prefix}{name}.bias") if biased else None for name in names]
-        return FrozenLinear(taken.several([f"{prefix}{name}.weight" for name in names]), biases, room, keeps=False)
+        return FrozenLinear(
+            taken.several([f"{prefix}{name}.weight" for name in names]), biases, room, keeps=False
+        )
 
     def norm(name: str) -> Tensor:
         return taken.one(f"{prefix}{name}.weight").float()
@@ -403,7 +480,12 @@ def _layer(config: ModelConfig, taken: _Taken, prefix: str, room: WeightRoom) ->
 
 
 def _panel_layer(layer: Layer) -> PanelLayer | None:
-    qkv, o, gate_up, down = layer.qkv.panels, layer.o.panels, layer.gate_up.panels, layer.down.panels
+    qkv, o, gate_up, down = (
+        layer.qkv.panels,
+        layer.o.panels,
+        layer.gate_up.panels,
+        layer.down.panels,
+    )
     if qkv is None or o is None or gate_up is None or down is None:
         return None
     norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)

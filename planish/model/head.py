@@ -1,9 +1,10 @@
 """The output head: logits, and logprobs of chosen tokens with their gradients, in bounded memory.
 
-On a CPU a bfloat16 product returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06; a logprob would be wrong by as
-much. So the likeliest tokens of each row, which carry the log-sum-exp, and the scored targets are computed again as float32
-dot products of single weight rows. The rest stays rounded: its errors are small in sum, for they average out.
-The sampler and the trainer both take their logits from here, so they agree.
+On a CPU a bfloat16 product returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06; a
+logprob would be wrong by as much. So the likeliest tokens of each row, which carry the log-sum-exp,
+and the scored targets are computed again as float32 dot products of single weight rows. The rest
+stays rounded: its errors are small in sum, for they average out. The sampler and the trainer both
+take their logits from here, so they agree.
 
 The base head is frozen: gradients go to the hidden states and to the head's LoRA factors.
 
@@ -30,15 +31,21 @@ _RUN = 128
 _BLOCK = 32  # vocabulary entries behind one candidate in the search for them
 _CHUNK = 256  # rows of one product on a CPU
 _LARGE_CHUNK = 2048  # and on a GPU, which fewer would not fill
-_FEW = 32  # with fewer rows left, they join the last chunk: products of few rows may have other bits (engine/row_tiling.py)
-_TILE = 16  # rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as long
+# with fewer rows left, they join the last chunk: products of few rows may have other bits
+# (engine/row_tiling.py)
+_FEW = 32
+# rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as
+# long
+_TILE = 16
 _PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time on a CPU
 _LARGE_PAIR_ENTRIES = 1 << 24  # and on a GPU, where each part is twenty launches and a wait
 
 
 @torch.no_grad()
 def head_logits(hidden: Tensor, head: FrozenLinear, adapters: Sequence[Member] = ()) -> Tensor:
-    """float32 [R, V]: hidden [R, D] times the head [V, D] transposed, plus the rows' adapters; no gradient."""
+    """float32 [R, V]: hidden [R, D] times the head [V, D] transposed, plus the rows' adapters; no
+    gradient.
+    """
     lora = HeadLora(adapters, hidden) if adapters else None
     logits = _logits(hidden, head, lora)
     if not _is_rounded(hidden):
@@ -50,7 +57,11 @@ def head_logits(hidden: Tensor, head: FrozenLinear, adapters: Sequence[Member] =
 
 @torch.no_grad()
 def exact_logits(
-    hidden: Tensor, head: FrozenLinear, rows: Tensor, tokens: Tensor, adapters: Sequence[Member] = ()
+    hidden: Tensor,
+    head: FrozenLinear,
+    rows: Tensor,
+    tokens: Tensor,
+    adapters: Sequence[Member] = (),
 ) -> Tensor:
     """float32 [P]: single logits as float32 dot products."""
     return _dots(hidden, head, HeadLora(adapters, hidden) if adapters else None, rows, tokens)
@@ -66,10 +77,12 @@ def scored_logprobs(
     *,
     recompute: bool = False,
 ) -> Tensor:
-    """float32 [P]: log-softmax(logits[rows] / temperature) at `targets`; differentiable in hidden and the LoRA factors.
+    """float32 [P]: log-softmax(logits[rows] / temperature) at `targets`; differentiable in hidden
+    and the LoRA factors.
 
-    `site`: the adapter of all rows. `rows`, `targets`: int64 [P]. A row may be scored against several targets. Rows whose logprobs get no gradient cost
-    nothing in the backward pass. Logits are kept for it in the model's dtype (R * V entries), or made again if `recompute`.
+    `site`: the adapter of all rows. `rows`, `targets`: int64 [P]. A row may be scored against
+    several targets. Rows whose logprobs get no gradient cost nothing in the backward pass. Logits
+    are kept for it in the model's dtype (R * V entries), or made again if `recompute`.
     """
     a, b = (site.a, site.bs[0]) if site is not None else (None, None)
     keep = torch.is_grad_enabled() and not recompute
@@ -79,7 +92,16 @@ def scored_logprobs(
 class _ScoredLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, a, b, site: Site | None, head: FrozenLinear, rows, targets, temperature: float, keep: bool
+        ctx,
+        hidden,
+        a,
+        b,
+        site: Site | None,
+        head: FrozenLinear,
+        rows,
+        targets,
+        temperature: float,
+        keep: bool,
     ) -> Tensor:
         lora = _of_all(site, hidden)
         kept: list[Tensor] = []
@@ -90,12 +112,20 @@ class _ScoredLogprobs(torch.autograd.Function):
             kept += stored if keep else ()
         scored = _dots(hidden, head, lora, rows, targets)
         ctx.save_for_backward(hidden, rows, targets, log_total, *kept)
-        ctx.head, ctx.site, ctx.lora, ctx.temperature, ctx.keep = head, site, lora, temperature, keep
+        ctx.head, ctx.site, ctx.lora, ctx.temperature, ctx.keep = (
+            head,
+            site,
+            lora,
+            temperature,
+            keep,
+        )
         return scored.div_(torch.full_like(scored, temperature)) - log_total[rows]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row at once."""
+        """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row
+        at once.
+        """
         hidden, rows, targets, log_total, *kept = ctx.saved_tensors
         pairs = _LivePairs(rows, targets, grad / ctx.temperature)
         row_grad = log_total.new_zeros(hidden.shape[0]).index_add_(0, pairs.rows, pairs.grad)
@@ -107,20 +137,32 @@ class _ScoredLogprobs(torch.autograd.Function):
                 continue
             here = where - chunk.start
             if ctx.keep:
-                stored = [tensor[here] for tensor in kept[per_chunk * number : per_chunk * (number + 1)]]
+                stored = [
+                    tensor[here] for tensor in kept[per_chunk * number : per_chunk * (number + 1)]
+                ]
             else:
-                stored = _stored_logits(hidden[where], ctx.head, _of_all(ctx.site, hidden[where], ctx.lora, where))
+                stored = _stored_logits(
+                    hidden[where], ctx.head, _of_all(ctx.site, hidden[where], ctx.lora, where)
+                )
             own = kernels.serving(stored[-1])
             if own is not None:
                 first, targets, amounts = pairs.by_row(where)
                 totals = log_total[where]
                 own.normalizers_backward(
-                    stored[-1], ctx.temperature, totals, first, targets, amounts, _exact_part(stored)
+                    stored[-1],
+                    ctx.temperature,
+                    totals,
+                    first,
+                    targets,
+                    amounts,
+                    _exact_part(stored),
                 )
             else:
                 for tile, wide in _wide_tiles(stored):
                     mine = where[tile]
-                    wide.div_(ctx.temperature).sub_(log_total[mine, None]).exp_().mul_(-row_grad[mine, None])
+                    wide.div_(ctx.temperature).sub_(log_total[mine, None]).exp_().mul_(
+                        -row_grad[mine, None]
+                    )
                     pairs.add_at_targets(wide, mine)
                     stored[-1][tile] = wide
             grads.add(where, stored[-1].to(hidden.dtype))
@@ -145,7 +187,9 @@ class _LivePairs:
         return torch.unique_consecutive(self.rows[self._between(chunk.start, chunk.stop - 1)])
 
     def by_row(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the pairs of each of these rising rows begin, with the end of all: [R + 1]; their targets and gradients."""
+        """Where the pairs of each of these rising rows begin, with the end of all: [R + 1]; their
+        targets and gradients.
+        """
         mine = self._between(int(rows[0]), int(rows[-1]))
         first = torch.searchsorted(self.rows[mine], torch.cat([rows, rows[-1:] + 1]))
         return first, self._targets[mine].contiguous(), self.grad[mine].contiguous()
@@ -160,11 +204,16 @@ class _LivePairs:
 class _HeadGrads:
     """Sums the gradients of hidden, A and B over chunks of rows."""
 
-    def __init__(self, hidden: Tensor, head: FrozenLinear, site: Site | None, lora: HeadLora | None) -> None:
+    def __init__(
+        self, hidden: Tensor, head: FrozenLinear, site: Site | None, lora: HeadLora | None
+    ) -> None:
         self._source, self._head, self._site, self._lora = hidden, head, site, lora
         self.hidden = torch.zeros_like(hidden)
         matrices = () if site is None else (site.a, site.bs[0])
-        self._sums = [torch.zeros(matrix.shape, dtype=_wide(hidden), device=hidden.device) for matrix in matrices]
+        self._sums = [
+            torch.zeros(matrix.shape, dtype=_wide(hidden), device=hidden.device)
+            for matrix in matrices
+        ]
 
     def add(self, where: Tensor, grad_logits: Tensor) -> None:
         grad_hidden = self._head.product_back(grad_logits)
@@ -184,7 +233,10 @@ class _HeadGrads:
 
 
 def _of_all(
-    site: Site | None, hidden: Tensor, whole: HeadLora | None = None, part: slice | Tensor | None = None
+    site: Site | None,
+    hidden: Tensor,
+    whole: HeadLora | None = None,
+    part: slice | Tensor | None = None,
 ) -> HeadLora | None:
     """One adapter for all rows of hidden, which are this part of the `whole`."""
     low = None if whole is None else whole.low[part]
@@ -192,16 +244,22 @@ def _of_all(
 
 
 def _stored_logits(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> list[Tensor]:
-    """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones at the tokens."""
+    """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones
+    at the tokens.
+    """
     logits = _logits(hidden, head, lora)
     return [*_likeliest(hidden, head, lora, logits), logits] if _is_rounded(hidden) else [logits]
 
 
 def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """The stored logits in float32 (or wider), a few rows at a time in one buffer that stays in a CPU's cache."""
+    """The stored logits in float32 (or wider), a few rows at a time in one buffer that stays in a
+    CPU's cache.
+    """
     *corrections, logits = stored
     size = _TILE if logits.device.type == "cpu" else _CHUNK
-    buffer = torch.empty(min(size, logits.shape[0]), logits.shape[1], dtype=_wide(logits), device=logits.device)
+    buffer = torch.empty(
+        min(size, logits.shape[0]), logits.shape[1], dtype=_wide(logits), device=logits.device
+    )
     for tile in _spans(logits.shape[0], size):
         wide = buffer[: tile.stop - tile.start].copy_(logits[tile])
         if corrections:
@@ -211,7 +269,9 @@ def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
 
 
 def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Log-sum-exp of float32 logits [R, V] / temperature [R], which are overwritten with exp(entry - the row's largest)."""
+    """Log-sum-exp of float32 logits [R, V] / temperature [R], which are overwritten with exp(entry
+    - the row's largest).
+    """
     own = kernels.serving(logits)
     if own is not None:
         return own.normalizers(logits, temperature, weights=logits)
@@ -220,9 +280,16 @@ def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _chunk_sums(weights: Tensor) -> Tensor:
-    """Sums of runs of 128 entries: float64 [R, C]. Short runs keep the order of additions the same for any R."""
+    """Sums of runs of 128 entries: float64 [R, C]. Short runs keep the order of additions the same
+    for any R.
+    """
     missing = -weights.shape[1] % _RUN
-    return (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _RUN)).sum(2).double()
+    return (
+        (F.pad(weights, (0, missing)) if missing else weights)
+        .unflatten(1, (-1, _RUN))
+        .sum(2)
+        .double()
+    )
 
 
 def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
@@ -251,7 +318,9 @@ def _is_rounded(hidden: Tensor) -> bool:
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which logits of hidden states in `dtype` are made and kept for the backward pass: on a GPU what products add up in, although their factors are narrower."""
+    """In which logits of hidden states in `dtype` are made and kept for the backward pass: on a GPU
+    what products add up in, although their factors are narrower.
+    """
     return dtype if device.type == "cpu" else torch.promote_types(dtype, torch.float32)
 
 
@@ -261,7 +330,9 @@ def rows_at_once(device: torch.device) -> int:
 
 
 def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
-    """Logits of the base model [R, V], with which those of every adapter begin, in their `logits_dtype`."""
+    """Logits of the base model [R, V], with which those of every adapter begin, in their
+    `logits_dtype`.
+    """
     dtype = logits_dtype(hidden.dtype, hidden.device)
     if dtype != hidden.dtype:
         return torch.mm(hidden, head.weight.t(), out_dtype=dtype)
@@ -277,9 +348,15 @@ def _logits(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> Tensor
 
 
 def _likeliest(
-    hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, logits: Tensor, wide: Tensor | None = None
+    hidden: Tensor,
+    head: FrozenLinear,
+    lora: HeadLora | None,
+    logits: Tensor,
+    wide: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]. `wide` [R, V] takes all of the row, these in their places."""
+    """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]. `wide` [R, V]
+    takes all of the row, these in their places.
+    """
     k = min(_EXACT, logits.shape[1])
     own = _single(hidden, head, lora)
     if own is not None:
@@ -296,34 +373,50 @@ def _single(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> Single
     """The CPU's own kernels for single logits, if they serve."""
     if not SingleLogits.serve(hidden, head.weight):
         return None
-    return SingleLogits(hidden, head.weight, *((lora.table, lora.low) if lora is not None else (HeadTable(()), None)))
+    return SingleLogits(
+        hidden,
+        head.weight,
+        *((lora.table, lora.low) if lora is not None else (HeadTable(()), None)),
+    )
 
 
 def _top_tokens(logits: Tensor, k: int) -> Tensor:
-    """Indices [R, k] of the k largest of each row; the k largest lie in the k blocks with the largest maxima.
+    """Indices [R, k] of the k largest of each row; the k largest lie in the k blocks with the
+    largest maxima.
 
-    One pass over the logits, where a full `topk` over the vocabulary costs as much as the product itself.
+    One pass over the logits, where a full `topk` over the vocabulary costs as much as the product
+    itself.
     """
     width = logits.shape[1] // _BLOCK
     if width <= 2 * k:
         return logits.topk(k, dim=1).indices
-    blocks = logits[:, : width * _BLOCK].unflatten(1, (_BLOCK, width)).amax(1).topk(k, dim=1).indices
+    blocks = (
+        logits[:, : width * _BLOCK].unflatten(1, (_BLOCK, width)).amax(1).topk(k, dim=1).indices
+    )
     steps = torch.arange(_BLOCK, device=logits.device) * width
     candidates = (blocks.unsqueeze(2) + steps).flatten(1)
-    rest = torch.arange(width * _BLOCK, logits.shape[1], device=logits.device).expand(logits.shape[0], -1)
+    rest = torch.arange(width * _BLOCK, logits.shape[1], device=logits.device).expand(
+        logits.shape[0], -1
+    )
     candidates = torch.cat([candidates, rest], 1)
     return candidates.gather(1, logits.gather(1, candidates).topk(k, dim=1).indices)
 
 
-def _dots(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, rows: Tensor, tokens: Tensor) -> Tensor:
-    """[P] single logits in float32 (or wider); element by element, so that one's bits do not depend on the others."""
+def _dots(
+    hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, rows: Tensor, tokens: Tensor
+) -> Tensor:
+    """[P] single logits in float32 (or wider); element by element, so that one's bits do not depend
+    on the others.
+    """
     own = _single(hidden, head, lora)
     if own is not None:
         return own.at(rows, tokens)
     out = torch.empty(rows.shape[0], dtype=_wide(hidden), device=hidden.device)
     entries = _PAIR_ENTRIES if hidden.device.type == "cpu" else _LARGE_PAIR_ENTRIES
     for part in _spans(rows.shape[0], max(1, entries // hidden.shape[1])):
-        out[part] = (hidden[rows[part]].to(out.dtype) * head.weight[tokens[part]].to(out.dtype)).sum(-1)
+        out[part] = (
+            hidden[rows[part]].to(out.dtype) * head.weight[tokens[part]].to(out.dtype)
+        ).sum(-1)
         if lora is not None:
             lora.add_single_(out[part], rows[part], tokens[part])
     return out

@@ -1,6 +1,8 @@
-"""The head's adapters of a batch's rows: their part of the logits, with one order of sums for sampler and trainer.
+"""The head's adapters of a batch's rows: their part of the logits, with one order of sums for
+sampler and trainer.
 
-In the CPU's own kernel all of them are one call; where it does not serve, torch multiplies one after another.
+In the CPU's own kernel all of them are one call; where it does not serve, torch multiplies one
+after another.
 
 Shapes: R rows, D hidden, V vocabulary, r rank, P (row, token) pairs.
 """
@@ -20,12 +22,18 @@ Member = tuple[int, int, Site]
 
 
 class HeadLora:
-    def __init__(self, members: Sequence[Member], hidden: Tensor, low: Tensor | None = None) -> None:
+    def __init__(
+        self, members: Sequence[Member], hidden: Tensor, low: Tensor | None = None
+    ) -> None:
         """`low`: of these rows, if it is known."""
         self._members = members
-        self.table = HeadTable([(start, stop, site.bs[0].detach(), site.panels) for start, stop, site in members])
+        self.table = HeadTable(
+            [(start, stop, site.bs[0].detach(), site.panels) for start, stop, site in members]
+        )
         self.low = self._low(hidden) if low is None else low
-        """What lies between A and B, in hidden's dtype: [R, r or more]; a row without an adapter has anything."""
+        """What lies between A and B, in hidden's dtype: [R, r or more]; a row without an adapter
+        has anything.
+        """
 
     def _low(self, hidden: Tensor) -> Tensor:
         if self.table.is_served:

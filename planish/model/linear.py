@@ -1,9 +1,12 @@
-"""Frozen linears that read one input, as one product; on a CPU with the weights as its kernels want them.
+"""Frozen linears that read one input, as one product; on a CPU with the weights as its kernels want
+them.
 
-Weights are brought into blocks once: for our own product where the CPU has its instructions (native/cpp/products.h), elsewhere those of bf16 for
-oneDNN's, which does so at every call otherwise (measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a
-copy. In bf16 the original stays as it is, mapped from its file, for what reads single rows of it, and costs memory only as far as it is read; in
-float32, which files seldom have, it is let go of unless it is asked for.
+Weights are brought into blocks once: for our own product where the CPU has its instructions
+(native/cpp/products.h), elsewhere those of bf16 for oneDNN's, which does so at every call otherwise
+(measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a
+copy. In bf16 the original stays as it is, mapped from its file, for what reads single rows of it,
+and costs memory only as far as it is read; in float32, which files seldom have, it is let go of
+unless it is asked for.
 
 Shapes: T rows, `in` columns of the input, `out` those of all linears together.
 """
@@ -29,7 +32,8 @@ class FrozenLinear:
         *,
         keeps: bool = True,
     ) -> None:
-        """`weights` [out_i, in] each, on a GPU side by side in one tensor; all of them have a bias, or none. `room`: where their blocks may lie beside those of others.
+        """`weights` [out_i, in] each, on a GPU side by side in one tensor; all of them have a bias,
+        or none. `room`: where their blocks may lie beside those of others.
 
         `keeps`: whether `weight` will be asked for.
         """
@@ -40,7 +44,9 @@ class FrozenLinear:
         self._room = room or WeightRoom()
         self._packed = _packed(weights, self._room)
         self._packed_back: _Packed | None = None
-        self._weights: tuple[Tensor, ...] = tuple(weights) if keeps or self._float_panels is None else ()
+        self._weights: tuple[Tensor, ...] = (
+            tuple(weights) if keeps or self._float_panels is None else ()
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -52,10 +58,16 @@ class FrozenLinear:
     def panels(self) -> tuple[PanelWeight, Tensor | None] | None:
         """The weights and the bias of all linears, where kernels of our own multiply by them."""
         found = self._packed
-        return (found, self._bias) if isinstance(found, PanelWeight) and found.address is not None else None
+        return (
+            (found, self._bias)
+            if isinstance(found, PanelWeight) and found.address is not None
+            else None
+        )
 
     def product(self, x: Tensor, tile: int | None = None) -> Tensor:
-        """x [T, in] times the weights transposed: [T, out]; no gradient. `tile`: in tiles of so many rows."""
+        """x [T, in] times the weights transposed: [T, out]; no gradient. `tile`: in tiles of so
+        many rows.
+        """
         if tile is None or x.shape[0] == tile:
             return self._product(x)
         return torch.cat([self._product(part) for part in x.split(tile)])
@@ -71,7 +83,10 @@ class FrozenLinear:
             return self._packed_back.product(grad, None)
         if len(self._weights) == 1 or grad.device.type != "cpu":
             return grad @ (self.weight if len(self._weights) == 1 else self._whole)
-        parts = [part @ weight for part, weight in zip(grad.split(self.sizes, 1), self._weights, strict=True)]
+        parts = [
+            part @ weight
+            for part, weight in zip(grad.split(self.sizes, 1), self._weights, strict=True)
+        ]
         return torch.stack(parts).sum(0)
 
     @property
@@ -83,7 +98,9 @@ class FrozenLinear:
     def _whole(self) -> Tensor:
         """The weights side by side, as they are kept on a device: [out, in]."""
         first = self._weights[0]
-        return first.as_strided((sum(self.sizes), first.shape[1]), first.stride(), first.storage_offset())
+        return first.as_strided(
+            (sum(self.sizes), first.shape[1]), first.stride(), first.storage_offset()
+        )
 
     def _product(self, x: Tensor) -> Tensor:
         if self._packed is not None:
@@ -116,7 +133,11 @@ def _packed(weights: Sequence[Tensor], room: WeightRoom, *, turned: bool = False
     if not own and not _packs(first.device, first.dtype):
         return None
     whole = first if len(weights) == 1 else torch.cat(tuple(weights))
-    return PanelWeight(whole, room, turned=turned) if own else _BlockedWeight(whole.t() if turned else whole)
+    return (
+        PanelWeight(whole, room, turned=turned)
+        if own
+        else _BlockedWeight(whole.t() if turned else whole)
+    )
 
 
 @cache
@@ -124,10 +145,16 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this machine and torch multiply by weights in oneDNN's blocks."""
     if device.type != "cpu" or dtype != torch.bfloat16 or not onednn_multiplies_bfloat16():
         return False
-    return all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
+    return all(
+        hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
+    )
 
 
 @cache
 def onednn_multiplies_bfloat16() -> bool:
-    """Without it, torch takes five to ten times as long for a product of bf16 on a CPU as for one of float32."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Without it, torch takes five to ten times as long for a product of bf16 on a CPU as for one
+    of float32.
+    """
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )

@@ -12,7 +12,12 @@ from rich.table import Table
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.embedded import DIRECTORY_NAME
-from planish.model.sources import DEFAULT_MODEL, environment_models, hub_cache_directory, models_home
+from planish.model.sources import (
+    DEFAULT_MODEL,
+    environment_models,
+    hub_cache_directory,
+    models_home,
+)
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,17 @@ class ModelEntry:
 
 
 def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
-    """Every model that can be named: mappings, the embedded model, the hub's cache. No network, no conversion.
+    """Every model that can be named: mappings, the embedded model, the hub's cache. No network, no
+    conversion.
 
     Where two sources have a name, only the one that `resolve_model` takes is listed.
     """
     entries: dict[str, ModelEntry] = {}
-    for entry in (*_mapped(models or {}, "models"), *_mapped(environment_models(), "PLANISH_MODELS"), _embedded()):
+    for entry in (
+        *_mapped(models or {}, "models"),
+        *_mapped(environment_models(), "PLANISH_MODELS"),
+        _embedded(),
+    ):
         entries.setdefault(entry.name, entry)
     for entry in _hub_cache():
         entries.setdefault(entry.name, entry)
@@ -50,10 +60,14 @@ def print_models(models: Mapping[str, str] | None = None, console: Console | Non
         table.add_column(heading, overflow="fold")
     for entry in list_models(models):
         place = str(entry.path) if entry.path else "downloaded and cached at first use"
-        table.add_row(entry.name, entry.source, f"{place}\n{entry.problem}" if entry.problem else place)
+        table.add_row(
+            entry.name, entry.source, f"{place}\n{entry.problem}" if entry.problem else place
+        )
     console = console or Console()
     console.print(table)
-    console.print("Also any Hugging Face directory or .gguf file by its path, and ORGANIZATION/MODEL of the hub.")
+    console.print(
+        "Also any Hugging Face directory or .gguf file by its path, and ORGANIZATION/MODEL of the hub."
+    )
 
 
 def _mapped(mapping: Mapping[str, str], source: str) -> Iterator[ModelEntry]:
@@ -79,7 +93,9 @@ def _hub_cache() -> Iterator[ModelEntry]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
-    for name in sorted(repository.repo_id for repository in repositories if repository.repo_type == "model"):
+    for name in sorted(
+        repository.repo_id for repository in repositories if repository.repo_type == "model"
+    ):
         directory = hub_cache_directory(name)
         if directory is not None and _problem(directory) is None:
             yield ModelEntry(name, "hub cache", directory, cached=True)

@@ -1,11 +1,13 @@
-"""LoRA adapters (Hu et al. 2021): their layout in one flat vector, and the compute copy that products use.
+"""LoRA adapters (Hu et al. 2021): their layout in one flat vector, and the compute copy that
+products use.
 
-An adapter is ONE flat float32 vector, the master. Optimizer, gradient norm, snapshot and file work on the whole vector at
-once; names and shapes are views. Linears that read the same input (q, k, v; gate, up) keep their A matrices side by side,
-so that one product serves them all.
+An adapter is ONE flat float32 vector, the master. Optimizer, gradient norm, snapshot and file work
+on the whole vector at once; names and shapes are views. Linears that read the same input (q, k, v;
+gate, up) keep their A matrices side by side, so that one product serves them all.
 
-Products run in the base model's dtype on a copy, `LoraWeights`, which never changes once made: the trainer
-and any number of samplers share it, and an optimizer step makes a new one. The factor alpha / rank is multiplied into the copy's B.
+Products run in the base model's dtype on a copy, `LoraWeights`, which never changes once made: the
+trainer and any number of samplers share it, and an optimizer step makes a new one. The factor alpha
+/ rank is multiplied into the copy's B.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LAYER_SITES = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""The linears of a decoder layer, those that read the same input together, in the order of `LayerLora`."""
+"""The linears of a decoder layer, those that read the same input together, in the order of
+`LayerLora`.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Site:
     def backward_(
         self, grad: Tensor, x: Tensor, low: Tensor, grad_x: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradients of A and the Bs.
+        """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradients of
+        A and the Bs.
 
         Of the way forth: x [T, in], and low [T, n * rank], what lay between A and B.
         """
@@ -72,7 +77,9 @@ class Site:
         parts = grad.split(list(sizes), 1)
         grad_low = torch.cat([part @ b for part, b in zip(parts, self.bs, strict=True)], 1)
         grad_x.addmm_(grad_low, self.a)
-        grad_bs = [part.t() @ own for part, own in zip(parts, low.chunk(len(self.bs), 1), strict=True)]
+        grad_bs = [
+            part.t() @ own for part, own in zip(parts, low.chunk(len(self.bs), 1), strict=True)
+        ]
         return grad_low.t() @ x, grad_bs
 
 
@@ -100,13 +107,20 @@ class LoraLayout:
         self.scaling = self.ALPHA / lora.rank
         self.entries: list[Entry] = []
         self.sites: list[tuple[Entry, ...]] = []
-        """The entries of each site: its As, then its Bs; four sites a layer as trained, then the head."""
+        """The entries of each site: its As, then its Bs; four sites a layer as trained, then the
+        head.
+        """
         for layer in range(model.num_layers):
             for site in LAYER_SITES:
                 if (lora.train_attn and site[0].startswith("self_attn")) or (
                     lora.train_mlp and site[0].startswith("mlp")
                 ):
-                    self._add_site([(f"model.layers.{layer}.{name}", *linear_shape(model, name)) for name in site])
+                    self._add_site(
+                        [
+                            (f"model.layers.{layer}.{name}", *linear_shape(model, name))
+                            for name in site
+                        ]
+                    )
         if lora.train_unembed:
             self._add_site([("lm_head", model.vocab_size, model.hidden_size)])
         self.size = sum(entry.size for entry in self.entries)
@@ -123,21 +137,29 @@ class LoraLayout:
         self.sites.append(tuple(site))
 
     def panel_sizes(self, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-        """How many numbers the CPU's own kernel keeps besides, of all matrices as panels: for the way forth, and for the way back. 0 where torch multiplies."""
+        """How many numbers the CPU's own kernel keeps besides, of all matrices as panels: for the
+        way forth, and for the way back. 0 where torch multiplies.
+        """
         serves_layers = adapts_in_panels(self.model, dtype, device)
         forth = back = 0
         for site in self.sites:
             rows, fan_in = sum(entry.shape[0] for entry in site if not entry.is_b), site[0].shape[1]
             linears = [entry.shape for entry in site if entry.is_b]
             shapes = [(fan_out, fan_in) for fan_out, _ in linears]
-            if (serves_layers or site[0].target == "lm_head") and adapts_forward(shapes, dtype, device):
+            if (serves_layers or site[0].target == "lm_head") and adapts_forward(
+                shapes, dtype, device
+            ):
                 forth += panel_size(rows, fan_in) + sum(panel_size(*shape) for shape in linears)
                 if adapts(shapes, dtype, device):
-                    back += panel_size(fan_in, rows) + sum(panel_size(rank, fan_out) for fan_out, rank in linears)
+                    back += panel_size(fan_in, rows) + sum(
+                        panel_size(rank, fan_out) for fan_out, rank in linears
+                    )
         return forth, back
 
     def init(self, seed: int | None) -> Tensor:
-        """A fresh master vector: A uniform as `kaiming_uniform_(a=sqrt(5))` (bound 1 / sqrt(in)), B zero; so the adapter starts as the identity."""
+        """A fresh master vector: A uniform as `kaiming_uniform_(a=sqrt(5))` (bound 1 / sqrt(in)), B
+        zero; so the adapter starts as the identity.
+        """
         generator = torch.Generator(device="cpu")
         if seed is None:
             generator.seed()
@@ -147,7 +169,9 @@ class LoraLayout:
         for entry in self.entries:
             if not entry.is_b:
                 bound = 1 / math.sqrt(entry.shape[1])
-                flat[entry.offset : entry.offset + entry.size].uniform_(-bound, bound, generator=generator)
+                flat[entry.offset : entry.offset + entry.size].uniform_(
+                    -bound, bound, generator=generator
+                )
         return flat
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -156,20 +180,31 @@ class LoraLayout:
 
 
 class LoraWeights:
-    """The compute copy of one version of an adapter. Immutable; `leaves` collect gradients if asked to."""
+    """The compute copy of one version of an adapter. Immutable; `leaves` collect gradients if asked
+    to.
+    """
 
     def __init__(
-        self, layout: LoraLayout, master: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+        self,
+        layout: LoraLayout,
+        master: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool = False,
     ) -> None:
         self.layout = layout
         flat = master.detach().to(device=device, dtype=dtype, copy=True)
         self.leaves: list[Tensor] = []
         self._spans: list[tuple[int, int, bool]] = []
-        found = {entries[0].target: self._matrices(flat, entries, requires_grad) for entries in layout.sites}
+        found = {
+            entries[0].target: self._matrices(flat, entries, requires_grad)
+            for entries in layout.sites
+        }
         layers = range(layout.model.num_layers)
         targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in LAYER_SITES]
         matrices = [found.get(target) for target in targets]
-        # All sites of all adapters or none: what one is multiplied by shall not depend on who else is in the batch, nor on the trainer.
+        # All sites of all adapters or none: what one is multiplied by shall not depend on who else
+        # is in the batch, nor on the trainer.
         self.panels = AdapterPanels(matrices, serves=adapts_in_panels(layout.model, dtype, device))
         """Of the sites of all layers, one layer after another."""
         sites = _sites(matrices, self.panels)
@@ -185,11 +220,15 @@ class LoraWeights:
         """A, and the Bs."""
         a_entries = [e for e in entries if not e.is_b]
         rows = sum(e.shape[0] for e in a_entries)
-        a = self._leaf(flat, a_entries[0].offset, (rows, a_entries[0].shape[1]), False, requires_grad)
+        a = self._leaf(
+            flat, a_entries[0].offset, (rows, a_entries[0].shape[1]), False, requires_grad
+        )
         bs = (self._leaf(flat, e.offset, e.shape, True, requires_grad) for e in entries if e.is_b)
         return a, tuple(bs)
 
-    def _leaf(self, flat: Tensor, offset: int, shape: tuple[int, int], is_b: bool, requires_grad: bool) -> Tensor:
+    def _leaf(
+        self, flat: Tensor, offset: int, shape: tuple[int, int], is_b: bool, requires_grad: bool
+    ) -> Tensor:
         size = shape[0] * shape[1]
         leaf = flat[offset : offset + size].view(shape)
         if is_b:
@@ -206,9 +245,12 @@ class LoraWeights:
             panels.forget_turned()
 
     def collect_grad(self) -> Tensor:
-        """The leaves' gradients as one float32 vector with respect to the master; the leaves are left without."""
+        """The leaves' gradients as one float32 vector with respect to the master; the leaves are
+        left without.
+        """
         grads = [
-            torch.zeros(leaf.shape, device=leaf.device) if leaf.grad is None else leaf.grad for leaf in self.leaves
+            torch.zeros(leaf.shape, device=leaf.device) if leaf.grad is None else leaf.grad
+            for leaf in self.leaves
         ]
         # The leaves lie in the vector one behind the other.
         flat = torch.cat([grad.view(-1) for grad in grads])
@@ -219,17 +261,29 @@ class LoraWeights:
         return flat
 
 
-def _sites(matrices: Sequence[tuple[Tensor, tuple[Tensor, ...]] | None], panels: AdapterPanels) -> list[Site | None]:
-    return [None if own is None else Site(*own, panels.site(index)) for index, own in enumerate(matrices)]
+def _sites(
+    matrices: Sequence[tuple[Tensor, tuple[Tensor, ...]] | None], panels: AdapterPanels
+) -> list[Site | None]:
+    return [
+        None if own is None else Site(*own, panels.site(index))
+        for index, own in enumerate(matrices)
+    ]
 
 
 class LoraStack:
-    """Adapters of one shape side by side, so that one batched product serves them all: of each site, A is [n, k * rank, in], each B [n, out, rank]."""
+    """Adapters of one shape side by side, so that one batched product serves them all: of each
+    site, A is [n, k * rank, in], each B [n, out, rank].
+    """
 
     def __init__(self, members: Sequence[LoraWeights]) -> None:
         self.members = tuple(members)
         self.layers = [
-            LayerLora(*(_stacked([getattr(layer, site.name) for layer in layers]) for site in fields(LayerLora)))
+            LayerLora(
+                *(
+                    _stacked([getattr(layer, site.name) for layer in layers])
+                    for site in fields(LayerLora)
+                )
+            )
             for layers in zip(*(weights.layers for weights in members), strict=True)
         ]
 
@@ -255,7 +309,9 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class StackRows:
-    """Rows start .. stop - 1 of a batch use the adapters of a stack, each one an equal part, in their order."""
+    """Rows start .. stop - 1 of a batch use the adapters of a stack, each one an equal part, in
+    their order.
+    """
 
     start: int
     stop: int
@@ -264,7 +320,9 @@ class StackRows:
 
 def adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the CPU's own kernel serves adapters of the layers' linears here."""
-    return adapts([linear_shape(model, name) for site in LAYER_SITES for name in site], dtype, device)
+    return adapts(
+        [linear_shape(model, name) for site in LAYER_SITES for name in site], dtype, device
+    )
 
 
 def head_adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:

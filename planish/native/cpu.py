@@ -1,9 +1,12 @@
-"""The CPU's kernels (cpp/), called on tensors. kernels.py says what each does; those of the attention, which only CPUs have, say it here.
+"""The CPU's kernels (cpp/), called on tensors. kernels.py says what each does; those of the
+attention, which only CPUs have, say it here.
 
-PLANISH_KERNELS=native makes it an error that there are none; by default they are used where the CPU has
-AVX-512 or AVX2 and a C++ compiler is found, and one line of the log says why not. Sampler and trainer ask alike, so they agree.
+PLANISH_KERNELS=native makes it an error that there are none; by default they are used where the CPU
+has AVX-512 or AVX2 and a C++ compiler is found, and one line of the log says why not. Sampler and
+trainer ask alike, so they agree.
 
-Shapes: T rows, D hidden, H heads, E head_dim. Types: float32 and bf16, on a CPU. Everything given must be contiguous but for what is said.
+Shapes: T rows, D hidden, H heads, E head_dim. Types: float32 and bf16, on a CPU. Everything given
+must be contiguous but for what is said.
 """
 
 from __future__ import annotations
@@ -52,12 +55,22 @@ _SIGNATURES = {
     "lora_gradients": "pnpppnpnppni",
     "decode": "ppi",
 }
-"""Of each function: p for an address, n for a number of things, f for a float; the number of threads, i, comes last."""
+"""Of each function: p for an address, n for a number of things, f for a float; the number of
+threads, i, comes last.
+"""
 
-Range = np.dtype([("k", np.int64), ("v", np.int64), ("count", np.int64), ("row", np.int64), ("head", np.int64)])
-"""Keys and values of consecutive positions, of the queries' dtype: addresses, and how many elements lie between positions and between heads."""
-Block = np.dtype([("first", np.int64), ("count", np.int64), ("first_range", np.int64), ("ranges", np.int64)])
-"""Entries first .. of the lists of rows, which share the ranges first_range .., one behind the other."""
+Range = np.dtype(
+    [("k", np.int64), ("v", np.int64), ("count", np.int64), ("row", np.int64), ("head", np.int64)]
+)
+"""Keys and values of consecutive positions, of the queries' dtype: addresses, and how many elements
+lie between positions and between heads.
+"""
+Block = np.dtype(
+    [("first", np.int64), ("count", np.int64), ("first_range", np.int64), ("ranges", np.int64)]
+)
+"""Entries first .. of the lists of rows, which share the ranges first_range .., one behind the
+other.
+"""
 
 
 class Attention(ctypes.Structure):
@@ -72,7 +85,8 @@ class Attention(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Which rows attend to which keys: for each entry a row, how many of its block's shared positions it sees, and a range of its own behind them.
+    """Which rows attend to which keys: for each entry a row, how many of its block's shared
+    positions it sees, and a range of its own behind them.
 
     One plan serves L layers, whose keys and values lie elsewhere but alike.
     """
@@ -94,7 +108,9 @@ class AttentionPlan:
         ranges += layer * self.ranges.strides[0]
         of_keys, group = heads[1], heads[0] // heads[1]
         own = self.own_ranges(layer)
-        return Attention(of_keys, group, e, e**-0.5, blocks, ranges, self.rows_address, visible, own)
+        return Attention(
+            of_keys, group, e, e**-0.5, blocks, ranges, self.rows_address, visible, own
+        )
 
     def own_ranges(self, layer: int) -> int | None:
         """Where those of a layer lie."""
@@ -115,11 +131,15 @@ class AttentionPlan:
 
 
 def instructions() -> str:
-    """Which of this CPU's the kernels are compiled for, a key of INSTRUCTIONS; ATEN_CPU_CAPABILITY=avx2 asks us, as it asks torch, for fewer than there are."""
+    """Which of this CPU's the kernels are compiled for, a key of INSTRUCTIONS;
+    ATEN_CPU_CAPABILITY=avx2 asks us, as it asks torch, for fewer than there are.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AMX", "AVX2"):
         raise BuildError("this CPU has no AVX2")
-    return "AVX512_BF16" if capability != "AVX2" and torch.cpu._is_avx512_bf16_supported() else "AVX2"
+    return (
+        "AVX512_BF16" if capability != "AVX2" and torch.cpu._is_avx512_bf16_supported() else "AVX2"
+    )
 
 
 @cache
@@ -155,7 +175,9 @@ def _library() -> tuple[Path, ctypes.CDLL]:
     path = library(cache, of)
     try:
         return path, ctypes.CDLL(str(path))
-    except OSError:  # a file that a power cut left half, or that a machine with a newer system put into a shared cache
+    except OSError:
+        # a file that a power cut left half, or that a machine with a newer system put into a shared
+        # cache
         path.unlink(missing_ok=True)
         path = library(cache, of)
         return path, ctypes.CDLL(str(path))
@@ -176,7 +198,13 @@ def _serve(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def rms_norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, *, in_place: bool = False
+    x: Tensor,
+    more: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(x.shape[:-1])
@@ -197,7 +225,9 @@ def rms_norm(
     return total, out, scale
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None) -> Tensor:
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
+) -> Tensor:
     out = torch.empty_like(x)
     call(
         "rms_norm_backward",
@@ -242,7 +272,16 @@ def normalizers(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
     out = torch.empty(logits.shape[0])
-    call("normalizers", logits.dtype, logits, *_corrections(exact), temperature, weights, out, *logits.shape)
+    call(
+        "normalizers",
+        logits.dtype,
+        logits,
+        *_corrections(exact),
+        temperature,
+        weights,
+        out,
+        *logits.shape,
+    )
     return out
 
 
@@ -264,18 +303,34 @@ def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, int
 
 
 def keep(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
-    """New keys and values [T, H, E], whose rows may lie apart, at the last position of each entry's own range."""
+    """New keys and values [T, H, E], whose rows may lie apart, at the last position of each entry's
+    own range.
+    """
     _, heads, e = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (e, 1)
     own = plan.own_ranges(layer)
-    call("keep", k.dtype, own, plan.rows_address, len(plan.rows), k, k.stride(0), v, v.stride(0), heads, e)
+    call(
+        "keep",
+        k.dtype,
+        own,
+        plan.rows_address,
+        len(plan.rows),
+        k,
+        k.stride(0),
+        v,
+        v.stride(0),
+        heads,
+        e,
+    )
 
 
 def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor | None) -> Tensor:
-    """Attention of q [T, Hq, E] as planned: [T, Hq, E], 0 for rows that have no entry. `lse` [T, Hq] takes the log-sum-exp.
+    """Attention of q [T, Hq, E] as planned: [T, Hq, E], 0 for rows that have no entry. `lse` [T,
+    Hq] takes the log-sum-exp.
 
-    What the ranges name must have the dtype of q and stay where it is during the call. Sums are float32; where the CPU multiplies pairs of
-    bf16, a weight is rounded to it, relative to the row's largest, before it meets its value.
+    What the ranges name must have the dtype of q and stay where it is during the call. Sums are
+    float32; where the CPU multiplies pairs of bf16, a weight is rounded to it, relative to the
+    row's largest, before it meets its value.
     """
     out = q.new_empty(q.shape) if len(plan.rows) == q.shape[0] else q.new_zeros(q.shape)
     arguments = ctypes.byref(plan.arguments((q.shape[1], heads), q.shape[2], layer))
@@ -304,9 +359,11 @@ def attend_backward(
     keys: Tensor,
     sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, each row of which has an entry, and of keys and values, whose ranges must lie in `keys` [T, H, E] and in values of the same shape.
+    """Gradients of q, each row of which has an entry, and of keys and values, whose ranges must lie
+    in `keys` [T, H, E] and in values of the same shape.
 
-    Runs of blocks that end at `part_ends` add up by themselves first, in `sums` [len(part_ends), 2, T, H, E], float32 with any content.
+    Runs of blocks that end at `part_ends` add up by themselves first, in `sums` [len(part_ends), 2,
+    T, H, E], float32 with any content.
     """
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(keys)
     call(
@@ -332,12 +389,15 @@ def attend_backward(
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
     """The function of this type; tensors are given by address.
 
-    MemoryError if there was none for what it computes in between; what it was to write then holds anything.
+    MemoryError if there was none for what it computes in between; what it was to write then holds
+    anything.
     """
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     missing = _function(name, dtype)(*given, torch.get_num_threads())
     if missing:
-        raise MemoryError(f"main memory is full: {name} needed {f'{missing:,} bytes' if missing > 1 else 'some'} more")
+        raise MemoryError(
+            f"main memory is full: {name} needed {f'{missing:,} bytes' if missing > 1 else 'some'} more"
+        )
 
 
 @cache
@@ -345,5 +405,8 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
     found = loaded()
     assert found is not None
     function = found[f"{name}_{_SUFFIX[dtype]}"]
-    function.argtypes, function.restype = [_KINDS[kind] for kind in _SIGNATURES[name]], ctypes.c_int64
+    function.argtypes, function.restype = (
+        [_KINDS[kind] for kind in _SIGNATURES[name]],
+        ctypes.c_int64,
+    )
     return function

@@ -1,7 +1,8 @@
 """A decoding step's way through all layers as one call of the CPU's kernels.
 
-A step has some three hundred products, norms and the like. For few rows most take microseconds, and calling them one by one from Python, each with
-a new tensor for its outcome, as long again. The functions are those that model/decoder.py calls one by one, so the bits are the same.
+A step has some three hundred products, norms and the like. For few rows most take microseconds, and
+calling them one by one from Python, each with a new tensor for its outcome, as long again. The
+functions are those that model/decoder.py calls one by one, so the bits are the same.
 
 Shapes: T rows, D hidden, E head_dim.
 """
@@ -23,7 +24,9 @@ from planish.native.cpu_products import PanelRows, PanelWeight
 
 @dataclass(frozen=True)
 class PanelLayer:
-    """Frozen weights of a layer: norms in float32, products in panels. None where the family has none."""
+    """Frozen weights of a layer: norms in float32, products in panels. None where the family has
+    none.
+    """
 
     input_norm: Tensor
     mlp_norm: Tensor
@@ -74,8 +77,12 @@ class PanelPass:
     inner: int
     """Columns between gate, up and down."""
 
-    def decoded(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, adapters: PanelRows | None) -> Tensor:
-        """Hidden states after the final norm, [T, D], of `tokens` at `positions` (int64 [T]); keys and values go where the plan says."""
+    def decoded(
+        self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, adapters: PanelRows | None
+    ) -> Tensor:
+        """Hidden states after the final norm, [T, D], of `tokens` at `positions` (int64 [T]); keys
+        and values go where the plan says.
+        """
         out = self.embedding.new_empty(len(tokens), self.embedding.shape[1])
         given = _Pass(
             layers=len(self.layers),

@@ -1,9 +1,12 @@
-"""Which compiled kernels serve a tensor: C++ on CPUs with AVX2 or AVX-512 (cpu.py), Triton on GPUs (triton_*.py), or none; then torch does the work.
+"""Which compiled kernels serve a tensor: C++ on CPUs with AVX2 or AVX-512 (cpu.py), Triton on GPUs
+(triton_*.py), or none; then torch does the work.
 
-Both sides do the same arithmetic: float32 inside, rounded once. PLANISH_KERNELS=torch turns all of them off; =triton has Triton serve CPU tensors
-too, which is for tests: it is interpreted there (TRITON_INTERPRET=1).
+Both sides do the same arithmetic: float32 inside, rounded once. PLANISH_KERNELS=torch turns all of
+them off; =triton has Triton serve CPU tensors too, which is for tests: it is interpreted there
+(TRITON_INTERPRET=1).
 
-Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, P (row, target) pairs.
+Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, P (row, target)
+pairs.
 """
 
 from __future__ import annotations
@@ -23,17 +26,30 @@ class Kernels(Protocol):
     """On contiguous tensors in float32 or bf16, but for what is said."""
 
     def rms_norm(
-        self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, *, in_place: bool = False
+        self,
+        x: Tensor,
+        more: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x + more (x float32 [..., D]), its norm in `dtype`, and the norm's factor [...]. `in_place`: x is overwritten with the sum."""
+        """x + more (x float32 [..., D]), its norm in `dtype`, and the norm's factor [...].
+        `in_place`: x is overwritten with the sum.
+        """
         ...
 
-    def rms_norm_backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None) -> Tensor:
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
+    ) -> Tensor:
         """The gradient of x, float32, with `more` added to it."""
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-        """Turns [T, H, E], whose rows may lie apart, by angles with cos and sin [T, 1, E/2]; `back`: by the opposite ones."""
+        """Turns [T, H, E], whose rows may lie apart, by angles with cos and sin [T, 1, E/2];
+        `back`: by the opposite ones.
+        """
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -43,11 +59,16 @@ class Kernels(Protocol):
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor: ...
 
     def normalizers(
-        self, logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        exact: Exact | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Log-sum-exp of logits [R, V] / temperature [R]: float32 [R].
 
-        `weights`, float32 [R, V] and perhaps the logits themselves, takes exp(entry - the row's largest).
+        `weights`, float32 [R, V] and perhaps the logits themselves, takes exp(entry - the row's
+        largest).
         """
         ...
 
@@ -61,7 +82,8 @@ class Kernels(Protocol):
         grads: Tensor,
         exact: Exact | None = None,
     ) -> None:
-        """Logits [R, V] become the gradient, by logits / temperature, of grads [P] times the logprobs of targets [P].
+        """Logits [R, V] become the gradient, by logits / temperature, of grads [P] times the
+        logprobs of targets [P].
 
         Pairs first[r] .. first[r + 1] - 1 are those of row r, whose log-sum-exp is log_total[r].
         """
@@ -78,12 +100,16 @@ class FusedHeads(Protocol):
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """q [T, Hq, E] and k [T, Hkv, E] out of qkv [T, (Hq + 2 * Hkv) * E]: normed by the weights `norms` [E] if given, then turned; (Hq, Hkv) are `heads`."""
+        """q [T, Hq, E] and k [T, Hkv, E] out of qkv [T, (Hq + 2 * Hkv) * E]: normed by the weights
+        `norms` [E] if given, then turned; (Hq, Hkv) are `heads`.
+        """
         ...
 
 
 def fused_heads(x: Tensor) -> FusedHeads | None:
-    """Norms and rotations of all heads as one kernel, for passes without gradients: where launches cost more than what they do."""
+    """Norms and rotations of all heads as one kernel, for passes without gradients: where launches
+    cost more than what they do.
+    """
     own = serving(x) if triton_serves(x.device) else None
     return cast(FusedHeads, own) if own is not None else None
 

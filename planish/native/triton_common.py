@@ -1,6 +1,8 @@
-"""What the Triton kernels share. Only what runs on a GPU imports this: Triton comes with torch for CUDA and is absent elsewhere.
+"""What the Triton kernels share. Only what runs on a GPU imports this: Triton comes with torch for
+CUDA and is absent elsewhere.
 
-TRITON_INTERPRET=1, set before the first import, makes Triton compute on a CPU with numpy: so the kernels' logic is tested on machines without a GPU.
+TRITON_INTERPRET=1, set before the first import, makes Triton compute on a CPU with numpy: so the
+kernels' logic is tested on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def rounded(x, dtype: tl.constexpr):
 @triton.jit
 def bound(number):
     """A number of the device, for `range`."""
-    if INTERPRETED:  # where it is an array of one entry, which numpy 2.4 takes for no number (Triton 3.6)
+    if INTERPRETED:
+        # where it is an array of one entry, which numpy 2.4 takes for no number (Triton 3.6)
         return number.handle.data.item()
     return number

@@ -1,15 +1,20 @@
-"""Triton's twins of the CPU's norms, rotations, SwiGLU and kernels of the output head; kernels.py says what each does.
+"""Triton's twins of the CPU's norms, rotations, SwiGLU and kernels of the output head; kernels.py
+says what each does.
 
-They may be captured in CUDA graphs: nothing waits for the device, and what is launched depends on shapes and types alone.
-A row's bits depend on that row alone: how it is cut and summed follows from its length. So lengths of rows are arguments that Triton
-specializes on multiples of 16, where rows are read in wide pieces wherever they start, and numbers of rows are ones that it does not.
-A tile has at least as many entries as its program has threads: none is read by a second thread after the first has overwritten it.
+They may be captured in CUDA graphs: nothing waits for the device, and what is launched depends on
+shapes and types alone. A row's bits depend on that row alone: how it is cut and summed follows from
+its length. So lengths of rows are arguments that Triton specializes on multiples of 16, where rows
+are read in wide pieces wherever they start, and numbers of rows are ones that it does not. A tile
+has at least as many entries as its program has threads: none is read by a second thread after the
+first has overwritten it.
 
-Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, S splits of a vocabulary.
+Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, S splits of a
+vocabulary.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A kernel is called with options that it does not name, and with numbers for what it calls tl.constexpr.
+# A kernel is called with options that it does not name, and with numbers for what it calls
+# tl.constexpr.
 
 from __future__ import annotations
 
@@ -22,9 +27,13 @@ from planish.native.cpu import Exact
 from planish.native.triton_common import rounded
 
 _TILE = 1024
-"""Entries of the tiles of what is computed entry by entry: 8 for each of 128 threads, 16 bytes of bf16."""
+"""Entries of the tiles of what is computed entry by entry: 8 for each of 128 threads, 16 bytes of
+bf16.
+"""
 _SPLIT = 4096
-"""Most entries of a vocabulary in one program: 16 for each of 256 threads; one row of 150,000 then still makes 38 programs."""
+"""Most entries of a vocabulary in one program: 16 for each of 256 threads; one row of 150,000 then
+still makes 38 programs.
+"""
 
 
 @triton.jit
@@ -33,11 +42,18 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 88.37626)))
 
 
-# ------------------------------------------------------------------------------------------------------------------- norms
+# -------------------------------------------------------------------------------------------------------------------
+# norms
 
 
 def rms_norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, *, in_place: bool = False
+    x: Tensor,
+    more: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert x.dtype == torch.float32
     assert _are_contiguous(x, more, weight)
@@ -47,30 +63,57 @@ def rms_norm(
     rows, block, warps = _norm_tile(x.shape[-1])
     grid = (_quotient(scale.numel(), rows),)
     _rms_norm[grid](
-        x, more, weight, eps, total, out, scale, scale.numel(), x.shape[-1], ROWS=rows, BLOCK=block, num_warps=warps
+        x,
+        more,
+        weight,
+        eps,
+        total,
+        out,
+        scale,
+        scale.numel(),
+        x.shape[-1],
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
     )
     return total, out, scale
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None) -> Tensor:
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
+) -> Tensor:
     assert _are_contiguous(grad, x, weight, scale, more)
     out = torch.empty_like(x)
     rows, block, warps = _norm_tile(x.shape[-1])
     grid = (_quotient(scale.numel(), rows),)
     _rms_norm_backward[grid](
-        grad, x, weight, scale, more, out, scale.numel(), x.shape[-1], ROWS=rows, BLOCK=block, num_warps=warps
+        grad,
+        x,
+        weight,
+        scale,
+        more,
+        out,
+        scale.numel(),
+        x.shape[-1],
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
     )
     return out
 
 
 def _norm_tile(width: int) -> tuple[int, int, int]:
-    """Rows of a program, entries of each, and warps: 8 entries of a thread in short rows, 16 in long ones."""
+    """Rows of a program, entries of each, and warps: 8 entries of a thread in short rows, 16 in
+    long ones.
+    """
     block = _power_of_2(width)
     return max(1, _TILE // block), block, min(32, max(4, block // 512))
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm(x, more, weight, eps, total, out, scale, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, more, weight, eps, total, out, scale, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -88,7 +131,9 @@ def _rms_norm(x, more, weight, eps, total, out, scale, rows, width, ROWS: tl.con
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm_backward(grad, x, weight, scale, more, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_backward(
+    grad, x, weight, scale, more, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """factor * (grad * weight - x * factor ** 2 * mean(grad * weight * x)) + more"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -105,7 +150,8 @@ def _rms_norm_backward(grad, x, weight, scale, more, out, rows, width, ROWS: tl.
     tl.store(out + at, found, mask=inside)
 
 
-# --------------------------------------------------------------------------------------------------------------- rotations
+# ---------------------------------------------------------------------------------------------------------------
+# rotations
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
@@ -118,12 +164,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
     group = max(1, _TILE // block)
     sign = -1.0 if back else 1.0
     grid = (_quotient(rows * heads, group),)
-    _rotate[grid](x, x.stride(0), cos, sin, sign, out, rows * heads, heads, e // 2, GROUP=group, BLOCK=block)
+    _rotate[grid](
+        x, x.stride(0), cos, sin, sign, out, rows * heads, heads, e // 2, GROUP=group, BLOCK=block
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["count", "heads"])
-def _rotate(x, stride, cos, sin, sign, out, count, heads, half, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _rotate(
+    x, stride, cos, sin, sign, out, count, heads, half, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
     """`count`: rows times heads, of which a program turns GROUP."""
     which = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     column = tl.arange(0, BLOCK)
@@ -141,7 +191,12 @@ def _rotate(x, stride, cos, sin, sign, out, count, heads, half, GROUP: tl.conste
 
 
 def turned_heads(
-    qkv: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+    qkv: Tensor,
+    heads: tuple[int, int],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
     assert _are_contiguous(qkv, cos, sin, *(norms or ()))
     rows, width = qkv.shape
@@ -186,7 +241,9 @@ def _turned_heads(
     first = tl.load(qkv + source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + source + half, mask=inside, other=0.0).to(tl.float32)
     if NORMED:  # rounded between norm and rotation, as where each is a kernel of its own
-        mean = tl.div_rn(tl.sum(first * first, 1) + tl.sum(second * second, 1), (2 * half).to(tl.float32))
+        mean = tl.div_rn(
+            tl.sum(first * first, 1) + tl.sum(second * second, 1), (2 * half).to(tl.float32)
+        )
         factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
         of_q, of_k = q_norm + column, k_norm + column
         weight = tl.where(
@@ -213,7 +270,8 @@ def _turned_heads(
     tl.store(k + to_k + half, other, mask=inside & ~is_q[:, None])
 
 
-# ------------------------------------------------------------------------------------------------------------------ SwiGLU
+# ------------------------------------------------------------------------------------------------------------------
+# SwiGLU
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -261,13 +319,16 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
     tl.store(out + at + width, rounded(given * (gate * share), out.dtype.element_ty), mask=inside)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the head
+# ----------------------------------------------------------------------------------------------------------------
+# the head
 
 
 def normalizers(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
-    """In two steps, as a few rows alone would leave most of a GPU idle: each split's peak and sum, then those of the row."""
+    """In two steps, as a few rows alone would leave most of a GPU idle: each split's peak and sum,
+    then those of the row.
+    """
     assert exact is None, "logits are float32 products here: there is nothing to correct"
     assert _are_contiguous(logits, temperature, weights)
     assert weights is None or weights.dtype == torch.float32
@@ -307,7 +368,15 @@ def normalizers_backward(
     (rows, vocab), block = logits.shape, _split(logits)
     grid = (rows, _quotient(vocab, block))
     _normalizers_backward[grid](
-        logits, temperature, log_total, first, targets, grads, vocab, BLOCK=block, num_warps=block // 512
+        logits,
+        temperature,
+        log_total,
+        first,
+        targets,
+        grads,
+        vocab,
+        BLOCK=block,
+        num_warps=block // 512,
     )
 
 
@@ -354,7 +423,9 @@ def _row_sums(
     SPLIT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The log-sum-exp of a row from those of its splits; if asked, each program also leaves the weights of one split."""
+    """The log-sum-exp of a row from those of its splits; if asked, each program also leaves the
+    weights of one split.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLIT_BLOCK)
     at = row * SPLITS + split
@@ -372,7 +443,9 @@ def _row_sums(
 
 
 @triton.jit
-def _normalizers_backward(logits, temperature, log_total, first, targets, grads, vocab, BLOCK: tl.constexpr):
+def _normalizers_backward(
+    logits, temperature, log_total, first, targets, grads, vocab, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = 0.0
@@ -385,7 +458,9 @@ def _normalizers_backward(logits, temperature, log_total, first, targets, grads,
         pair += 1
     entries = _scaled(logits + row * vocab, temperature, column, vocab)
     found = at_targets - tl.exp(entries - tl.load(log_total + row)) * total
-    tl.store(logits + row * vocab + column, rounded(found, logits.dtype.element_ty), mask=column < vocab)
+    tl.store(
+        logits + row * vocab + column, rounded(found, logits.dtype.element_ty), mask=column < vocab
+    )
 
 
 def _power_of_2(n: int) -> int:

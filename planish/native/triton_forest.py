@@ -1,13 +1,18 @@
-"""Flash attention over a prefix forest in Triton: query row i sees key row j iff `j <= i < until[j]` (engine/packing.py says why).
+"""Flash attention over a prefix forest in Triton: query row i sees key row j iff `j <= i <
+until[j]` (engine/packing.py says why).
 
-A tile of queries is M // G consecutive rows times the G query heads of a key head, so a key or value is loaded once for all heads that use
-it, a tile spans few rows, and segments of one row share a tile with their neighbours. The host says which tiles meet (`Table`): where all pairs
-of two tiles are visible no mask is computed, where none is, nothing. Online softmax and gradients from the kept log-sum-exp are those of
-FlashAttention-2 (Dao 2023). Sums are float32; weights are rounded to the inputs' dtype before their products, as tensor cores want.
+A tile of queries is M // G consecutive rows times the G query heads of a key head, so a key or
+value is loaded once for all heads that use it, a tile spans few rows, and segments of one row share
+a tile with their neighbours. The host says which tiles meet (`Table`): where all pairs of two tiles
+are visible no mask is computed, where none is, nothing. Online softmax and gradients from the kept
+log-sum-exp are those of FlashAttention-2 (Dao 2023). Sums are float32; weights are rounded to the
+inputs' dtype before their products, as tensor cores want.
 
-Each number is written by one program, and a sum that was divided among programs is added up in a fixed order: no atomics, equal bits in each run.
+Each number is written by one program, and a sum that was divided among programs is added up in a
+fixed order: no atomics, equal bits in each run.
 
-Shapes: T rows, Hq query heads, Hkv key heads, G = Hq / Hkv, E head_dim, EP the power of two that holds it; M queries and N keys of a tile.
+Shapes: T rows, Hq query heads, Hkv key heads, G = Hq / Hkv, E head_dim, EP the power of two that
+holds it; M queries and N keys of a tile.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -42,7 +47,12 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"M": self.queries, "N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        return {
+            "M": self.queries,
+            "N": self.keys,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 @dataclass(frozen=True)
@@ -56,17 +66,23 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What meets what in one micro-batch, on the device; int32 throughout. Costly entries come first, so that the last to run are short."""
+    """What meets what in one micro-batch, on the device; int32 throughout. Costly entries come
+    first, so that the last to run are short.
+    """
 
     tiles: Tiles
     until: Tensor
     """[T]"""
     query_items: Tensor
-    """[n, 4]: query tile, then places in `lists`: from the first to before the second, key tiles that need no mask; to before the third, others."""
+    """[n, 4]: query tile, then places in `lists`: from the first to before the second, key tiles
+    that need no mask; to before the third, others.
+    """
     lists: Tensor
     key_items: Tensor
-    """[n, 6]: key tile, then query tiles: from the first to before the fourth, without a mask from the second to before the third; then the
-    place of the sums in the scratch memory, or -1: they are the whole gradient."""
+    """[n, 6]: key tile, then query tiles: from the first to before the fourth, without a mask from
+    the second to before the third; then the place of the sums in the scratch memory, or -1: they
+    are the whole gradient.
+    """
     sums: Tensor
     """[n, 3]: key tile, first place and number of its parts in the scratch memory."""
     places: int
@@ -76,7 +92,8 @@ class Table:
 def tiles_for(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     """For Hopper: about the largest with which nothing spills, in 227 KiB of shared memory."""
     width = _width(head_dim)
-    if dtype == torch.float32:  # products without tensor cores hold whole rows of their operands in registers
+    if dtype == torch.float32:
+        # products without tensor cores hold whole rows of their operands in registers
         forward, queries, keys = (
             ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)) if width <= 32
             else ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)) if width == 64
@@ -89,13 +106,21 @@ def tiles_for(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
             else ((128, 32, 8, 2), (128, 32, 8, 2), (16, 64, 8, 2))
         )  # fmt: skip
     least = _power_of_two(group)  # a tile has at least one row
-    return Tiles(*(Launch(max(m, least), n, warps, stages) for m, n, warps, stages in (forward, queries, keys)))
+    return Tiles(
+        *(
+            Launch(max(m, least), n, warps, stages)
+            for m, n, warps, stages in (forward, queries, keys)
+        )
+    )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, E] in q's dtype, and log-sum-exp of the scaled scores, float32 [T, Hq]."""
     q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out, lse = (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        q.new_empty(q.shape[:2], dtype=torch.float32),
+    )
     shape = _Shape.of(q, k)
     forward[(len(table.query_items), shape.heads)](
         q, k, v, out, lse, table.until, table.query_items, table.lists,
@@ -111,7 +136,9 @@ def attend_backward(
     """Gradients of q, k, v, contiguous and in their dtypes, given the gradient of `out`."""
     grad, q, k, v = (_by_rows(x) for x in (grad, q, k, v))
     shape = _Shape.of(q, k)
-    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
     delta = torch.empty_like(lse)
     strides = (grad.stride(0), q.stride(0), k.stride(0), v.stride(0))
     backward_queries[(len(table.query_items), shape.heads)](
@@ -171,7 +198,9 @@ def _power_of_two(number: int) -> int:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """[T, H, E]: rows may lie apart, as those of a part of a joint product do; a copy if more than that."""
+    """[T, H, E]: rows may lie apart, as those of a part of a joint product do; a copy if more than
+    that.
+    """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -195,9 +224,12 @@ def _store(base, at, x, there, E: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit
 def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
-    """Row and head within the group of each place of a query tile, and which are real; the others repeat a real row, so that sums stay finite."""
+    """Row and head within the group of each place of a query tile, and which are real; the others
+    repeat a real row, so that sums stay finite.
+    """
     place = tl.arange(0, M)
-    # Counted from the first row of all: in a loop over tiles, quotients that do not change would be kept in registers.
+    # Counted from the first row of all: in a loop over tiles, quotients that do not change would be
+    # kept in registers.
     number = tile * (M // G * G) + tl.minimum(place, M // G * G - 1)
     row = number // G
     there = (place < M // G * G) & (row < rows)
@@ -209,7 +241,9 @@ def _meet(
     tile, query, k, v, i, until, k_row, v_row, head, rows, factor,
     MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a tile, and the scores of queries of rows `i` for them: those of exp2, -inf where nothing is visible."""
+    """Keys and values of a tile, and the scores of queries of rows `i` for them: those of exp2,
+    -inf where nothing is visible.
+    """
     j = tile * N + tl.arange(0, N)
     near = j
     if MASKED:  # the last tile may pass the end
@@ -219,7 +253,9 @@ def _meet(
     scores = dot(query, tl.trans(key)) * factor
     if MASKED:
         ends = tl.load(until + near)
-        scores = tl.where((j[None, :] <= i[:, None]) & (i[:, None] < ends[None, :]), scores, float("-inf"))
+        scores = tl.where(
+            (j[None, :] <= i[:, None]) & (i[:, None] < ends[None, :]), scores, float("-inf")
+        )
     return key, value, scores
 
 
@@ -228,7 +264,9 @@ def _forward_step(
     tile, best, total, acc, query, k, v, i, until, k_row, v_row, head, rows, factor,
     MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    _, value, scores = _meet(tile, query, k, v, i, until, k_row, v_row, head, rows, factor, MASKED, E, EP, N)
+    _, value, scores = _meet(
+        tile, query, k, v, i, until, k_row, v_row, head, rows, factor, MASKED, E, EP, N
+    )
     found = tl.maximum(best, tl.max(scores, 1))
     shift = found
     if MASKED:  # a row may see nothing of the tiles so far
@@ -270,7 +308,9 @@ def _queries_step(
     tile, acc, query, grads, k, v, i, log_total, delta, until, k_row, v_row, head, rows, factor,
     MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    key, value, scores = _meet(tile, query, k, v, i, until, k_row, v_row, head, rows, factor, MASKED, E, EP, N)
+    key, value, scores = _meet(
+        tile, query, k, v, i, until, k_row, v_row, head, rows, factor, MASKED, E, EP, N
+    )
     weights = tl.exp2(scores - log_total[:, None])
     grad_scores = weights * (dot(grads, tl.trans(value)) - delta[:, None])
     return acc + dot(grad_scores.to(key.dtype), key)
@@ -281,7 +321,9 @@ def backward_queries(
     grad, q, k, v, out, lse, delta, grad_q, until, items, lists, grad_row, q_row, k_row, v_row, rows, factor, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A program has one query tile and one key head; it writes `delta` too, sum(grad * out) of each row and head, for backward_keys."""
+    """A program has one query tile and one key head; it writes `delta` too, sum(grad * out) of each
+    row and head, for backward_keys.
+    """
     item = items + tl.program_id(0) * 4
     head = tl.program_id(1)
     i, inner, there = _queries(tl.load(item), rows, G, M)
@@ -329,7 +371,9 @@ def backward_keys(
     grad, q, k, v, lse, delta, grad_k, grad_v, parts, until, items, grad_row, q_row, k_row, v_row, rows, factor, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A program has one key tile, one key head and some of the query tiles that see it, in all heads of the group."""
+    """A program has one key tile, one key head and some of the query tiles that see it, in all
+    heads of the group.
+    """
     item = items + tl.program_id(0) * 6
     tile, first, end, place = tl.load(item), tl.load(item + 1), tl.load(item + 4), tl.load(item + 5)
     full, full_end = tl.load(item + 2), tl.load(item + 3)

@@ -1,12 +1,16 @@
-"""Products with the LoRA adapters of many tenants in one batch, after SGMV (Punica, Chen et al. 2023, arXiv 2310.18547).
+"""Products with the LoRA adapters of many tenants in one batch, after SGMV (Punica, Chen et al.
+2023, arXiv 2310.18547).
 
-The rows of a batch are cut into tiles of at most TILE rows of one adapter. `shrink` multiplies each tile by its adapter's A and `expand` the
-outcome by its Bs, onto the base model's product. Which rows, which adapter, and where its matrices lie is read from tables on the device; weights are
-used where they are. Grid and arguments do not depend on the batch, so a captured CUDA graph serves the next batch with other tables: a fixed
-number of programs share out what work the tables say there is.
+The rows of a batch are cut into tiles of at most TILE rows of one adapter. `shrink` multiplies each
+tile by its adapter's A and `expand` the outcome by its Bs, onto the base model's product. Which
+rows, which adapter, and where its matrices lie is read from tables on the device; weights are used
+where they are. Grid and arguments do not depend on the batch, so a captured CUDA graph serves the
+next batch with other tables: a fixed number of programs share out what work the tables say there
+is.
 
-A row's bits depend on nothing but the row and its adapter. Sums over `in` are made of a few parts, by the length alone, each added up in float32 and
-then added to one another in order, whether one program makes all parts or one program each; there are no atomic additions.
+A row's bits depend on nothing but the row and its adapter. Sums over `in` are made of a few parts,
+by the length alone, each added up in float32 and then added to one another in order, whether one
+program makes all parts or one program each; there are no atomic additions.
 
 Shapes: T rows, `in` and `out` columns, n linears that read one input, r rank.
 """
@@ -33,9 +37,13 @@ MOST_LINEARS = 3
 """That read one input: q, k, v."""
 
 _MOST_PARTS = 8
-"""Of a sum over `in`. More would keep more programs busy with one tile, but every program of `expand` has all parts to add."""
+"""Of a sum over `in`. More would keep more programs busy with one tile, but every program of
+`expand` has all parts to add.
+"""
 _SPREAD_ROWS = 512
-"""Up to so many rows in a batch, programs share the parts of a sum: with more there are tiles enough for all."""
+"""Up to so many rows in a batch, programs share the parts of a sum: with more there are tiles
+enough for all.
+"""
 _BLOCK_LOW = 32
 _BLOCK_IN = 128
 _BLOCK_OUT = 128
@@ -46,19 +54,27 @@ _SHRINKS, _EXPANDS = 4, 8
 
 @triton.jit
 def _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN: tl.constexpr):
-    """x times A transposed over `in` = first .. first + segment - 1, as far as there are so many: [TILE, BLOCK_LOW]."""
+    """x times A transposed over `in` = first .. first + segment - 1, as far as there are so many:
+    [TILE, BLOCK_LOW].
+    """
     total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
     for begin in range(bound(first), bound(tl.minimum(first + segment, inner)), BLOCK_IN):
         k = begin + tl.arange(0, BLOCK_IN)
-        mine = tl.load(x_rows[:, None] + k[None, :], has_row[:, None] & (k < inner)[None, :], other=0.0)
-        theirs = tl.load(a_rows[:, None] + k[None, :], has_column[:, None] & (k < inner)[None, :], other=0.0)
+        mine = tl.load(
+            x_rows[:, None] + k[None, :], has_row[:, None] & (k < inner)[None, :], other=0.0
+        )
+        theirs = tl.load(
+            a_rows[:, None] + k[None, :], has_column[:, None] & (k < inner)[None, :], other=0.0
+        )
         total += dot(mine, tl.trans(theirs))
     return total
 
 
 @triton.jit
 def _matrix(pointers, number, like, ALIGNED: tl.constexpr):
-    """Where a matrix of the table lies; `like` points to the same dtype. ALIGNED: addresses are multiples of 16, so loads may take 16 bytes."""
+    """Where a matrix of the table lies; `like` points to the same dtype. ALIGNED: addresses are
+    multiples of 16, so loads may take 16 bytes.
+    """
     matrix = tl.load(pointers + number).to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
         matrix = tl.multiple_of(matrix, 16)
@@ -86,10 +102,14 @@ def shrink_kernel(
     BLOCK_LOW: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """parts[p, row, column] = segment p of x[row] . A[column] if SPREAD, else parts[0] = the sum over all segments."""
+    """parts[p, row, column] = segment p of x[row] . A[column] if SPREAD, else parts[0] = the sum
+    over all segments.
+    """
     blocks = tl.cdiv(LINEARS * tl.load(tiles + 1), BLOCK_LOW)
     each = SEGMENTS if SPREAD else 1
-    for item in range(bound(tl.program_id(0)), bound(tl.load(tiles) * blocks * each), bound(tl.num_programs(0))):
+    for item in range(
+        bound(tl.program_id(0)), bound(tl.load(tiles) * blocks * each), bound(tl.num_programs(0))
+    ):
         tile = tiles + 4 + item // (blocks * each) * 4
         column = item // each % blocks * BLOCK_LOW
         width = LINEARS * tl.load(tile + 3)
@@ -109,14 +129,26 @@ def shrink_kernel(
                 low = tl.zeros((TILE, BLOCK_LOW), tl.float32)
                 for part in range(SEGMENTS):
                     first = part * segment
-                    low += _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN)
-            target = parts + item % each * part_stride + rows[:, None] * low_stride + columns[None, :]
+                    low += _segment(
+                        x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN
+                    )
+            target = (
+                parts + item % each * part_stride + rows[:, None] * low_stride + columns[None, :]
+            )
             tl.store(target, low, has_row[:, None] & has_column[None, :])
 
 
 @triton.jit
 def _low_times_b(
-    low, part_stride, has_row, b, rank, columns, has_column, PARTS: tl.constexpr, BLOCK_RANK: tl.constexpr
+    low,
+    part_stride,
+    has_row,
+    b,
+    rank,
+    columns,
+    has_column,
+    PARTS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
 ):
     """The sum of the parts, rounded to B's dtype, times B transposed: [TILE, BLOCK_OUT]."""
     total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
@@ -127,7 +159,9 @@ def _low_times_b(
         for part in tl.static_range(PARTS):
             wide += tl.load(low + part * part_stride + r[None, :], there, other=0.0)
         weights = tl.load(
-            b + columns[:, None] * rank + r[None, :], has_column[:, None] & (r < rank)[None, :], other=0.0
+            b + columns[:, None] * rank + r[None, :],
+            has_column[:, None] & (r < rank)[None, :],
+            other=0.0,
         )
         total += dot(wide.to(weights.dtype), tl.trans(weights))
     return total
@@ -154,11 +188,15 @@ def expand_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
-    """out[row] += low[row] . B of each linear, whose columns lie side by side in `out`. Of x only the dtype is used, which is that of the weights."""
+    """out[row] += low[row] . B of each linear, whose columns lie side by side in `out`. Of x only
+    the dtype is used, which is that of the weights.
+    """
     blocks_0 = tl.cdiv(size_0, BLOCK_OUT)
     blocks_1 = tl.cdiv(size_1, BLOCK_OUT)
     blocks = blocks_0 + blocks_1 + tl.cdiv(size_2, BLOCK_OUT)
-    for item in range(bound(tl.program_id(0)), bound(tl.load(tiles) * blocks), bound(tl.num_programs(0))):
+    for item in range(
+        bound(tl.program_id(0)), bound(tl.load(tiles) * blocks), bound(tl.num_programs(0))
+    ):
         tile = tiles + 4 + item // blocks * 4
         block = item % blocks
         site_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + site * 4
@@ -181,17 +219,35 @@ def expand_kernel(
             if rank % 8 == 0:  # written so that the compiler knows it and loads 16 bytes at once
                 rank = rank // 8 * 8
                 found += _low_times_b(
-                    low + linear * rank, part_stride, has_row, b, rank, columns, has_column, PARTS, BLOCK_RANK
+                    low + linear * rank,
+                    part_stride,
+                    has_row,
+                    b,
+                    rank,
+                    columns,
+                    has_column,
+                    PARTS,
+                    BLOCK_RANK,
                 )
             else:
                 found += _low_times_b(
-                    low + linear * rank, part_stride, has_row, b, rank, columns, has_column, PARTS, 16
+                    low + linear * rank,
+                    part_stride,
+                    has_row,
+                    b,
+                    rank,
+                    columns,
+                    has_column,
+                    PARTS,
+                    16,
                 )
             tl.store(target, found.to(out.dtype.element_ty), there)
 
 
 def scratch(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Room for `parts` of `add_`, for batches of up to `rows` rows and sites of up to n * r = `columns`."""
+    """Room for `parts` of `add_`, for batches of up to `rows` rows and sites of up to n * r =
+    `columns`.
+    """
     parts = _MOST_PARTS if rows <= _SPREAD_ROWS else 1
     return torch.empty(parts, rows, columns, dtype=torch.float32, device=device)
 
@@ -207,11 +263,14 @@ def add_(
     *,
     aligned: bool,
 ) -> None:
-    """Adds to `out` [T, sum(sizes)] the products of x [T, in] with the adapters of its rows at one site; other rows stay as they are.
+    """Adds to `out` [T, sum(sizes)] the products of x [T, in] with the adapters of its rows at one
+    site; other rows stay as they are.
 
-    `tiles`: int32 [1 + tiles, 4]: (number of tiles, largest rank, 0, 0), then of each tile (first row, rows, slot, rank). `pointers`: int64
-    [slots, sites, 4], the addresses of A [n * r, in] and of the n Bs [out_i, r], contiguous and in x's dtype; zeros where a slot has no such site.
-    `parts`: from `scratch`. `aligned`: all addresses are multiples of 16. `x` and `out` have contiguous rows, which may lie apart.
+    `tiles`: int32 [1 + tiles, 4]: (number of tiles, largest rank, 0, 0), then of each tile (first
+    row, rows, slot, rank). `pointers`: int64 [slots, sites, 4], the addresses of A [n * r, in] and
+    of the n Bs [out_i, r], contiguous and in x's dtype; zeros where a slot has no such site.
+    `parts`: from `scratch`. `aligned`: all addresses are multiples of 16. `x` and `out` have
+    contiguous rows, which may lie apart.
     """
     assert x.stride(1) == 1
     assert out.stride(1) == 1
@@ -266,4 +325,8 @@ def _segments(inner: int) -> tuple[int, int]:
 @cache
 def _processors(device: torch.device) -> int:
     """Multiprocessors; interpreted, one has as many programs as show that they share the work out."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )

@@ -1,12 +1,14 @@
-"""A preference model that gives each answer a number (Bradley and Terry 1952; Ouyang et al. 2022 for language models).
+"""A preference model that gives each answer a number (Bradley and Terry 1952; Ouyang et al. 2022
+for language models).
 
     score(answer)   = log p("Yes") - log p("No") after the answer and a fixed question about it
     P(B is better)  = sigmoid(score(B) - score(A)),  preference = 2 P - 1
     loss            = mean over pairs of -log sigmoid(score(chosen) - score(rejected))
 
-The difference of two logprobs at one position is the difference of two logits: a linear function of the last hidden state, without
-bounds, exact also where the model is sure. So no head has to be added to the model, a new adapter already knows what the words mean,
-and a checkpoint is an ordinary one. Ties say nothing about an order and are left out of training.
+The difference of two logprobs at one position is the difference of two logits: a linear function of
+the last hidden state, without bounds, exact also where the model is sure. So no head has to be
+added to the model, a new adapter already knows what the words mean, and a checkpoint is an ordinary
+one. Ties say nothing about an order and are left out of training.
 """
 
 import math
@@ -41,18 +43,28 @@ def score_choice(renderer: Renderer) -> Choice:
 
 
 def comparison_to_score_data(
-    labeled: LabeledComparison, choice: Choice, question: str = QUESTION, max_length: int | None = None
+    labeled: LabeledComparison,
+    choice: Choice,
+    question: str = QUESTION,
+    max_length: int | None = None,
 ) -> Batch:
-    """Chosen and rejected; none, and left_out = 1, if one of them has more tokens than `max_length`. No ties."""
+    """Chosen and rejected; none, and left_out = 1, if one of them has more tokens than
+    `max_length`. No ties.
+    """
     assert labeled.ranked is not None
     prompt = labeled.comparison.prompt_conversation
-    data = [choice.datum(score_conversation(prompt, answer, question), WEIGHTS) for answer in labeled.ranked]
+    data = [
+        choice.datum(score_conversation(prompt, answer, question), WEIGHTS)
+        for answer in labeled.ranked
+    ]
     if max_length is not None and any(datum.model_input.length > max_length for datum in data):
         return Batch(left_out=1)
     return Batch(data)
 
 
-def bradley_terry_loss(data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
+def bradley_terry_loss(
+    data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Metrics]:
     """A custom loss of chosen and rejected alternately; the loss and its measures."""
     scores_D = torch.stack(
         [
@@ -63,7 +75,9 @@ def bradley_terry_loss(data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor]
     margins = scores_D[::2] - scores_D[1::2]
     loss = -torch.nn.functional.logsigmoid(margins).mean()
     measured = (loss, (margins > 0).float().mean(), margins.mean())
-    return loss, {name: float(value.detach()) for name, value in zip(MEASURES, measured, strict=True)}
+    return loss, {
+        name: float(value.detach()) for name, value in zip(MEASURES, measured, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -83,20 +97,25 @@ class BradleyTerryGradient:
     async def metrics(self) -> Metrics:
         output = await self.pending
         found = {name: output.metrics[name] for name in MEASURES}
-        served = {f"optim/{name}": value for name, value in output.metrics.items() if name not in MEASURES}
+        served = {
+            f"optim/{name}": value for name, value in output.metrics.items() if name not in MEASURES
+        }
         return {"num_pairs": self.num_pairs, **found, **served}
 
 
 @dataclass(frozen=True)
 class BradleyTerryPreferenceModel:
-    """Two requests a comparison, one a score. Swapping the answers changes the sign and nothing else."""
+    """Two requests a comparison, one a score. Swapping the answers changes the sign and nothing
+    else.
+    """
 
     sampling_client: Any
     choice: Choice
     """`score_choice` of the renderer that it was trained with."""
     question: str = QUESTION
     temperature: float = 1.0
-    """By which differences of scores are divided: fitted on comparisons that were not trained on."""
+    """By which differences of scores are divided: fitted on comparisons that were not trained on.
+    """
 
     async def __call__(self, comparison: Comparison) -> float:
         return self.preference_between(*await self._scores(comparison))
@@ -111,9 +130,13 @@ class BradleyTerryPreferenceModel:
 
     async def score(self, prompt: Messages, answer: Messages) -> float:
         """Of one answer. Only differences between answers to one prompt were learned."""
-        yes, no = await self.choice.logprobs(self.sampling_client, score_conversation(prompt, answer, self.question))
+        yes, no = await self.choice.logprobs(
+            self.sampling_client, score_conversation(prompt, answer, self.question)
+        )
         return yes - no
 
     async def _scores(self, comparison: Comparison) -> list[float]:
         prompt = comparison.prompt_conversation
-        return await at_once(self.score(prompt, each) for each in (comparison.completion_A, comparison.completion_B))
+        return await at_once(
+            self.score(prompt, each) for each in (comparison.completion_A, comparison.completion_B)
+        )

@@ -1,7 +1,9 @@
-"""Temperature scaling (Guo et al. 2017): one number that makes a preference model as sure as it is right.
+"""Temperature scaling (Guo et al. 2017): one number that makes a preference model as sure as it is
+right.
 
-Log-odds are divided by the temperature that minimises the log loss on comparisons that were not trained on. So that a few pairs which
-all are judged rightly do not ask for endless confidence, the target is Platt's (1999): N pairs say (N + 1) / (N + 2), not 1.
+Log-odds are divided by the temperature that minimises the log loss on comparisons that were not
+trained on. So that a few pairs which all are judged rightly do not ask for endless confidence, the
+target is Platt's (1999): N pairs say (N + 1) / (N + 2), not 1.
 """
 
 import math
@@ -13,8 +15,9 @@ COLDEST = 1e-3
 
 
 def fit_temperature(chosen_log_odds: Sequence[float], pairs: int | None = None) -> float:
-    """`chosen_log_odds`: of each preferred answer over the other one. `pairs`: how many comparisons they are, if some are in
-    both orders; 1.0 without any."""
+    """`chosen_log_odds`: of each preferred answer over the other one. `pairs`: how many comparisons
+    they are, if some are in both orders; 1.0 without any.
+    """
     count = len(chosen_log_odds) if pairs is None else pairs
     if not count:
         return 1.0

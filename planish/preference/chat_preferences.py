@@ -1,10 +1,12 @@
-"""A preference model that reads both answers: the comparison is a conversation, and the label is the assistant's answer to it.
+"""A preference model that reads both answers: the comparison is a conversation, and the label is
+the assistant's answer to it.
 
     prompt . system "==== Completion A ====" . A . system "==== Completion B ====" . B . system "==== Preference ====" -> A, B or Tie
 
-The form is that of the public cookbooks, which sample the label. Here the probabilities of the three labels are read off, so a
-preference is an expectation, with no noise of sampling, and can be calibrated. Learned is the label's token alone. What is too long
-is left out of training whole, and counted: an example that is cut has no label.
+The form is that of the public cookbooks, which sample the label. Here the probabilities of the
+three labels are read off, so a preference is an expectation, with no noise of sampling, and can be
+calibrated. Learned is the label's token alone. What is too long is left out of training whole, and
+counted: an example that is cut has no label.
 """
 
 import math
@@ -38,8 +40,12 @@ def label_choice(renderer: Renderer) -> Choice:
     return Choice.between(LABELS, renderer)
 
 
-def comparison_to_datum(labeled: LabeledComparison, choice: Choice, max_length: int | None = None) -> Batch:
-    """One example for cross entropy, with weight 1 on the label; none, and left_out = 1, if it has more tokens than `max_length`."""
+def comparison_to_datum(
+    labeled: LabeledComparison, choice: Choice, max_length: int | None = None
+) -> Batch:
+    """One example for cross entropy, with weight 1 on the label; none, and left_out = 1, if it has
+    more tokens than `max_length`.
+    """
     weights = [float(label == labeled.label) for label in LABELS]
     datum = choice.datum(comparison_conversation(labeled.comparison), weights)
     if max_length is not None and datum.model_input.length > max_length:
@@ -52,7 +58,9 @@ class LabelCrossEntropy:
     """Minus the logprob of each label, summed."""
 
     async def submit(self, training_client: Any, data: Sequence[Datum]) -> "LabelGradient":
-        return LabelGradient(data, await training_client.forward_backward_async(data, "cross_entropy"))
+        return LabelGradient(
+            data, await training_client.forward_backward_async(data, "cross_entropy")
+        )
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,10 @@ class LabelGradient:
         pairs = list(zip(weights, logprobs, strict=True))
         return {
             "num_pairs": len(pairs),
-            "train_mean_nll": -sum(float(weight @ logprob) for weight, logprob in pairs) / len(pairs),
-            "accuracy": sum(float(weight.argmax() == logprob.argmax()) for weight, logprob in pairs) / len(pairs),
+            "train_mean_nll": -sum(float(weight @ logprob) for weight, logprob in pairs)
+            / len(pairs),
+            "accuracy": sum(float(weight.argmax() == logprob.argmax()) for weight, logprob in pairs)
+            / len(pairs),
             **{f"optim/{name}": value for name, value in output.metrics.items()},
         }
 
@@ -82,13 +92,17 @@ def expected_preference(label_logprobs: Sequence[float], temperature: float = 1.
 
 @dataclass(frozen=True)
 class ChatPreferenceModel:
-    """One request a comparison. The places of the answers may have a say; `preference_models.BothOrders` takes it away."""
+    """One request a comparison. The places of the answers may have a say;
+    `preference_models.BothOrders` takes it away.
+    """
 
     sampling_client: Any
     choice: Choice
     """`label_choice` of the renderer that it was trained with."""
     temperature: float = 1.0
-    """Of the probabilities: fitted on comparisons that were not trained on (planish/preference/calibration.py)."""
+    """Of the probabilities: fitted on comparisons that were not trained on
+    (planish/preference/calibration.py).
+    """
 
     async def __call__(self, comparison: Comparison) -> float:
         return expected_preference(await self._label_logprobs(comparison), self.temperature)

@@ -1,7 +1,9 @@
-"""A conversation that ends with one of a few fixed answers: what a model makes of it is the logprobs of their first tokens.
+"""A conversation that ends with one of a few fixed answers: what a model makes of it is the
+logprobs of their first tokens.
 
-An answer is told from the others by one token, the first in which they differ, so one request gives the probability of every answer,
-and one position is learned. What a format puts in front of an answer (an empty thinking block, for instance) belongs to the prompt.
+An answer is told from the others by one token, the first in which they differ, so one request gives
+the probability of every answer, and one position is learned. What a format puts in front of an
+answer (an empty thinking block, for instance) belongs to the prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,24 +51,33 @@ class Choice:
     def prompt(self, conversation: Conversation) -> list[int]:
         """All tokens before the one that decides."""
         written = _written(self.renderer, conversation, self.answers[0])
-        assert written.output[self.lead] == self.tokens[0], "an answer has the same tokens after every conversation"
+        assert written.output[self.lead] == self.tokens[0], (
+            "an answer has the same tokens after every conversation"
+        )
         return written.before + written.output[: self.lead]
 
     def datum(self, conversation: Conversation, weights: Sequence[float]) -> Datum:
-        """The conversation with `weights` on the logprobs of the answers, at the one position where they are given.
+        """The conversation with `weights` on the logprobs of the answers, at the one position where
+        they are given.
 
-        Its targets are (N, K): at each position but the last K times the token that follows, with weight 0.
+        Its targets are (N, K): at each position but the last K times the token that follows, with
+        weight 0.
         """
         prompt, count = self.prompt(conversation), len(self.tokens)
         targets = np.repeat(np.array([*prompt[1:], 0], dtype=np.int64)[:, None], count, axis=1)
         targets[-1] = self.tokens
         weighted = np.zeros((len(prompt), count), dtype=np.float32)
         weighted[-1] = weights
-        inputs = {"target_tokens": TensorData.from_numpy(targets), "weights": TensorData.from_numpy(weighted)}
+        inputs = {
+            "target_tokens": TensorData.from_numpy(targets),
+            "weights": TensorData.from_numpy(weighted),
+        }
         return Datum(ModelInput.from_ints(prompt), inputs)
 
     async def logprobs(self, sampling_client: Any, conversation: Conversation) -> list[float]:
-        """Of each answer, at temperature 1, by one request. They are no distribution: a model may say something else."""
+        """Of each answer, at temperature 1, by one request. They are no distribution: a model may
+        say something else.
+        """
         prompt = self.prompt(conversation)
         asked = np.full((len(prompt), len(self.tokens)), -1, dtype=np.int64)
         asked[-1] = self.tokens
@@ -88,7 +99,8 @@ class _Written:
 
 def _written(renderer: Renderer, conversation: Conversation, answer: str) -> _Written:
     tokens, weights = renderer.build_supervised_example(
-        [*conversation, {"role": "assistant", "content": answer}], TrainOnWhat.LAST_ASSISTANT_MESSAGE
+        [*conversation, {"role": "assistant", "content": answer}],
+        TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     )
     begin = int(weights.argmax())
     ids = tokens.to_ints()

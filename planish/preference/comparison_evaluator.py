@@ -1,12 +1,16 @@
-"""How often a policy's answers to held-out prompts are preferred to those of a reference: fixed texts, or another policy's.
+"""How often a policy's answers to held-out prompts are preferred to those of a reference: fixed
+texts, or another policy's.
 
-    win(prompt) = (r(A, B) - r(B, A) + 2) / 4      A: the reference's answer, B: the policy's; r: the judge, -1 to 1
-    win(prompt) = (r(A, B) + 1) / 2                with both_ways=False: half as many questions, and a judge's taste for a side counts
+    win(prompt) = (r(A, B) - r(B, A) + 2) / 4      A: the reference's answer, B: the policy's; r:
+        the judge, -1 to 1
+    win(prompt) = (r(A, B) + 1) / 2                with both_ways=False: half as many questions, and
+        a judge's taste for a side counts
 
-So 0 = lost, 1 = won, and the mean over prompts is the win rate. A policy against itself has 0.5 within the standard error:
-its draws and the reference's are independent, each a function of (seed, prompt) alone, so all policies of a run are measured
-with the same luck and against the same answers. Several judges may be asked about the same answers; where one that was learned and
-one that is known disagree, the policy has found the faults of the first.
+So 0 = lost, 1 = won, and the mean over prompts is the win rate. A policy against itself has 0.5
+within the standard error: its draws and the reference's are independent, each a function of (seed,
+prompt) alone, so all policies of a run are measured with the same luck and against the same
+answers. Several judges may be asked about the same answers; where one that was learned and one that
+is known disagree, the policy has found the faults of the first.
 """
 
 from abc import ABC, abstractmethod
@@ -48,13 +52,17 @@ class Answering:
     temperature: float = 1.0
     seed: int = 0
 
-    async def __call__(self, sampling_client: Any, prompts: Sequence[Messages], place: int) -> list[SampledAnswer]:
+    async def __call__(
+        self, sampling_client: Any, prompts: Sequence[Messages], place: int
+    ) -> list[SampledAnswer]:
         """One answer to each prompt, all sampled at once."""
         policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature)
 
         async def one(number: int, prompt: Messages) -> SampledAnswer:
             seeded = policy.seeded(derived_seed(self.seed, place, number))
-            sampled = await seeded(self.renderer.build_generation_prompt(prompt), self.renderer.get_stop_sequences())
+            sampled = await seeded(
+                self.renderer.build_generation_prompt(prompt), self.renderer.get_stop_sequences()
+            )
             answer = read_answer(self.renderer, sampled.tokens)
             return SampledAnswer(answer.text, answer.is_whole, len(sampled.tokens))
 
@@ -65,7 +73,9 @@ class Reference(ABC):
     """Whose answers the policy's are compared with."""
 
     @abstractmethod
-    async def completions(self, prompts: Sequence[Messages], answering: Answering) -> Sequence[Messages]:
+    async def completions(
+        self, prompts: Sequence[Messages], answering: Answering
+    ) -> Sequence[Messages]:
         """One for each prompt; the same ones at every call."""
 
 
@@ -75,7 +85,9 @@ class FixedReference(Reference):
 
     given: Sequence[Messages]
 
-    async def completions(self, prompts: Sequence[Messages], answering: Answering) -> Sequence[Messages]:
+    async def completions(
+        self, prompts: Sequence[Messages], answering: Answering
+    ) -> Sequence[Messages]:
         if len(self.given) != len(prompts):
             raise UserError(
                 f"there are {len(prompts)} prompts and {len(self.given)} reference completions; give one for each"
@@ -93,7 +105,9 @@ class PolicyReference(Reference):
     """A checkpoint, or a run directory; None = the base model itself."""
     _sampled: Sequence[Messages] | None = field(default=None, init=False, repr=False)
 
-    async def completions(self, prompts: Sequence[Messages], answering: Answering) -> Sequence[Messages]:
+    async def completions(
+        self, prompts: Sequence[Messages], answering: Answering
+    ) -> Sequence[Messages]:
         if self._sampled is None:
             answers = await answering(await self._client(), prompts, REFERENCE)
             self._sampled = [answer.completion for answer in answers]
@@ -101,8 +115,12 @@ class PolicyReference(Reference):
 
     async def _client(self) -> Any:
         if self.checkpoint_path is None:
-            return await self.service_client.create_sampling_client_async(base_model=self.base_model)
-        return await self.service_client.create_sampling_client_async(model_path=checkpoint_of(self.checkpoint_path))
+            return await self.service_client.create_sampling_client_async(
+                base_model=self.base_model
+            )
+        return await self.service_client.create_sampling_client_async(
+            model_path=checkpoint_of(self.checkpoint_path)
+        )
 
 
 @dataclass(frozen=True)
@@ -116,14 +134,21 @@ class WinRate:
         return Mean.of(self.wins)
 
 
-async def win_rate(judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True) -> WinRate:
+async def win_rate(
+    judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True
+) -> WinRate:
     """How often B wins."""
     if not both_ways:
         return WinRate([(r + 1) / 2 for r in await judged(judge, comparisons)])
     asked = [*comparisons, *(comparison.swap() for comparison in comparisons)]
     preferences = await judged(judge, asked)
     count = len(comparisons)
-    return WinRate([(r - swapped + 2) / 4 for r, swapped in zip(preferences[:count], preferences[count:], strict=True)])
+    return WinRate(
+        [
+            (r - swapped + 2) / 4
+            for r, swapped in zip(preferences[:count], preferences[count:], strict=True)
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +176,9 @@ class Contest:
 
 
 class ComparisonEvaluator(SamplingClientEvaluator):
-    """NAME/win_rate/JUDGE and NAME/win_rate_stderr/JUDGE against the reference; NAME/format and NAME/ac_tokens_per_turn."""
+    """NAME/win_rate/JUDGE and NAME/win_rate_stderr/JUDGE against the reference; NAME/format and
+    NAME/ac_tokens_per_turn.
+    """
 
     def __init__(
         self,
@@ -164,7 +191,9 @@ class ComparisonEvaluator(SamplingClientEvaluator):
         name: str = "test",
     ) -> None:
         if not prompts:
-            raise UserError("there are no prompts to compare answers to; hold some out, or leave the test out")
+            raise UserError(
+                "there are no prompts to compare answers to; hold some out, or leave the test out"
+            )
         if not judges:
             raise UserError("there is no judge; give at least one preference model by name")
         self.prompts = prompts
@@ -185,7 +214,8 @@ class ComparisonEvaluator(SamplingClientEvaluator):
             for prompt, completion, answer in zip(self.prompts, completions, answers, strict=True)
         ]
         win_rates = {
-            name: await win_rate(judge, comparisons, both_ways=self.both_ways) for name, judge in self.judges.items()
+            name: await win_rate(judge, comparisons, both_ways=self.both_ways)
+            for name, judge in self.judges.items()
         }
         return Contest(comparisons, answers, win_rates)
 
@@ -195,14 +225,20 @@ class ComparisonEvaluatorBuilder:
     """The options of a `ComparisonEvaluator` against a policy, for `evaluator_builders` of a run."""
 
     prompt_builder: PromptBuilder = chz.field(doc="its held-out prompts are answered")
-    judge_builders: Mapping[str, PreferenceModelBuilder] = chz.field(doc="by the name in the metrics")
+    judge_builders: Mapping[str, PreferenceModelBuilder] = chz.field(
+        doc="by the name in the metrics"
+    )
     policy_model_name: str
     policy_renderer_name: str | None = None
-    reference_checkpoint_path: str | None = chz.field(default=None, doc="none = the base model itself")
+    reference_checkpoint_path: str | None = chz.field(
+        default=None, doc="none = the base model itself"
+    )
     max_tokens: int = 256
     temperature: float = 1.0
     both_ways: bool = chz.field(default=True, doc="each pair is judged in both orders")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="longer prompts are left out; none = all are taken"
+    )
     max_prompts: int | None = chz.field(default=None, doc="the first so many; none = all")
     name: str = "test"
     seed: int = 0
@@ -210,10 +246,14 @@ class ComparisonEvaluatorBuilder:
 
     def __call__(self) -> ComparisonEvaluator:
         renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)
-        prompts = checked_prompts(self.prompt_builder().test, renderer, "test", self.max_prompt_tokens)
+        prompts = checked_prompts(
+            self.prompt_builder().test, renderer, "test", self.max_prompt_tokens
+        )
         return ComparisonEvaluator(
             prompts[: self.max_prompts],
-            PolicyReference(self.service_client, self.policy_model_name, self.reference_checkpoint_path),
+            PolicyReference(
+                self.service_client, self.policy_model_name, self.reference_checkpoint_path
+            ),
             {name: build(self.service_client) for name, build in self.judge_builders.items()},
             Answering(renderer, self.max_tokens, self.temperature, self.seed),
             both_ways=self.both_ways,

@@ -1,8 +1,10 @@
-"""Comparisons as pairs of datums: the preferred answer and the other one, each behind the same prompt.
+"""Comparisons as pairs of datums: the preferred answer and the other one, each behind the same
+prompt.
 
-A batch holds them alternately: chosen, rejected, chosen, rejected, ... What is learned of each is the answer, with weight 1
-a token, so that the weighted sum of logprobs is the logprob of the answer. Ties say nothing and are left out when the data are
-read. Both answers are cut at `max_length`; a pair of which one answer would begin behind it is left out and counted.
+A batch holds them alternately: chosen, rejected, chosen, rejected, ... What is learned of each is
+the answer, with weight 1 a token, so that the weighted sum of logprobs is the logprob of the
+answer. Ties say nothing and are left out when the data are read. Both answers are cut at
+`max_length`; a pair of which one answer would begin behind it is left out and counted.
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +47,9 @@ def answer_conversation(prompt: Messages, answer: Messages) -> list[dict[str, An
     ]
 
 
-def comparison_to_data(labeled: LabeledComparison, renderer: Renderer, max_length: int | None = None) -> Batch:
+def comparison_to_data(
+    labeled: LabeledComparison, renderer: Renderer, max_length: int | None = None
+) -> Batch:
     """Chosen and rejected; UserError for a tie."""
     if labeled.ranked is None:
         raise UserError("a tie has no preferred answer; leave it out")
@@ -65,7 +69,9 @@ def comparison_to_data(labeled: LabeledComparison, renderer: Renderer, max_lengt
 
 
 class ComparisonBuilder(ABC):
-    """The options of comparisons; calling it gives those for training and those for tests, which may be none."""
+    """The options of comparisons; calling it gives those for training and those for tests, which
+    may be none.
+    """
 
     @abstractmethod
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]: ...
@@ -73,10 +79,14 @@ class ComparisonBuilder(ABC):
 
 @chz.chz
 class ComparisonBuilderFromRows(ComparisonBuilder):
-    """Comparisons of a hub name, a directory, or one file; forms: `planish.preference.types.read_comparison`."""
+    """Comparisons of a hub name, a directory, or one file; forms:
+    `planish.preference.types.read_comparison`.
+    """
 
     dataset: str
-    test_size: int | None = chz.field(default=None, doc="test pairs; none = the whole test split, 0 = no tests")
+    test_size: int | None = chz.field(
+        default=None, doc="test pairs; none = the whole test split, 0 = no tests"
+    )
     shuffle_seed: int | None = 0
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
@@ -95,7 +105,11 @@ class ComparisonBuilderFromJsonl(ComparisonBuilder):
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
         train, _ = ComparisonBuilderFromRows(dataset=self.train_path, test_size=0)()
-        test, _ = ComparisonBuilderFromRows(dataset=self.test_path, test_size=0)() if self.test_path else ([], None)
+        test, _ = (
+            ComparisonBuilderFromRows(dataset=self.test_path, test_size=0)()
+            if self.test_path
+            else ([], None)
+        )
         return train, test
 
 
@@ -116,13 +130,21 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
         def data_of(labeled: LabeledComparison) -> Batch:
             return comparison_to_data(labeled, renderer, config.max_length)
 
-        train_set = RowDataset(without_ties(train), config.batch_size, data_of, shuffle_seed=self.shuffle_seed)
+        train_set = RowDataset(
+            without_ties(train), config.batch_size, data_of, shuffle_seed=self.shuffle_seed
+        )
         kept = without_ties(test)
-        return train_set, RowDataset(kept, config.batch_size, data_of, drop_last=False) if kept else None
+        return train_set, RowDataset(
+            kept, config.batch_size, data_of, drop_last=False
+        ) if kept else None
 
 
-def check_comparisons(comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str) -> None:
-    """UserError for the first one of which an answer cannot be trained on: tokens are not made for it."""
+def check_comparisons(
+    comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
+) -> None:
+    """UserError for the first one of which an answer cannot be trained on: tokens are not made for
+    it.
+    """
     for number, labeled in enumerate(comparisons, start=1):
         for answer in labeled.ranked or ():
             conversation = answer_conversation(labeled.comparison.prompt_conversation, answer)
@@ -139,7 +161,9 @@ def without_ties(comparisons: Sequence[LabeledComparison]) -> list[LabeledCompar
 def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:
     """The loss is of whole answers: what is learned and how much it weighs is no choice here."""
     if config.train_on_what is not TrainOnWhat.ALL_ASSISTANT_MESSAGES:
-        raise UserError(f"train_on_what={config.train_on_what.value}: pairs are learned by their answers; leave it out")
+        raise UserError(
+            f"train_on_what={config.train_on_what.value}: pairs are learned by their answers; leave it out"
+        )
 
 
 def _read(rows: Sequence[Mapping[str, Any]], where: str) -> list[LabeledComparison]:

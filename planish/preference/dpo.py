@@ -1,11 +1,13 @@
-"""Direct preference optimization (Rafailov et al. 2023) and its kin: the policy as its own reward model.
+"""Direct preference optimization (Rafailov et al. 2023) and its kin: the policy as its own reward
+model.
 
     reward(answer) = beta * (log p(answer) - log p_reference(answer))
     loss           = mean over pairs of -log sigmoid(reward(chosen) - reward(rejected))
 
-IPO and SimPO have other costs, SimPO another reward (planish/preference/losses.py). The reference, where there is one, is a model or
-a checkpoint that is named when the run begins; it is written down (reference.json), and a run that is resumed takes that one, never
-the weights it resumes with. The loop, its files and its resume are those of planish/supervised.
+IPO and SimPO have other costs, SimPO another reward (planish/preference/losses.py). The reference,
+where there is one, is a model or a checkpoint that is named when the run begins; it is written down
+(reference.json), and a run that is resumed takes that one, never the weights it resumes with. The
+loop, its files and its resume are those of planish/supervised.
 """
 
 import json
@@ -61,16 +63,25 @@ class Config(supervised.Config):
         default=None,
         doc="how dear it is to leave the reference; none = 0.1, and 2 with loss=simpo, where it scales rewards",
     )
-    label_smoothing: float = chz.field(default=0.0, doc="dpo: how often a label is taken to be wrong")
-    simpo_gamma: float | None = chz.field(default=None, doc="simpo: the margin that is aimed at; none = 1")
-    reference_model_name: str | None = chz.field(default=None, doc="base model of the reference; none = model_name")
+    label_smoothing: float = chz.field(
+        default=0.0, doc="dpo: how often a label is taken to be wrong"
+    )
+    simpo_gamma: float | None = chz.field(
+        default=None, doc="simpo: the margin that is aimed at; none = 1"
+    )
+    reference_model_name: str | None = chz.field(
+        default=None, doc="base model of the reference; none = model_name"
+    )
     reference_checkpoint_path: str | None = chz.field(
-        default=None, doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model"
+        default=None,
+        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
     )
 
 
 async def main(config: Config, service_client: Any = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the run directory."""
+    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    run directory.
+    """
     check(config)
     if service_client is not None:
         return await _run(config, service_client)
@@ -81,18 +92,27 @@ async def main(config: Config, service_client: Any = None) -> Path:
 async def _run(config: Config, service_client: Any) -> Path:
     loss = pair_loss_of(config)
     if loss.needs_reference:
-        option = "reference_model_name" if config.reference_checkpoint_path is None else "reference_checkpoint_path"
+        option = (
+            "reference_model_name"
+            if config.reference_checkpoint_path is None
+            else "reference_checkpoint_path"
+        )
         base_model = await reference_base_model(config, service_client)
         await require_one_vocabulary(config.model_name, base_model, service_client, option)
-        config = await within_context(config, service_client, [(base_model, 1)])  # with the last target
+        # with the last target
+        config = await within_context(config, service_client, [(base_model, 1)])
     else:
         config = await within_context(config, service_client)
 
     def objective_of(start: Start) -> "PairObjective":
-        reference = reference_client(config, service_client, start) if loss.needs_reference else None
+        reference = (
+            reference_client(config, service_client, start) if loss.needs_reference else None
+        )
         return PairObjective(config.loss, loss, reference)
 
-    return await train(config, service_client, objective_of, {f"{config.loss}_loss": "loss {:.4f}", **SHOWN})
+    return await train(
+        config, service_client, objective_of, {f"{config.loss}_loss": "loss {:.4f}", **SHOWN}
+    )
 
 
 def pair_loss_of(config: Config) -> PairLoss:
@@ -103,7 +123,9 @@ def pair_loss_of(config: Config) -> PairLoss:
         case "ipo":
             return IPOLoss(beta)
         case _:
-            return SimPOLoss(beta, SIMPO_GAMMA if config.simpo_gamma is None else config.simpo_gamma)
+            return SimPOLoss(
+                beta, SIMPO_GAMMA if config.simpo_gamma is None else config.simpo_gamma
+            )
 
 
 def check(config: Config) -> None:
@@ -125,14 +147,22 @@ def check(config: Config) -> None:
 def _check_unused(config: Config) -> None:
     """UserError for options that the loss would not read."""
     if config.label_smoothing and config.loss != "dpo":
-        raise UserError(f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave it out")
+        raise UserError(
+            f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave it out"
+        )
     if config.simpo_gamma is not None and config.loss != "simpo":
-        raise UserError(f"simpo_gamma={config.simpo_gamma}: loss={config.loss} aims at no margin; leave it out")
+        raise UserError(
+            f"simpo_gamma={config.simpo_gamma}: loss={config.loss} aims at no margin; leave it out"
+        )
     references = (config.reference_model_name, config.reference_checkpoint_path)
     if config.loss == "simpo" and any(reference is not None for reference in references):
-        raise UserError("loss=simpo asks no reference; leave reference_model_name and reference_checkpoint_path out")
+        raise UserError(
+            "loss=simpo asks no reference; leave reference_model_name and reference_checkpoint_path out"
+        )
     if all(reference is not None for reference in references):
-        raise UserError("reference_model_name and reference_checkpoint_path are two references; give one of them")
+        raise UserError(
+            "reference_model_name and reference_checkpoint_path are two references; give one of them"
+        )
 
 
 async def reference_base_model(config: Config, service_client: Any) -> str:
@@ -144,9 +174,11 @@ async def reference_base_model(config: Config, service_client: Any) -> str:
 
 
 def reference_client(config: Config, service_client: Any, start: Start) -> Any:
-    """A sampling client of the reference: that of the run's beginning, whatever was saved or trained since.
+    """A sampling client of the reference: that of the run's beginning, whatever was saved or
+    trained since.
 
-    A run that was killed before its first checkpoint begins once more, and its options may have been corrected.
+    A run that was killed before its first checkpoint begins once more, and its options may have
+    been corrected.
     """
     path = Path(config.log_path).expanduser() / REFERENCE
     if start.record is None or not path.exists():
@@ -174,7 +206,9 @@ class PairObjective:
     async def submit(self, training_client: Any, data: Sequence[Datum]) -> "PairGradient":
         reference_D = await self.reference_logprobs(data)
 
-        def custom_loss(data: Sequence[Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
+        def custom_loss(
+            data: Sequence[Datum], logprobs_D: list[torch.Tensor]
+        ) -> tuple[torch.Tensor, Metrics]:
             return self.measured(data, logprobs_D, reference_D)
 
         pending = await training_client.forward_backward_custom_async(data, custom_loss)
@@ -184,7 +218,10 @@ class PairObjective:
         return None if self.reference is None else await reference_logprobs(self.reference, data)
 
     def measured(
-        self, data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor], reference_D: Sequence[float] | None
+        self,
+        data: Sequence[Datum],
+        logprobs_D: Sequence[torch.Tensor],
+        reference_D: Sequence[float] | None,
     ) -> tuple[torch.Tensor, Metrics]:
         """The loss, and all that is said of a batch by the names of the metrics."""
         loss, measured = pair_loss(self.loss, data, logprobs_D, reference_D)
@@ -204,12 +241,18 @@ class PairGradient:
     async def metrics(self) -> Metrics:
         output = await self.pending
         found = {name: output.metrics[name] for name in self.measures}
-        served = {f"optim/{name}": value for name, value in output.metrics.items() if name not in self.measures}
+        served = {
+            f"optim/{name}": value
+            for name, value in output.metrics.items()
+            if name not in self.measures
+        }
         return {"num_pairs": self.num_pairs, **found, **served}
 
 
 class PairEvaluator(TrainingClientEvaluator):
-    """Of held-out pairs, all that is said of a batch, as NAME/...; and NAME/nll of their chosen answers."""
+    """Of held-out pairs, all that is said of a batch, as NAME/...; and NAME/nll of their chosen
+    answers.
+    """
 
     def __init__(self, data: Sequence[Datum], objective: PairObjective, name: str = "test") -> None:
         self.data = data
@@ -220,25 +263,40 @@ class PairEvaluator(TrainingClientEvaluator):
     async def __call__(self, training_client: Any) -> Metrics:
         if self._reference_D is None:
             self._reference_D = await self.objective.reference_logprobs(self.data)
-        parts = [self.data[start : start + DATUMS_PER_CALL] for start in range(0, len(self.data), DATUMS_PER_CALL)]
+        parts = [
+            self.data[start : start + DATUMS_PER_CALL]
+            for start in range(0, len(self.data), DATUMS_PER_CALL)
+        ]
         pending = [await training_client.forward_async(part, "cross_entropy") for part in parts]
         outputs: list[ForwardBackwardOutput] = [await result for result in pending]
-        logprobs_D = [tensors["logprobs"].to_torch() for output in outputs for tensors in output.loss_fn_outputs]
+        logprobs_D = [
+            tensors["logprobs"].to_torch()
+            for output in outputs
+            for tensors in output.loss_fn_outputs
+        ]
         _, measured = self.objective.measured(self.data, logprobs_D, self._reference_D)
-        chosen = [answer_logprob(datum, logprobs) for datum, logprobs in zip(self.data, logprobs_D, strict=True)][::2]
+        chosen = [
+            answer_logprob(datum, logprobs)
+            for datum, logprobs in zip(self.data, logprobs_D, strict=True)
+        ][::2]
         tokens = sum(answer_tokens(pair.chosen) for pair in pairs_of(self.data))
         measured["nll"] = -sum(float(logprob) for logprob in chosen) / tokens
         return {f"{self.name}/{name}": value for name, value in measured.items()}
 
 
 def pair_loss(
-    loss: PairLoss, data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor], reference_D: Sequence[float] | None
+    loss: PairLoss,
+    data: Sequence[Datum],
+    logprobs_D: Sequence[torch.Tensor],
+    reference_D: Sequence[float] | None,
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss of interleaved pairs, meaned over pairs, and its measures.
 
     `logprobs_D` are the policy's by target, `reference_D` the reference's of whole answers.
     """
-    answers_D = torch.stack([answer_logprob(datum, each) for datum, each in zip(data, logprobs_D, strict=True)])
+    answers_D = torch.stack(
+        [answer_logprob(datum, each) for datum, each in zip(data, logprobs_D, strict=True)]
+    )
     reference = None if reference_D is None else torch.tensor(reference_D, dtype=answers_D.dtype)
     tokens = torch.tensor([answer_tokens(datum) for datum in data], dtype=answers_D.dtype)
     rewards_D = loss.rewards(Answers(answers_D, reference, tokens))
@@ -251,7 +309,10 @@ def pair_loss(
 
 
 def dpo_loss(
-    data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor], reference_D: Sequence[float], beta: float
+    data: Sequence[Datum],
+    logprobs_D: Sequence[torch.Tensor],
+    reference_D: Sequence[float],
+    beta: float,
 ) -> tuple[torch.Tensor, Metrics]:
     """`pair_loss` of DPO, with the loss itself among the measures, as a custom loss returns it."""
     loss, measured = pair_loss(DPOLoss(beta), data, logprobs_D, reference_D)

@@ -1,6 +1,8 @@
-"""The two kinds of preference models behind one face: how a comparison becomes data, what is minimised, and what judges.
+"""The two kinds of preference models behind one face: how a comparison becomes data, what is
+minimised, and what judges.
 
-chat             both answers in one conversation, the label is its answer (planish/preference/chat_preferences.py)
+chat             both answers in one conversation, the label is its answer
+                 (planish/preference/chat_preferences.py)
 bradley_terry    a score for each answer (planish/preference/bradley_terry.py)
 """
 
@@ -80,7 +82,9 @@ class BradleyTerryForm:
     def check(self, labeled: LabeledComparison) -> None:
         comparison = labeled.comparison
         for answer in (comparison.completion_A, comparison.completion_B):
-            self.choice.check(score_conversation(comparison.prompt_conversation, answer, self.question))
+            self.choice.check(
+                score_conversation(comparison.prompt_conversation, answer, self.question)
+            )
 
     def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
         return comparison_to_score_data(labeled, self.choice, self.question, max_length)

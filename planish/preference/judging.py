@@ -1,4 +1,6 @@
-"""Asking a preference model about many comparisons at once, and not believing everything that it says."""
+"""Asking a preference model about many comparisons at once, and not believing everything that it
+says.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +14,14 @@ from planish.preference.types import Comparison, Messages
 ROUNDING = 1e-6
 
 
-async def judged(preference_model: PreferenceModel, comparisons: Sequence[Comparison]) -> list[float]:
-    """The preference of each comparison, in order; all are asked at once, and the first error ends the others.
+async def judged(
+    preference_model: PreferenceModel, comparisons: Sequence[Comparison]
+) -> list[float]:
+    """The preference of each comparison, in order; all are asked at once, and the first error ends
+    the others.
 
-    A model that scores answers reads each answer to a prompt once, in however many comparisons it is.
+    A model that scores answers reads each answer to a prompt once, in however many comparisons it
+    is.
     """
     if isinstance(preference_model, ScoringPreferenceModel):
         given = await _by_scores(preference_model, comparisons)
@@ -24,13 +30,21 @@ async def judged(preference_model: PreferenceModel, comparisons: Sequence[Compar
     return [checked_preference(preference, preference_model) for preference in given]
 
 
-async def _by_scores(model: ScoringPreferenceModel, comparisons: Sequence[Comparison]) -> list[float]:
-    sides = [side for each in comparisons for side in ((each, each.completion_A), (each, each.completion_B))]
+async def _by_scores(
+    model: ScoringPreferenceModel, comparisons: Sequence[Comparison]
+) -> list[float]:
+    sides = [
+        side
+        for each in comparisons
+        for side in ((each, each.completion_A), (each, each.completion_B))
+    ]
     distinct = {_key(each, answer): (each.prompt_conversation, answer) for each, answer in sides}
     found = await at_once(model.score(prompt, answer) for prompt, answer in distinct.values())
     scores = dict(zip(distinct, found, strict=True))
     return [
-        model.preference_between(scores[_key(each, each.completion_A)], scores[_key(each, each.completion_B)])
+        model.preference_between(
+            scores[_key(each, each.completion_A)], scores[_key(each, each.completion_B)]
+        )
         for each in comparisons
     ]
 
@@ -40,7 +54,9 @@ def _key(comparison: Comparison, answer: Messages) -> str:
 
 
 def checked_preference(given: Any, preference_model: PreferenceModel) -> float:
-    """A preference as Python's own number from -1 to 1; UserError, which names the model, for anything else."""
+    """A preference as Python's own number from -1 to 1; UserError, which names the model, for
+    anything else.
+    """
     name = getattr(preference_model, "__qualname__", type(preference_model).__qualname__)
     wanted = "give a number from -1 (A is better) to 1 (B is better)"
     try:

@@ -1,16 +1,20 @@
-"""How well a preference model judges comparisons that it was not trained on. Ties are left out: there is no right answer to them.
+"""How well a preference model judges comparisons that it was not trained on. Ties are left out:
+there is no right answer to them.
 
-P is the probability that the model gives to the answer which people prefer, (1 + preference) / 2 with the sign of the label.
+P is the probability that the model gives to the answer which people prefer, (1 + preference) / 2
+with the sign of the label.
 
     accuracy          mean of P > 1/2; 1/2 for P = 1/2
     log_loss          mean of -log P, P at least 1e-6 (a model that samples its label may say 0)
     brier             mean of (1 - P)^2
-    ece               expected calibration error: |mean of max(P, 1 - P) - accuracy| in ten bins of max(P, 1 - P), weighted by size
-    position_bias     mean over comparisons of (preference + preference of the swap) / 2: above 0, the second place is favoured
+    ece               expected calibration error: |mean of max(P, 1 - P) - accuracy| in ten bins of
+                      max(P, 1 - P), weighted by size
+    position_bias     mean over comparisons of (preference + preference of the swap) / 2: above 0,
+                      the second place is favoured
     order_agreement   comparisons whose two orders name the same answer
 
-A model that minds the order of the answers is asked in both; then P is one of 2 N, and its position_bias is measured. Any
-preference model can be measured, also one that was never trained.
+A model that minds the order of the answers is asked in both; then P is one of 2 N, and its
+position_bias is measured. Any preference model can be measured, also one that was never trained.
 """
 
 import math
@@ -54,16 +58,22 @@ async def judge(
     as_given = [labeled.comparison for labeled in ranked]
     swaps = [comparison.swap() for comparison in as_given] if both_orders else []
     found = await at_once(asked(model, comparison) for comparison in [*as_given, *swaps])
-    given, swapped = found[: len(ranked)], found[len(ranked) :] if both_orders else [None] * len(ranked)
+    given, swapped = (
+        found[: len(ranked)],
+        found[len(ranked) :] if both_orders else [None] * len(ranked),
+    )
     return [
-        Judgment(SIGN[labeled.label], one, other) for labeled, one, other in zip(ranked, given, swapped, strict=True)
+        Judgment(SIGN[labeled.label], one, other)
+        for labeled, one, other in zip(ranked, given, swapped, strict=True)
     ]
 
 
 async def log_odds_of_chosen(
     model: LogOddsModel, comparisons: Sequence[LabeledComparison], *, both_orders: bool
 ) -> list[float]:
-    """Of each preferred answer over the other one, before any temperature; of both orders one after the other."""
+    """Of each preferred answer over the other one, before any temperature; of both orders one after
+    the other.
+    """
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     ordered = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
     given = await at_once(model.log_odds(labeled.comparison) for labeled in ordered)
@@ -71,7 +81,9 @@ async def log_odds_of_chosen(
 
 
 def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
-    """By the names above, with num_pairs and, of more than one, accuracy_stderr, the standard error over comparisons; {} of none."""
+    """By the names above, with num_pairs and, of more than one, accuracy_stderr, the standard error
+    over comparisons; {} of none.
+    """
     if not judgments:
         return {}
     chosen = [p for judgment in judgments for p in judgment.probabilities]
@@ -97,7 +109,8 @@ def expected_calibration_error(chosen: Sequence[float]) -> float:
         sure = max(p, 1 - p)
         held[min(int((sure - 0.5) * 2 * BINS), BINS - 1)].append(p)
     gaps = [
-        len(group) * abs(_mean([max(p, 1 - p) for p in group]) - _mean([_rightness(p) for p in group]))
+        len(group)
+        * abs(_mean([max(p, 1 - p) for p in group]) - _mean([_rightness(p) for p in group]))
         for group in held
         if group
     ]
@@ -124,7 +137,9 @@ class HeldOutPreferences(SamplingClientEvaluator):
         self.name = name
 
     async def __call__(self, sampling_client: Any) -> dict[str, float]:
-        judgments = await judge(self.model_of(sampling_client), self.comparisons, both_orders=self.both_orders)
+        judgments = await judge(
+            self.model_of(sampling_client), self.comparisons, both_orders=self.both_orders
+        )
         found = {**measures(judgments), "num_left_out": self.left_out}
         return {f"{self.name}/{name}": value for name, value in found.items()}
 

@@ -1,15 +1,19 @@
 """What a pair of answers costs: leaves that know neither a model nor a loop.
 
-Each loss is two things: a reward of an answer, computed from its logprob, and a cost of the margin between the rewards of the
-chosen and the rejected answer. Shapes: _A answers, _P pairs.
+Each loss is two things: a reward of an answer, computed from its logprob, and a cost of the margin
+between the rewards of the chosen and the rejected answer. Shapes: _A answers, _P pairs.
 
-    dpo     reward = beta * (log p - log p_reference)    cost = -log sigmoid(margin)            Rafailov et al. 2023, eq. 7
-    ipo     the same                                     cost = ((margin - 1/2) / beta)^2       Azar et al. 2023, eq. 17
-    simpo   reward = beta * log p / tokens               cost = -log sigmoid(margin - gamma)    Meng et al. 2024, eq. 6
+    dpo     reward = beta * (log p - log p_reference)    cost = -log sigmoid(margin)
+            Rafailov et al. 2023, eq. 7
+    ipo     the same                                     cost = ((margin - 1/2) / beta)^2       Azar
+            et al. 2023, eq. 17
+    simpo   reward = beta * log p / tokens               cost = -log sigmoid(margin - gamma)    Meng
+            et al. 2024, eq. 6
 
-log p is that of the whole answer, its end mark included. IPO is often written with h, the difference of the log ratios, as
-(h - 1 / (2 beta))^2, and beta as tau; h is margin / beta. A label that is wrong with probability `label_smoothing` costs
-DPO -(1 - label_smoothing) log sigmoid(margin) - label_smoothing log sigmoid(-margin) (conservative DPO, Mitchell 2023).
+log p is that of the whole answer, its end mark included. IPO is often written with h, the
+difference of the log ratios, as (h - 1 / (2 beta))^2, and beta as tau; h is margin / beta. A label
+that is wrong with probability `label_smoothing` costs DPO -(1 - label_smoothing) log
+sigmoid(margin) - label_smoothing log sigmoid(-margin) (conservative DPO, Mitchell 2023).
 """
 
 from __future__ import annotations
@@ -76,7 +80,9 @@ class IPOLoss:
 
 @dataclass(frozen=True)
 class SimPOLoss:
-    """The reward is the mean logprob of a token, so a long answer is not worth less for its length, and no reference is asked."""
+    """The reward is the mean logprob of a token, so a long answer is not worth less for its length,
+    and no reference is asked.
+    """
 
     needs_reference: ClassVar[bool] = False
     beta: float
@@ -91,6 +97,8 @@ class SimPOLoss:
 
 
 def implicit_rewards(answers: Answers, beta: float) -> Tensor:
-    """That of which the policy is the best one at a price of beta for each nat of KL from the reference."""
+    """That of which the policy is the best one at a price of beta for each nat of KL from the
+    reference.
+    """
     assert answers.reference_A is not None
     return beta * (answers.logprobs_A - answers.reference_A)

@@ -2,8 +2,9 @@
 
 Legend: G answers of a group.
 
-Every answer meets every other one of its chunk, so a group of 16 in chunks of 4 has 24 pairs rather than 120. Chunks are as equal
-as can be, and none has less than two answers: all answers have about as many matchups, so their rewards are about as noisy.
+Every answer meets every other one of its chunk, so a group of 16 in chunks of 4 has 24 pairs rather
+than 120. Chunks are as equal as can be, and none has less than two answers: all answers have about
+as many matchups, so their rewards are about as noisy.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from planish.errors import UserError
 
 class TournamentPattern(StrEnum):
     ALL_PAIRS_BOTH_WAYS = "all_pairs_both_ways"
-    """Each pair meets twice, each answer once as A and once as B: what a judge feels for a side cancels out."""
+    """Each pair meets twice, each answer once as A and once as B: what a judge feels for a side
+    cancels out.
+    """
     ALL_PAIRS_ONE_WAY = "all_pairs_one_way"
     """Each pair meets once, at half of the cost. Sides alternate, so that no answer is always A."""
 
@@ -51,10 +54,18 @@ class Standing:
 
 
 def matchups_of(
-    num_answers: int, pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS, matchup_group_size: int = 4
+    num_answers: int,
+    pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS,
+    matchup_group_size: int = 4,
 ) -> list[Matchup]:
-    """Of `num_answers` answers in chunks of at most `matchup_group_size`, or of one more where one answer would be left over."""
-    pairs = [pair for chunk in chunks_of(num_answers, matchup_group_size) for pair in combinations(chunk, 2)]
+    """Of `num_answers` answers in chunks of at most `matchup_group_size`, or of one more where one
+    answer would be left over.
+    """
+    pairs = [
+        pair
+        for chunk in chunks_of(num_answers, matchup_group_size)
+        for pair in combinations(chunk, 2)
+    ]
     if pattern is TournamentPattern.ALL_PAIRS_BOTH_WAYS:
         return [Matchup(*sides) for i, j in pairs for sides in ((i, j), (j, i))]
     return [Matchup(i, j) if (j - i) % 2 else Matchup(j, i) for i, j in pairs]
@@ -64,7 +75,10 @@ def chunks_of(num_answers: int, matchup_group_size: int) -> list[range]:
     """Contiguous and as equal as can be; a single answer is a chunk without matchups."""
     require_chunks(matchup_group_size)
     count = max(1, min(-(-num_answers // matchup_group_size), num_answers // 2))
-    return [range(index * num_answers // count, (index + 1) * num_answers // count) for index in range(count)]
+    return [
+        range(index * num_answers // count, (index + 1) * num_answers // count)
+        for index in range(count)
+    ]
 
 
 def require_chunks(matchup_group_size: int) -> None:

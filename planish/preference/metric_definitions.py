@@ -1,4 +1,5 @@
-"""Every metric of preference training, each defined once; those of the loop are planish/supervised/metric_definitions.py.
+"""Every metric of preference training, each defined once; those of the loop are
+planish/supervised/metric_definitions.py.
 
 python -m planish.preference.metric_definitions          rewrite the table in docs/recipes/dpo.md
 """
@@ -71,7 +72,11 @@ PAIRS = Section(
         _M("<evaluator>/margin", "", "as `margin`, on held-out pairs", "grows"),
         _M("<evaluator>/chosen_reward", "", "as `chosen_reward`, on held-out pairs"),
         _M("<evaluator>/rejected_reward", "", "as `rejected_reward`, on held-out pairs"),
-        _M("<evaluator>/nll", "nats/token", "-log p of the chosen answers / their tokens, on held-out pairs"),
+        _M(
+            "<evaluator>/nll",
+            "nats/token",
+            "-log p of the chosen answers / their tokens, on held-out pairs",
+        ),
     ),
 )
 

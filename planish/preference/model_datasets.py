@@ -1,7 +1,8 @@
 """Comparisons as what a preference model learns from, batch by batch.
 
-Of the chat form, each comparison is shown in an order that is drawn: rows of "chosen" and "rejected" would else teach that the first
-answer is the better one. Ties are learned by the chat form, as the label Tie; Bradley-Terry leaves them out. Tests hold none.
+Of the chat form, each comparison is shown in an order that is drawn: rows of "chosen" and
+"rejected" would else teach that the first answer is the better one. Ties are learned by the chat
+form, as the label Tie; Bradley-Terry leaves them out. Tests hold none.
 """
 
 import random
@@ -27,12 +28,18 @@ class ComparisonDataset(RowDataset):
 
 @chz.chz
 class PreferenceDatasetBuilder(ChatDatasetBuilder):
-    """Batches of `common_config.batch_size` comparisons as a preference model of `kind` learns them."""
+    """Batches of `common_config.batch_size` comparisons as a preference model of `kind` learns
+    them.
+    """
 
     comparison_builder: ComparisonBuilder
     kind: Kind
-    question: str = chz.field(default=QUESTION, doc="of bradley_terry: what is asked about an answer")
-    calibration_size: int = chz.field(default=0, doc="comparisons to calibrate on, held out of training")
+    question: str = chz.field(
+        default=QUESTION, doc="of bradley_terry: what is asked about an answer"
+    )
+    calibration_size: int = chz.field(
+        default=0, doc="comparisons to calibrate on, held out of training"
+    )
     shuffle_seed: int = 0
 
     def __call__(self) -> tuple[ComparisonDataset, ComparisonDataset | None]:
@@ -42,8 +49,14 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         def data_of(labeled: LabeledComparison) -> Batch:
             return form.data_of(labeled, config.max_length)
 
-        train = ComparisonDataset(splits.train, config.batch_size, data_of, shuffle_seed=self.shuffle_seed)
-        test = ComparisonDataset(splits.test, config.batch_size, data_of, drop_last=False) if splits.test else None
+        train = ComparisonDataset(
+            splits.train, config.batch_size, data_of, shuffle_seed=self.shuffle_seed
+        )
+        test = (
+            ComparisonDataset(splits.test, config.batch_size, data_of, drop_last=False)
+            if splits.test
+            else None
+        )
         return train, test
 
     @property
@@ -57,8 +70,14 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         form = self.form
         check_form(train, form, "train")
         check_form(test, form, "test")
-        learned = without_ties(train) if self.kind == "bradley_terry" else in_drawn_order(train, self.shuffle_seed)
-        return split_by_prompt(learned, without_ties(test), self.calibration_size, self.shuffle_seed)
+        learned = (
+            without_ties(train)
+            if self.kind == "bradley_terry"
+            else in_drawn_order(train, self.shuffle_seed)
+        )
+        return split_by_prompt(
+            learned, without_ties(test), self.calibration_size, self.shuffle_seed
+        )
 
 
 def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str) -> None:

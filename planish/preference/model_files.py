@@ -1,7 +1,7 @@
 """A trained preference model as a file of its run directory, preference_model.json, and back.
 
-It says all that is needed to judge as in training: the kind, the base model, the checkpoint, the format, the question, the
-temperature. What was measured on held-out comparisons stands beside it.
+It says all that is needed to judge as in training: the kind, the base model, the checkpoint, the
+format, the question, the temperature. What was measured on held-out comparisons stands beside it.
 """
 
 import json
@@ -27,9 +27,13 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
 
     kind: Kind
     model_name: str = chz.field(doc="base model")
-    model_path: str | None = chz.field(default=None, doc="checkpoint; none = the base model as it is")
+    model_path: str | None = chz.field(
+        default=None, doc="checkpoint; none = the base model as it is"
+    )
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    question: str = chz.field(default=QUESTION, doc="of bradley_terry: what is asked about an answer")
+    question: str = chz.field(
+        default=QUESTION, doc="of bradley_terry: what is asked about an answer"
+    )
     temperature: float = 1.0
     base_url: str | None = chz.field(
         default=None, doc="a server, where no service client is given; none = this process"
@@ -38,7 +42,9 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
     def __call__(self, service_client: Any = None) -> LogOddsModel:
         service_client = service_client or ServiceClient(base_url=self.base_url)
         renderer = learn_renderer(service_client, self.model_name, self.renderer_name)
-        where = {"model_path": self.model_path} if self.model_path else {"base_model": self.model_name}
+        where = (
+            {"model_path": self.model_path} if self.model_path else {"base_model": self.model_name}
+        )
         form = form_of(self.kind, renderer, self.question)
         return form.model(service_client.create_sampling_client(**where), self.temperature)
 
@@ -80,10 +86,14 @@ class Description:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            raise DamagedFileError(f"{path} describes no preference model ({error}); train it again") from error
+            raise DamagedFileError(
+                f"{path} describes no preference model ({error}); train it again"
+            ) from error
 
     def write(self, run: str | Path) -> None:
-        write_whole(Path(run).expanduser() / PREFERENCE_MODEL, json.dumps(asdict(self), indent=2) + "\n")
+        write_whole(
+            Path(run).expanduser() / PREFERENCE_MODEL, json.dumps(asdict(self), indent=2) + "\n"
+        )
 
     def builder(self, base_url: str | None = None) -> TrainedPreferenceModelBuilder:
         return TrainedPreferenceModelBuilder(

@@ -1,6 +1,8 @@
-"""Every metric of preference models, each defined once; those of the loop are planish/supervised/metric_definitions.py.
+"""Every metric of preference models, each defined once; those of the loop are
+planish/supervised/metric_definitions.py.
 
-python -m planish.preference.model_metric_definitions          rewrite the table in docs/recipes/preference_model.md
+python -m planish.preference.model_metric_definitions          rewrite the table in
+    docs/recipes/preference_model.md
 """
 
 from pathlib import Path
@@ -17,7 +19,11 @@ _M = MetricDefinition
 LEARNED = Section(
     "Training",
     (
-        _M("num_pairs", "", "comparisons of the batch; num_sequences is that (chat) or twice that (bradley_terry)"),
+        _M(
+            "num_pairs",
+            "",
+            "comparisons of the batch; num_sequences is that (chat) or twice that (bradley_terry)",
+        ),
         _M(
             "train_mean_nll",
             "nats",
@@ -40,8 +46,17 @@ LEARNED = Section(
             "rises with `test/accuracy`",
             "rises alone: overfitting",
         ),
-        _M("score_margin", "nats", "bradley_terry: mean of the chosen answer's score - the rejected one's", "grows"),
-        _M("optim/loss:sum", "nats", "chat: sum of -log p(label); bradley_terry: as `bradley_terry_loss`"),
+        _M(
+            "score_margin",
+            "nats",
+            "bradley_terry: mean of the chosen answer's score - the rejected one's",
+            "grows",
+        ),
+        _M(
+            "optim/loss:sum",
+            "nats",
+            "chat: sum of -log p(label); bradley_terry: as `bradley_terry_loss`",
+        ),
         _M(
             "optim/surrogate_loss:sum",
             "",
@@ -87,7 +102,12 @@ HELD_OUT = Section(
             "rises to 1",
         ),
         _M("<evaluator>/num_pairs", "", "pairs that were judged; ties are not"),
-        _M("<evaluator>/num_left_out", "", "pairs that were not judged, since they are longer than `max_length`", "0"),
+        _M(
+            "<evaluator>/num_left_out",
+            "",
+            "pairs that were not judged, since they are longer than `max_length`",
+            "0",
+        ),
     ),
 )
 SECTIONS = (LEARNED, HELD_OUT)

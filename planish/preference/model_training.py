@@ -1,9 +1,12 @@
-"""Training of a preference model: supervised training on comparisons, then calibration, then a test of what comes out.
+"""Training of a preference model: supervised training on comparisons, then calibration, then a test
+of what comes out.
 
-Three sets of comparisons share no prompt: training, calibration, test. While it trains, held-out comparisons are judged by the very
-model that users get, without a temperature. At the end the temperature is fitted on the calibration set, the calibrated model judges
-the test set, and preference_model.json says how to make it (planish/preference/model_files.py). Loop, files and resume are those of
-planish/supervised; a run that is stopped between training and calibration calibrates when it is started again.
+Three sets of comparisons share no prompt: training, calibration, test. While it trains, held-out
+comparisons are judged by the very model that users get, without a temperature. At the end the
+temperature is fitted on the calibration set, the calibrated model judges the test set, and
+preference_model.json says how to make it (planish/preference/model_files.py). Loop, files and
+resume are those of planish/supervised; a run that is stopped between training and calibration
+calibrates when it is started again.
 """
 
 from collections.abc import Sequence
@@ -66,7 +69,9 @@ class PreferenceObjective:
 
 
 async def main(config: Config, service_client: Any = None) -> Path:
-    """Train and calibrate, in this process, on a server (`base_url`) or with a given service client; returns the run directory."""
+    """Train and calibrate, in this process, on a server (`base_url`) or with a given service
+    client; returns the run directory.
+    """
     check(config)
     if service_client is not None:
         return await _run(config, service_client)
@@ -106,7 +111,9 @@ async def calibrate(config: Config, service_client: Any, model_path: str) -> Des
     sampling_client = await service_client.create_sampling_client_async(model_path=model_path)
     max_length = builder.common_config.max_length
     calibration = fitting(form, splits.calibration, max_length)
-    chosen = await log_odds_of_chosen(form.model(sampling_client), calibration, both_orders=form.minds_order)
+    chosen = await log_odds_of_chosen(
+        form.model(sampling_client), calibration, both_orders=form.minds_order
+    )
     temperature = fit_temperature(chosen, len(calibration))
     tested = held_out(form, splits.test, max_length, temperature)
     found = await tested(sampling_client) if splits.test else {}
@@ -123,17 +130,24 @@ async def calibrate(config: Config, service_client: Any, model_path: str) -> Des
 
 
 def held_out(
-    form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None, temperature: float = 1.0
+    form: Form,
+    comparisons: Sequence[LabeledComparison],
+    max_length: int | None,
+    temperature: float = 1.0,
 ) -> HeldOutPreferences:
     kept = fitting(form, comparisons, max_length)
 
     def model_of(sampling_client: Any) -> LogOddsModel:
         return form.model(sampling_client, temperature)
 
-    return HeldOutPreferences(kept, model_of, both_orders=form.minds_order, left_out=len(comparisons) - len(kept))
+    return HeldOutPreferences(
+        kept, model_of, both_orders=form.minds_order, left_out=len(comparisons) - len(kept)
+    )
 
 
-def fitting(form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None) -> list[LabeledComparison]:
+def fitting(
+    form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None
+) -> list[LabeledComparison]:
     """Those that are not longer than what is trained on."""
     return [labeled for labeled in comparisons if form.data_of(labeled, max_length)]
 

@@ -2,12 +2,14 @@
 
     reward = (wins - losses) / matchups + (format - 1)
 
-`format` is 1 for an answer that ended properly: one that was cut off costs as much as a lost tournament. Who meets whom is in
-planish/preference/matchups.py; who wins is said by a preference model, which sees the text of an answer as a reader would, without
-reasoning and tool calls. The rewards of a group sum to its formats' part, whatever the policy learns, so progress shows against
+`format` is 1 for an answer that ended properly: one that was cut off costs as much as a lost
+tournament. Who meets whom is in planish/preference/matchups.py; who wins is said by a preference
+model, which sees the text of an answer as a reader would, without reasoning and tool calls. The
+rewards of a group sum to its formats' part, whatever the policy learns, so progress shows against
 others: planish/preference/comparison_evaluator.py.
 
-Matchups are judged at once. An error of the judge is one of the group's grading: the strategy of the run decides what becomes of it.
+Matchups are judged at once. An error of the judge is one of the group's grading: the strategy of
+the run decides what becomes of it.
 """
 
 import asyncio
@@ -81,7 +83,9 @@ class PreferenceEnv(Env):
     renderer: Renderer
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
-        return self.renderer.build_generation_prompt(self.prompt), self.renderer.get_stop_sequences()
+        return self.renderer.build_generation_prompt(
+            self.prompt
+        ), self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         answer = read_answer(self.renderer, action)
@@ -114,20 +118,28 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         answers_G = [
-            read_answer(self._renderer, trajectory.transitions[-1].ac.tokens) for trajectory in trajectory_group
+            read_answer(self._renderer, trajectory.transitions[-1].ac.tokens)
+            for trajectory in trajectory_group
         ]
         matchups = matchups_of(len(answers_G), self.tournament_pattern, self.matchup_group_size)
         preferences = await judged(
             self.preference_model,
             [
-                Comparison(self.convo_prefix, answers_G[matchup.a].completion, answers_G[matchup.b].completion)
+                Comparison(
+                    self.convo_prefix,
+                    answers_G[matchup.a].completion,
+                    answers_G[matchup.b].completion,
+                )
                 for matchup in matchups
             ],
         )
         results = [Result(*pair) for pair in zip(matchups, preferences, strict=True)]
         standings_G = standings(len(answers_G), results)
         _log_matchups(results)
-        return [graded(answer, standing) for answer, standing in zip(answers_G, standings_G, strict=True)]
+        return [
+            graded(answer, standing)
+            for answer, standing in zip(answers_G, standings_G, strict=True)
+        ]
 
     def logging_tags(self) -> list[str]:
         return ["pair_pref"]
@@ -144,15 +156,22 @@ def graded(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
     return reward, {"win_minus_loss": standing.win_minus_loss, "format": form}
 
 
-def require_tournament(group_size: int, matchup_group_size: int, *, name: str = "group_size") -> None:
+def require_tournament(
+    group_size: int, matchup_group_size: int, *, name: str = "group_size"
+) -> None:
     if group_size < 2:
-        raise UserError(f"{name}={group_size}: give at least 2: answers are compared within their group")
+        raise UserError(
+            f"{name}={group_size}: give at least 2: answers are compared within their group"
+        )
     require_chunks(matchup_group_size)
 
 
 def _log_matchups(results: Sequence[Result]) -> None:
     with logtree.scope_header("Matchups"):
-        rows = [{"A": r.matchup.a, "B": r.matchup.b, "preference": f"{r.preference:.4f}"} for r in results]
+        rows = [
+            {"A": r.matchup.a, "B": r.matchup.b, "preference": f"{r.preference:.4f}"}
+            for r in results
+        ]
         logtree.table(rows, caption="-1: A is better, 1: B is better")
 
 
@@ -163,19 +182,27 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
     prompt_builder: PromptBuilder
     preference_model_builder: PreferenceModelBuilder
     policy_model_name: str
-    policy_renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    policy_renderer_name: str | None = chz.field(
+        default=None, doc="chat format; none = the model's own"
+    )
     batch_size: int = chz.field(default=16, doc="prompts a step")
     group_size: int = chz.field(default=4, doc="answers to each prompt")
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
     matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="longer prompts are left out; none = all are taken"
+    )
     seed: int = chz.field(default=0, doc="of the prompts' order")
-    service_client: Any = chz.field(default=None, doc="what the preference model runs on; none = it opens its own")
+    service_client: Any = chz.field(
+        default=None, doc="what the preference model runs on; none = it opens its own"
+    )
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         require_tournament(self.group_size, self.matchup_group_size)
         prompts = await asyncio.to_thread(self._prompts)
-        preference_model = await asyncio.to_thread(self.preference_model_builder, self.service_client)
+        preference_model = await asyncio.to_thread(
+            self.preference_model_builder, self.service_client
+        )
 
         def make_group(prompt: Messages) -> PairwisePreferenceGroupBuilder:
             return PairwisePreferenceGroupBuilder(
@@ -195,7 +222,11 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         found = self.prompt_builder().train
         kept = checked_prompts(found, renderer, "train", self.max_prompt_tokens)
         if len(kept) < len(found):
-            logger.warning("%d of %d prompts are longer than max_prompt_tokens", len(found) - len(kept), len(found))
+            logger.warning(
+                "%d of %d prompts are longer than max_prompt_tokens",
+                len(found) - len(kept),
+                len(found),
+            )
         if not kept:
             raise UserError(
                 f"none of the {len(found)} prompts is left to train on; give others, or more max_prompt_tokens"

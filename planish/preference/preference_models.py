@@ -1,8 +1,10 @@
-"""What says which of two answers is better: a function of a comparison, and the options that make one.
+"""What says which of two answers is better: a function of a comparison, and the options that make
+one.
 
-Whatever judges (a model that was trained on comparisons, a judge behind an API, a rule) is behind this one signature. Names and
-sign are those of the public cookbooks. A model that knows the order of the answers may say one thing of a comparison and another
-thing of its swap; whoever needs to be fair asks both.
+Whatever judges (a model that was trained on comparisons, a judge behind an API, a rule) is behind
+this one signature. Names and sign are those of the public cookbooks. A model that knows the order
+of the answers may say one thing of a comparison and another thing of its swap; whoever needs to be
+fair asks both.
 """
 
 from abc import ABC, abstractmethod
@@ -35,19 +37,24 @@ class LogOddsModel(PreferenceModel, Protocol):
 
 @dataclass(frozen=True)
 class BothOrders:
-    """The mean of what a model says of a comparison and of its swap, so that the places of the answers have no say."""
+    """The mean of what a model says of a comparison and of its swap, so that the places of the
+    answers have no say.
+    """
 
     model: PreferenceModel
 
     async def __call__(self, comparison: Comparison) -> float:
-        given, swapped = await at_once(asked(self.model, each) for each in (comparison, comparison.swap()))
+        given, swapped = await at_once(
+            asked(self.model, each) for each in (comparison, comparison.swap())
+        )
         return (given - swapped) / 2
 
 
 @runtime_checkable
 class ScoringPreferenceModel(PreferenceModel, Protocol):
-    """A preference model that gives each answer a number of its own, so that of many comparisons each answer is read once
-    (planish/preference/judging.py)."""
+    """A preference model that gives each answer a number of its own, so that of many comparisons
+    each answer is read once (planish/preference/judging.py).
+    """
 
     async def score(self, prompt: Messages, answer: Messages) -> float: ...
 
@@ -57,8 +64,12 @@ class ScoringPreferenceModel(PreferenceModel, Protocol):
 
 
 class PreferenceModelBuilder(ABC):
-    """The options of a preference model, which are plain data: they are written down and sent to other processes."""
+    """The options of a preference model, which are plain data: they are written down and sent to
+    other processes.
+    """
 
     @abstractmethod
     def __call__(self, service_client: Any = None) -> PreferenceModel:
-        """With the weights on `service_client`, so that a run holds one engine; without one, the model opens its own."""
+        """With the weights on `service_client`, so that a run holds one engine; without one, the
+        model opens its own.
+        """

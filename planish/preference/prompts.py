@@ -1,4 +1,6 @@
-"""Prompts alone, for training that needs no answers of others: read from rows of any chat or comparison data."""
+"""Prompts alone, for training that needs no answers of others: read from rows of any chat or
+comparison data.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,9 @@ class PromptBuilder(ABC):
 
 @chz.chz
 class PromptsOfComparisons(PromptBuilder):
-    """Those that the answers of comparison data were written to; a prompt of several comparisons comes once."""
+    """Those that the answers of comparison data were written to; a prompt of several comparisons
+    comes once.
+    """
 
     comparison_builder: ComparisonBuilder
 
@@ -50,13 +54,18 @@ class PromptsFromRows(PromptBuilder):
     """Of a hub name, a directory, or one file; forms of rows: `read_prompt`."""
 
     dataset: str
-    test_size: int | None = chz.field(default=None, doc="test prompts; none = the whole test split, 0 = no tests")
+    test_size: int | None = chz.field(
+        default=None, doc="test prompts; none = the whole test split, 0 = no tests"
+    )
     shuffle_seed: int | None = 0
 
     def __call__(self) -> Prompts:
         splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
         train, test = (
-            [read_prompt(row, place) for place, row in placed(rows, f"dataset={self.dataset}, {name}")]
+            [
+                read_prompt(row, place)
+                for place, row in placed(rows, f"dataset={self.dataset}, {name}")
+            ]
             for name, rows in (("train", splits.train), ("test", splits.test))
         )
         return Prompts(train, test)
@@ -65,8 +74,8 @@ class PromptsFromRows(PromptBuilder):
 def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
     """The prompt of a row; UserError, which says `where` it is, for a row without one.
 
-    Rows of comparisons (planish/preference/types.py), {"prompt"} alone, or rows of chats (planish/supervised/conversations.py),
-    whose last answer is left out.
+    Rows of comparisons (planish/preference/types.py), {"prompt"} alone, or rows of chats
+    (planish/supervised/conversations.py), whose last answer is left out.
     """
     if "comparison" in row or ("chosen" in row and "rejected" in row):
         return read_comparison(row, where).comparison.prompt_conversation
@@ -81,8 +90,12 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
     return conversation
 
 
-def checked_prompts(prompts: Sequence[Messages], renderer: Renderer, split: str, most: int | None) -> list[Messages]:
-    """Those of at most `most` tokens (None: all); UserError for the first one that the chat format cannot express."""
+def checked_prompts(
+    prompts: Sequence[Messages], renderer: Renderer, split: str, most: int | None
+) -> list[Messages]:
+    """Those of at most `most` tokens (None: all); UserError for the first one that the chat format
+    cannot express.
+    """
     kept = []
     for number, prompt in enumerate(prompts, start=1):
         try:

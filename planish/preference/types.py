@@ -1,4 +1,6 @@
-"""Two answers to one prompt, and which of them is preferred. Names are those of the public cookbooks."""
+"""Two answers to one prompt, and which of them is preferred. Names are those of the public
+cookbooks.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,16 +38,20 @@ class LabeledComparison:
     def ranked(self) -> tuple[Messages, Messages] | None:
         """(preferred answer, other answer); None of a tie."""
         first, second = self.comparison.completion_A, self.comparison.completion_B
-        ranks: dict[Label, tuple[Messages, Messages] | None] = {"A": (first, second), "B": (second, first), "Tie": None}
+        ranks: dict[Label, tuple[Messages, Messages] | None] = {
+            "A": (first, second),
+            "B": (second, first),
+            "Tie": None,
+        }
         return ranks[self.label]
 
 
 def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
     """A row of comparison data; UserError, which says `where` it is, for another form.
 
-    Either {"comparison": {"prompt_conversation", "completion_A", "completion_B"}, "label"}, or {"prompt", "chosen",
-    "rejected"}, each a text or a list of messages; without "prompt", chosen and rejected are conversations that differ in the
-    last message.
+    Either {"comparison": {"prompt_conversation", "completion_A", "completion_B"}, "label"}, or
+    {"prompt", "chosen", "rejected"}, each a text or a list of messages; without "prompt", chosen
+    and rejected are conversations that differ in the last message.
     """
     if "comparison" in row:
         return _labeled(row, where)
@@ -63,7 +69,9 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
             )
         comparison = Comparison(chosen[:-1], chosen[-1:], rejected[-1:])
     elif prompt is None:
-        raise UserError(f'{where}: there is no "prompt", and chosen and rejected are no conversations; give the prompt')
+        raise UserError(
+            f'{where}: there is no "prompt", and chosen and rejected are no conversations; give the prompt'
+        )
     else:
         comparison = Comparison(messages_of(prompt, "user", f'{where}, "prompt"'), chosen, rejected)
     return LabeledComparison(comparison, "A")
@@ -78,7 +86,8 @@ def _labeled(row: Mapping[str, Any], where: str) -> LabeledComparison:
         raise UserError(f'{where}, "comparison": give {", ".join(names)}')
     roles = ("user", "assistant", "assistant")
     prompt, first, second = (
-        messages_of(parts[name], role, f'{where}, "{name}"') for name, role in zip(names, roles, strict=True)
+        messages_of(parts[name], role, f'{where}, "{name}"')
+        for name, role in zip(names, roles, strict=True)
     )
     return LabeledComparison(Comparison(prompt, first, second), label)
 

@@ -1,9 +1,10 @@
 r"""Whether an answer in \boxed{} equals the known one.
 
-Two plain numbers are compared as numbers. Anything else goes to math-verify, in a process that can be killed: an answer
-such as 9^{9^{9^{9}}} keeps a computer algebra system busy for ever, and neither an alarm nor a thread can stop it there.
-An answer that cannot be judged (the library fails on it, or takes too long) raises GradingError and is counted; it is for
-the caller to say what reward that means, and to show how often it happened.
+Two plain numbers are compared as numbers. Anything else goes to math-verify, in a process that can
+be killed: an answer such as 9^{9^{9^{9}}} keeps a computer algebra system busy for ever, and
+neither an alarm nor a thread can stop it there. An answer that cannot be judged (the library fails
+on it, or takes too long) raises GradingError and is counted; it is for the caller to say what
+reward that means, and to show how often it happened.
 """
 
 import re
@@ -78,10 +79,14 @@ class Grader:
         try:
             reply = self._process.ask({"answer": given, "expected": known}, self.timeout_seconds)
         except WorkerStartError as error:
-            raise WorkerStartError(f"the grading process did not start: {error}; is math-verify installed?") from error
+            raise WorkerStartError(
+                f"the grading process did not start: {error}; is math-verify installed?"
+            ) from error
         except WorkerError as error:
             self.failures += 1
-            message = f"the answer {answer[:200]!r} could not be compared with {expected!r}: {error}"
+            message = (
+                f"the answer {answer[:200]!r} could not be compared with {expected!r}: {error}"
+            )
             raise GradingError(message) from error
         return bool(reply["equal"])
 

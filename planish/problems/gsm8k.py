@@ -1,7 +1,8 @@
 r"""Questions with known answers, in the form of GSM8K, and how they are put to a model.
 
-Where a dataset is and how it is named: planish/dataset_rows.py. A row has a "question" and an "answer"; the final answer
-is what follows "####" if that mark is there, and the whole answer if not.
+Where a dataset is and how it is named: planish/dataset_rows.py. A row has a "question" and an
+"answer"; the final answer is what follows "####" if that mark is there, and the whole answer if
+not.
 """
 
 import re
@@ -14,7 +15,10 @@ from planish.errors import UserError
 
 QUESTION_SUFFIX = r" Give the final answer as a number without units, inside \boxed{}."
 SHOWN_EXAMPLE = (
-    {"role": "user", "content": "How many times does the letter r occur in strawberry?" + QUESTION_SUFFIX},
+    {
+        "role": "user",
+        "content": "How many times does the letter r occur in strawberry?" + QUESTION_SUFFIX,
+    },
     {
         "role": "assistant",
         "content": (
@@ -23,7 +27,9 @@ SHOWN_EXAMPLE = (
         ),
     },
 )
-"""One worked question in front of every prompt: a model that was never told about the box sees what is wanted."""
+"""One worked question in front of every prompt: a model that was never told about the box sees what
+is wanted.
+"""
 
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
@@ -40,10 +46,13 @@ class Problem:
 
 
 def load_problems(dataset: str, split: str) -> list[Problem]:
-    """The problems of one split in the dataset's order; UserError when there are none or a row has another form."""
+    """The problems of one split in the dataset's order; UserError when there are none or a row has
+    another form.
+    """
     rows = load_rows(dataset, split)
     return [
-        read_problem(row, f"the data set {dataset}, {split} row {number}") for number, row in enumerate(rows, start=1)
+        read_problem(row, f"the data set {dataset}, {split} row {number}")
+        for number, row in enumerate(rows, start=1)
     ]
 
 
@@ -63,7 +72,9 @@ def read_problem(row: Mapping[str, Any], where: str) -> Problem:
     """A row as a problem; `where` names it in errors."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str):
-        raise UserError(f'{where}: needs a "question" and an "answer" that are strings; its keys are {sorted(row)}')
+        raise UserError(
+            f'{where}: needs a "question" and an "answer" that are strings; its keys are {sorted(row)}'
+        )
     work, mark, final = answer.rpartition("####")
     final = final.strip()
     work = CALCULATOR_MARK.sub("", work).strip()

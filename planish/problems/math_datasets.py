@@ -1,13 +1,18 @@
-"""Collections of mathematical questions with known answers, each read from the form it is published in.
+"""Collections of mathematical questions with known answers, each read from the form it is published
+in.
 
     gsm8k      question, answer ("... #### 72")                 openai/gsm8k, with a test split
-    math       problem, solution ("... \boxed{72} ...")         EleutherAI/hendrycks_math without the 500 problems of
-               and perhaps answer                               HuggingFaceH4/MATH-500, which are the test
-    polaris    problem, answer, difficulty ("3/8")              POLARIS-Project/Polaris-Dataset-53K, no test split
+    math       problem, solution ("... \boxed{72} ...")         EleutherAI/hendrycks_math without
+               the 500 problems of
+               and perhaps answer                               HuggingFaceH4/MATH-500, which are
+                   the test
+    polaris    problem, answer, difficulty ("3/8")              POLARIS-Project/Polaris-Dataset-53K,
+               no test split
     deepmath   question, final_answer, difficulty               zwhe99/DeepMath-103K, no test split
 
-`dataset=` names another place with rows of the same form: a hub name, a directory with train and test files, or one file.
-Where there is no test split, test problems are held out of training, as many as are asked for.
+`dataset=` names another place with rows of the same form: a hub name, a directory with train and
+test files, or one file. Where there is no test split, test problems are held out of training, as
+many as are asked for.
 """
 
 import random
@@ -47,8 +52,9 @@ class Collection:
     name: str
     hub_name: str
     read: Callable[[Row, str], Problem | None]
-    """A row as a problem, None if it has no usable answer; UserError, with the second argument as the place, if it has
-    another form."""
+    """A row as a problem, None if it has no usable answer; UserError, with the second argument as
+    the place, if it has another form.
+    """
     suffix: str
     """What is said after a question."""
     has_test_split: bool = True
@@ -68,7 +74,8 @@ def load_splits(
 ) -> ProblemSplits:
     """Problems for training and for tests: all of a test split or the first `eval_problems` of it.
 
-    Without a test split `eval_problems` are drawn by `seed` and held out of training; None is then none at all.
+    Without a test split `eval_problems` are drawn by `seed` and held out of training; None is then
+    none at all.
     """
     place = dataset or collection.hub_name
     rows = hendrycks_rows() if place == HENDRYCKS else load_rows(place, "train")
@@ -93,7 +100,9 @@ def load_splits(
 
 
 def has_test_split(collection: Collection, dataset: str | None) -> bool:
-    """Of the hub's own collection it is known; of a file or directory it is seen; another hub name is expected to have one."""
+    """Of the hub's own collection it is known; of a file or directory it is seen; another hub name
+    is expected to have one.
+    """
     if dataset is None or dataset == collection.hub_name:
         return collection.has_test_split
     path = Path(dataset).expanduser()
@@ -106,23 +115,30 @@ def hendrycks_rows() -> list[dict[str, Any]]:
     """The problems of MATH, of both of its splits, that are not in MATH-500: 12,000."""
     tested = {row["problem"] for row in load_rows(MATH_500, "test")}
     rows = [
-        row for subject in SUBJECTS for split in ("train", "test") for row in load_rows(f"{HENDRYCKS}:{subject}", split)
+        row
+        for subject in SUBJECTS
+        for split in ("train", "test")
+        for row in load_rows(f"{HENDRYCKS}:{subject}", split)
     ]
     return [row for row in rows if row.get("problem") not in tested]
 
 
-def read_rows(collection: Collection, rows: Sequence[Row], where: str) -> tuple[list[Problem], list[str]]:
+def read_rows(
+    collection: Collection, rows: Sequence[Row], where: str
+) -> tuple[list[Problem], list[str]]:
     """The rows as problems, and a note if some have no usable answer; UserError if none has."""
-    read = [collection.read(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)]
+    read = [
+        collection.read(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)
+    ]
     problems = [problem for problem in read if problem is not None]
     left_out = len(read) - len(problems)
     if not problems:
         raise UserError(
             f"{where}: none of its {len(rows)} rows has an answer; give {collection.name} data with answers"
         )
-    return problems, [f"{where}: {left_out} of {len(read)} rows have no usable answer and are left out"] * (
-        left_out > 0
-    )
+    return problems, [
+        f"{where}: {left_out} of {len(read)} rows have no usable answer and are left out"
+    ] * (left_out > 0)
 
 
 def read_math(row: Row, where: str) -> Problem | None:
@@ -147,7 +163,11 @@ def read_deepmath(row: Row, where: str) -> Problem | None:
 
 def answered(question: str, answer: str) -> Problem | None:
     """A problem without a worked solution."""
-    return Problem(question, answer, rf"The answer is \boxed{{{answer}}}") if question and answer else None
+    return (
+        Problem(question, answer, rf"The answer is \boxed{{{answer}}}")
+        if question and answer
+        else None
+    )
 
 
 def text_of(row: Row, name: str, where: str) -> str:
@@ -172,7 +192,15 @@ COLLECTIONS = {
     for collection in (
         Collection("gsm8k", "openai/gsm8k", read_problem, QUESTION_SUFFIX),
         Collection("math", HENDRYCKS, read_math, BOX_SUFFIX),
-        Collection("polaris", "POLARIS-Project/Polaris-Dataset-53K", read_polaris, BOX_SUFFIX, has_test_split=False),
-        Collection("deepmath", "zwhe99/DeepMath-103K", read_deepmath, BOX_SUFFIX, has_test_split=False),
+        Collection(
+            "polaris",
+            "POLARIS-Project/Polaris-Dataset-53K",
+            read_polaris,
+            BOX_SUFFIX,
+            has_test_split=False,
+        ),
+        Collection(
+            "deepmath", "zwhe99/DeepMath-103K", read_deepmath, BOX_SUFFIX, has_test_split=False
+        ),
     )
 }

@@ -1,8 +1,8 @@
 """The grader of this process, for environments, which await.
 
-All environments of a process share one grading process, whatever their number, and the event loop goes on while it works.
-An environment carries no grader but asks here for it, so a builder of groups that is sent to another process finds the one of
-that process.
+All environments of a process share one grading process, whatever their number, and the event loop
+goes on while it works. An environment carries no grader but asks here for it, so a builder of
+groups that is sent to another process finds the one of that process.
 """
 
 import asyncio
@@ -22,7 +22,9 @@ class SharedGrader:
 
     async def grade(self, response: str, expected: str) -> Grade:
         """`Grader.grade`: GradingError, which environments count as unjudged, if nobody can say."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._grader.grade, response, expected)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._grader.grade, response, expected
+        )
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

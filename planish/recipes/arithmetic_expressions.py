@@ -1,8 +1,9 @@
 """Arithmetic as people write it, computed exactly and never by `eval`.
 
-An expression is parsed by Python's own parser and walked; what is not a number or one of the operators below is refused.
-Values are fractions, so 0.1 + 0.2 is 0.3. Length and size are bounded: the text may be a language model's, and a short
-text such as 9**9**9 would keep a processor busy for ever.
+An expression is parsed by Python's own parser and walked; what is not a number or one of the
+operators below is refused. Values are fractions, so 0.1 + 0.2 is 0.3. Length and size are bounded:
+the text may be a language model's, and a short text such as 9**9**9 would keep a processor busy for
+ever.
 """
 
 import ast
@@ -30,7 +31,10 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.FloorDiv: lambda left, right: Fraction(left // right),
     ast.Mod: operator.mod,
 }
-UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 
 
 class ExpressionError(UserError):
@@ -38,16 +42,26 @@ class ExpressionError(UserError):
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an expression of numbers, + - * / // % ** and parentheses; ExpressionError if it has none."""
+    """The value of an expression of numbers, + - * / // % ** and parentheses; ExpressionError if it
+    has none.
+    """
     if len(expression) > MAX_CHARS:
-        raise ExpressionError(f"the expression has {len(expression)} characters; write at most {MAX_CHARS}")
-    text = THOUSANDS.sub("", "".join(SPELLINGS.get(character, character) for character in expression)).strip()
+        raise ExpressionError(
+            f"the expression has {len(expression)} characters; write at most {MAX_CHARS}"
+        )
+    text = THOUSANDS.sub(
+        "", "".join(SPELLINGS.get(character, character) for character in expression)
+    ).strip()
     if not text or ALLOWED.fullmatch(text) is None:
-        raise ExpressionError(f"{expression!r} is no arithmetic; write numbers, + - * / ** and parentheses")
+        raise ExpressionError(
+            f"{expression!r} is no arithmetic; write numbers, + - * / ** and parentheses"
+        )
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, MemoryError, RecursionError):
-        raise ExpressionError(f"{expression!r} cannot be read; check its parentheses and operators") from None
+        raise ExpressionError(
+            f"{expression!r} cannot be read; check its parentheses and operators"
+        ) from None
     return _value(tree.body, text)
 
 

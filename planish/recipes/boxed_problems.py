@@ -1,9 +1,10 @@
-"""Questions whose final answer stands in \boxed{}: the environment of rl_basic and of most of math_rl.
+"""Questions whose final answer stands in \boxed{}: the environment of rl_basic and of most of
+math_rl.
 
     reward = correct + 0.1 * (format - 1)
 
-`correct`: the last box holds the known answer, by value (planish/problems/grading.py). `format`: there is a box, and the
-message is properly ended.
+`correct`: the last box holds the known answer, by value (planish/problems/grading.py). `format`:
+there is a box, and the message is properly ended.
 """
 
 from functools import partial
@@ -42,32 +43,45 @@ class BoxedProblemEnv(ProblemEnv):
         return self.problem.answer
 
 
-def boxed_problem_env(problem: Problem, suffix: str, model_name: str, renderer_name: str | None) -> BoxedProblemEnv:
+def boxed_problem_env(
+    problem: Problem, suffix: str, model_name: str, renderer_name: str | None
+) -> BoxedProblemEnv:
     """The environment by names, which pickle."""
     return BoxedProblemEnv(model_renderer(model_name, renderer_name), problem, suffix)
 
 
 @chz.chz
 class BoxedProblemDatasetBuilder(RLDatasetBuilder):
-    """A collection of planish/problems/math_datasets.py: groups for training, single attempts for tests."""
+    """A collection of planish/problems/math_datasets.py: groups for training, single attempts for
+    tests.
+    """
 
     collection: str
     model_name: str
-    dataset: str | None = chz.field(default=None, doc="hub name, local directory or file; none = the published one")
+    dataset: str | None = chz.field(
+        default=None, doc="hub name, local directory or file; none = the published one"
+    )
     renderer_name: str | None = None
     batch_size: int = chz.field(default=16, doc="problems a step")
     group_size: int = chz.field(default=8, doc="answers to each problem")
-    eval_problems: int | None = chz.field(default=None, doc="problems a test; none = the whole test split")
+    eval_problems: int | None = chz.field(
+        default=None, doc="problems a test; none = the whole test split"
+    )
     seed: int = chz.field(default=0, doc="of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         splits = load_splits(
-            COLLECTIONS[self.collection], self.dataset, eval_problems=self.eval_problems, seed=self.seed
+            COLLECTIONS[self.collection],
+            self.dataset,
+            eval_problems=self.eval_problems,
+            seed=self.seed,
         )
         for note in splits.notes:
             print(note)
         train = ProblemDataset(splits.train, self._group, self.batch_size, shuffle_seed=self.seed)
-        return train, ProblemDataset(splits.test, self._attempt, len(splits.test)) if splits.test else None
+        return train, ProblemDataset(
+            splits.test, self._attempt, len(splits.test)
+        ) if splits.test else None
 
     def _group(self, problem: Problem) -> ProblemGroupBuilder:
         return self._groups_of(problem, self.group_size)

@@ -1,15 +1,16 @@
 """Use a calculator: arithmetic too hard to do in the head, and a tool that does it.
 
-    python -m planish.recipes.calculator                      the embedded model, two numbers of three digits
+    python -m planish.recipes.calculator                      the embedded model, two numbers of
+        three digits
     python -m planish.recipes.calculator operands=4           longer expressions
 
-The policy may call the tool `calculator`, reads what it computes, and answers. Nothing rewards the call: only the number
-in the final answer counts, so the tool is used as far as it helps.
+The policy may call the tool `calculator`, reads what it computes, and answers. Nothing rewards the
+call: only the number in the final answer counts, so the tool is used as far as it helps.
 
     reward = 1 if the last number of the final answer is the value, else 0; -0.1 for an answer without an end
 
-Problems are drawn by (seed, position), endlessly; those of the test are kept out of training. The prompt begins with worked
-examples, since small models know no form of tool calls by heart.
+Problems are drawn by (seed, position), endlessly; those of the test are kept out of training. The
+prompt begins with worked examples, since small models know no form of tool calls by heart.
 """
 
 import json
@@ -96,7 +97,12 @@ def first_messages(kind: Kind) -> tuple[Message, ...]:
             {
                 "role": "assistant",
                 "content": "",
-                "tool_calls": [{"type": "function", "function": {"name": calculator.name, "arguments": arguments}}],
+                "tool_calls": [
+                    {
+                        "type": "function",
+                        "function": {"name": calculator.name, "arguments": arguments},
+                    }
+                ],
             },
             {"role": "tool", "content": value},
             {"role": "assistant", "content": value},
@@ -150,7 +156,10 @@ class CalculatorGroup(EnvGroupBuilder):
     ) -> list[tuple[float, Metrics]]:
         """Metrics of whole episodes, also of those that an answer without an end broke off."""
         grader = Grader(self.expression)
-        return [(0.0, {"correct": float(grader.is_right(history))}) for history in map(history_of, env_group)]
+        return [
+            (0.0, {"correct": float(grader.is_right(history))})
+            for history in map(history_of, env_group)
+        ]
 
 
 def history_of(env: Env) -> list[Message]:
@@ -180,7 +189,9 @@ class CalculatorDatasetBuilder(RLDatasetBuilder):
         train = GeneratedDataset(draw_group, self.batch_size, self.seed)
         if not held_out:
             return train, None
-        return train, ProblemDataset(sorted(held_out), lambda expression: self._group(expression, 1), len(held_out))
+        return train, ProblemDataset(
+            sorted(held_out), lambda expression: self._group(expression, 1), len(held_out)
+        )
 
     def _held_out(self) -> set[str]:
         """The same for every seed, so that runs can be compared."""
@@ -202,11 +213,14 @@ class Options(RLOptions):
     digits: int = chz.field(default=3, doc="of each number, or one less")
     batch_size: int = chz.field(default=8, doc="problems a step")
     group_size: int = chz.field(default=8, doc="attempts at each problem")
-    test_problems: int = chz.field(default=64, doc="problems that are tested and never trained on; 0 = no tests")
+    test_problems: int = chz.field(
+        default=64, doc="problems that are tested and never trained on; 0 = no tests"
+    )
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=64, doc="longest answer")
     eval_temperature: float | None = chz.field(
-        default=None, doc="of tests; none = temperature: with 0 the embedded model copies the worked examples at once"
+        default=None,
+        doc="of tests; none = temperature: with 0 the embedded model copies the worked examples at once",
     )
     max_steps: int | None = 20
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
@@ -219,7 +233,10 @@ def main(options: Options, service_client: Any = None) -> Path:
         operands=(2 <= options.operands <= 10, "a whole number from 2 to 10"),
         digits=(2 <= options.digits <= 12, "a whole number from 2 to 12"),
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
-        group_size=(options.group_size >= 2, "at least 2: attempts are compared within their group"),
+        group_size=(
+            options.group_size >= 2,
+            "at least 2: attempts are compared within their group",
+        ),
         test_problems=(0 <= options.test_problems <= 1000, "a whole number from 0 to 1000"),
     )
     builder = CalculatorDatasetBuilder(

@@ -1,11 +1,13 @@
 """Supervised training on chat data of many forms, with a learning rate that fits the model.
 
-    python -m planish.recipes.chat_sl                                      no_robots, the embedded model
+    python -m planish.recipes.chat_sl                                      no_robots, the embedded
+        model
     python -m planish.recipes.chat_sl dataset=tulu3 model_name=Qwen/Qwen3-8B test_size=512 preset=seed
     python -m planish.recipes.chat_sl dataset=chats.jsonl test_size=100    a file of your own
 
-`dataset` is one of the names below, any other hub name, a directory with train and test files, or one file. Rows may have
-"messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or "question" and "answer"; the first of these counts.
+`dataset` is one of the names below, any other hub name, a directory with train and test files, or
+one file. Rows may have "messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or
+"question" and "answer"; the first of these counts.
 """
 
 import sys
@@ -30,12 +32,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(SLOptions):
-    log_path: str = chz.field(default="/tmp/planish-examples/chat_sl", doc="directory of the run's files")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/chat_sl", doc="directory of the run's files"
+    )
     dataset: str = chz.field(
-        default="no_robots", doc=f"{', '.join(NAMES)}, a hub name, a local directory or a JSONL file"
+        default="no_robots",
+        doc=f"{', '.join(NAMES)}, a hub name, a local directory or a JSONL file",
     )
     batch_size: int = chz.field(default=16, doc="conversations a step")
-    max_length: int = chz.field(default=1024, doc="tokens of a conversation; what is beyond is cut off and counted")
+    max_length: int = chz.field(
+        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+    )
 
 
 def main(options: Options, service_client: Any = None) -> Path:

@@ -1,4 +1,6 @@
-"""Data sets of programming problems: functions that are drawn (planish/recipes/code_functions.py), or rows of a collection."""
+"""Data sets of programming problems: functions that are drawn (planish/recipes/code_functions.py),
+or rows of a collection.
+"""
 
 import random
 from collections.abc import Sequence
@@ -31,14 +33,18 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
     steps: int = chz.field(default=1, doc="operations in a function")
     batch_size: int = chz.field(default=8, doc="problems a step")
     group_size: int = chz.field(default=8, doc="attempts at each problem")
-    eval_problems: int | None = chz.field(default=None, doc=f"problems a test; none = {TEST_FUNCTIONS}")
+    eval_problems: int | None = chz.field(
+        default=None, doc=f"problems a test; none = {TEST_FUNCTIONS}"
+    )
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         shown = shown_functions(self.steps)
         prefix = tuple(message for function in shown for message in exchange(function))
         tests = self._held_out({function.problem.question for function in shown})
-        closed = {problem.question for problem in tests} | {function.problem.question for function in shown}
+        closed = {problem.question for problem in tests} | {
+            function.problem.question for function in shown
+        }
 
         def draw_group(rng: random.Random) -> CodeGroup:
             while (problem := draw_function(rng, self.steps).problem).question in closed:
@@ -48,10 +54,14 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
         train = GeneratedDataset(draw_group, self.batch_size, self.seed)
         if not tests:
             return train, None
-        return train, ProblemDataset(tests, lambda problem: self._group(problem, 1, prefix), len(tests))
+        return train, ProblemDataset(
+            tests, lambda problem: self._group(problem, 1, prefix), len(tests)
+        )
 
     def _held_out(self, shown: set[str]) -> list[CodeProblem]:
-        """The same for every seed, so that runs can be compared; a quarter of all functions, at least, is left to train on."""
+        """The same for every seed, so that runs can be compared; a quarter of all functions, at
+        least, is left to train on.
+        """
         rng = random.Random("test")
         count = TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems
         found: dict[str, CodeProblem] = {}
@@ -70,7 +80,9 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
         return list(found.values())[:count]
 
     def _group(self, problem: CodeProblem, size: int, prefix: tuple[Message, ...]) -> CodeGroup:
-        return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, prefix, size, "functions")
+        return CodeGroup(
+            self.model_name, self.renderer_name, self.rules, problem, prefix, size, "functions"
+        )
 
 
 def shown_functions(steps: int) -> list[FunctionProblem]:
@@ -101,8 +113,12 @@ class CodeDatasetBuilder(RLDatasetBuilder):
     batch_size: int = chz.field(default=8, doc="problems a step")
     group_size: int = chz.field(default=8, doc="attempts at each problem")
     train_split: str = "train"
-    test_split: str | None = chz.field(default=None, doc="none = a directory's test file; else held out of training")
-    eval_problems: int | None = chz.field(default=None, doc="problems a test; none = all of a test split, or none")
+    test_split: str | None = chz.field(
+        default=None, doc="none = a directory's test file; else held out of training"
+    )
+    eval_problems: int | None = chz.field(
+        default=None, doc="problems a test; none = all of a test split, or none"
+    )
     shown_tests: int = chz.field(default=2, doc="tests that are public where a row does not say")
     max_tests: int | None = chz.field(default=None, doc="of a problem, its first; none = all")
     seed: int = chz.field(default=0, doc="of the order of the data")
@@ -148,7 +164,9 @@ class CodeDatasetBuilder(RLDatasetBuilder):
         return problems
 
     def _group(self, problem: CodeProblem) -> CodeGroup:
-        return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, (), self.group_size)
+        return CodeGroup(
+            self.model_name, self.renderer_name, self.rules, problem, (), self.group_size
+        )
 
     def _attempt(self, problem: CodeProblem) -> CodeGroup:
         return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, (), 1)

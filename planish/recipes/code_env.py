@@ -1,14 +1,15 @@
-"""A programming problem as an environment: the policy writes a program, tests that it may not see decide.
+"""A programming problem as an environment: the policy writes a program, tests that it may not see
+decide.
 
-An answer holds its program in a code block; the last block counts. With one turn that is all. With more, a program that
-fails a public test comes back with what it did there, and the policy writes another; the episode ends with a program that
-passes all public tests, or with the last turn.
+An answer holds its program in a code block; the last block counts. With one turn that is all. With
+more, a program that fails a public test comes back with what it did there, and the policy writes
+another; the episode ends with a program that passes all public tests, or with the last turn.
 
     reward = score + format_coef * (format - 1)
 
-`score`: 1 if the last program passes every test, else 0; or, with `reward="fraction"`, the part of the tests that it passes,
-of the hidden ones where others were shown.
-`format`: the last answer has a code block. An answer without an end costs `format_coef` and ends the episode.
+`score`: 1 if the last program passes every test, else 0; or, with `reward="fraction"`, the part of
+the tests that it passes, of the hidden ones where others were shown. `format`: the last answer has
+a code block. An answer without an end costs `format_coef` and ends the episode.
 """
 
 import re
@@ -69,12 +70,16 @@ class CodeEnv(MessageEnv):
             return MessageStepResult(0.0, False, self.history, logs={"complaint": complaint})
         await self._grade(program)
         stop = StopReason.MAX_TURNS if is_last and self.turns > 1 else None
-        return MessageStepResult(self._reward(), True, self.history, logs={"score": self.score}, stop_reason=stop)
+        return MessageStepResult(
+            self._reward(), True, self.history, logs={"score": self.score}, stop_reason=stop
+        )
 
     async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
         """The last program counts, whatever came of the public tests."""
         if self.turns:
-            answer = next(message for message in reversed(self.history) if message["role"] == "assistant")
+            answer = next(
+                message for message in reversed(self.history) if message["role"] == "assistant"
+            )
             await self._grade(read_program(get_text_content(answer)))
         return self._reward(), {}
 
@@ -103,7 +108,9 @@ class CodeEnv(MessageEnv):
         self.score = passed / len(tests)
 
     def _deciding_tests(self) -> Sequence[ProgramTest]:
-        """A part of the tests is earned by what was not shown; all of them cannot be had by it alone."""
+        """A part of the tests is earned by what was not shown; all of them cannot be had by it
+        alone.
+        """
         is_partial = self.rules.reward == "fraction" and self.rules.max_turns > 1
         return self.problem.hidden_tests if is_partial else self.problem.tests
 
@@ -159,7 +166,10 @@ def metrics_of(env: CodeEnv) -> Metrics:
     if env.rules.reward == "fraction":
         metrics["tests_passed"] = env.score
     if env.rules.max_turns > 1:
-        metrics |= {"correct_at_once": correct * (env.turns == 1), "repaired": correct * (env.turns > 1)}
+        metrics |= {
+            "correct_at_once": correct * (env.turns == 1),
+            "repaired": correct * (env.turns > 1),
+        }
     return metrics
 
 
@@ -169,7 +179,9 @@ def instruction(problem: CodeProblem) -> str:
         how = "Write a Python program that reads standard input and prints the answer, between ```python and ```."
     else:
         how = "Write it in Python, between ```python and ```."
-    start = f"\n\nBegin with:\n```python\n{problem.starter_code}\n```" if problem.starter_code else ""
+    start = (
+        f"\n\nBegin with:\n```python\n{problem.starter_code}\n```" if problem.starter_code else ""
+    )
     return f"{problem.question}{start}\n\n{how}"
 
 

@@ -2,9 +2,10 @@
 
     Write a function f(x) that takes a number x, adds 7, then multiplies it by 3, and returns the result.
 
-A problem is a kind of value (number, text or list) and `steps` operations on it, each of which has words, code and a meaning.
-Problems that differ in one number are different problems, so there are thousands, and those of the test are kept out of
-training by their question. Values are small, and the tests of a problem are drawn with it.
+A problem is a kind of value (number, text or list) and `steps` operations on it, each of which has
+words, code and a meaning. Problems that differ in one number are different problems, so there are
+thousands, and those of the test are kept out of training by their question. Values are small, and
+the tests of a problem are drawn with it.
 """
 
 import random
@@ -55,7 +56,9 @@ def draw_function(rng: random.Random, steps: int) -> FunctionProblem:
     tests = tuple(FunctionTest("f", (value,), applied(operations, value)) for value in inputs)
     listed = ", then ".join(operation.words for operation in operations)
     question = f"Write a function f({kind.argument}) that takes a {kind.name} {kind.argument}, {listed}, and returns the result."
-    return FunctionProblem(CodeProblem(question, tests, tests[:SHOWN_TESTS]), written(kind.argument, operations))
+    return FunctionProblem(
+        CodeProblem(question, tests, tests[:SHOWN_TESTS]), written(kind.argument, operations)
+    )
 
 
 def distinct_inputs(kind: ValueKind, rng: random.Random) -> list[Any]:
@@ -111,7 +114,9 @@ def list_operation(rng: random.Random) -> Operation:
             Operation("sorts it", "sorted(a)", sorted),
             Operation("reverses it", "a[::-1]", lambda a: a[::-1]),
             Operation(f"appends {n}", f"a + [{n}]", lambda a: [*a, n]),
-            Operation(f"adds {n} to each number", f"[v + {n} for v in a]", lambda a: [v + n for v in a]),
+            Operation(
+                f"adds {n} to each number", f"[v + {n} for v in a]", lambda a: [v + n for v in a]
+            ),
             Operation("removes the first number", "a[1:]", lambda a: a[1:]),
         ]
     )
@@ -119,6 +124,13 @@ def list_operation(rng: random.Random) -> Operation:
 
 KINDS = (
     ValueKind("number", "x", lambda rng: rng.randint(0, 99), number_operation),
-    ValueKind("text", "s", lambda rng: "".join(rng.choices(LETTERS, k=rng.randint(3, 7))), text_operation),
-    ValueKind("list", "a", lambda rng: [rng.randint(0, 9) for _ in range(rng.randint(2, 5))], list_operation),
+    ValueKind(
+        "text", "s", lambda rng: "".join(rng.choices(LETTERS, k=rng.randint(3, 7))), text_operation
+    ),
+    ValueKind(
+        "list",
+        "a",
+        lambda rng: [rng.randint(0, 9) for _ in range(rng.randint(2, 5))],
+        list_operation,
+    ),
 )

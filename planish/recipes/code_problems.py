@@ -1,20 +1,27 @@
 r"""Programming problems with tests, read from the forms in which they are published.
 
-A row has a question ("question", "problem", "prompt" or "text"), perhaps "starter_code", and tests, as a value or as its JSON:
+A row has a question ("question", "problem", "prompt" or "text"), perhaps "starter_code", and tests,
+as a value or as its JSON:
 
-    "tests": [{"input": "2 3\n", "output": "5\n"}]                            a program that reads and prints
-    "tests": [{"fn_name": "add", "input": [2, 3], "output": [5]}]             a function, or a method of class Solution
-    "tests": {"inputs": ["2 3\n"], "outputs": ["5\n"]}                        the same by columns, with "fn_name" for functions;
+    "tests": [{"input": "2 3\n", "output": "5\n"}]                            a program that reads
+        and prints
+    "tests": [{"fn_name": "add", "input": [2, 3], "output": [5]}]             a function, or a
+        method of class Solution
+    "tests": {"inputs": ["2 3\n"], "outputs": ["5\n"]}                        the same by columns,
+        with "fn_name" for functions;
                                                                               APPS and TACO call it "input_output"
-    "tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}]     LiveCodeBench: a JSON value a line, and
+    "tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}]     LiveCodeBench: a JSON
+        value a line, and
                                                                               "metadata": {"func_name": "add"}
     "test_list": ["assert add(2, 3) == 5"]                                    MBPP
 
-What a function returns stands in a list of one value, as these collections write it. "public_tests", in any of the forms, are
-those that env=repair shows; without them it shows the first of the others. A row with no test that can be run is left out.
+What a function returns stands in a list of one value, as these collections write it.
+"public_tests", in any of the forms, are those that env=repair shows; without them it shows the
+first of the others. A row with no test that can be run is left out.
 
-An assertion holds its own answer, so it is never run: it is taken apart into a call, which goes into the sandbox, and a value,
-which does not. That can be done with `assert f(literals) == literal`; a row with another assertion is left out.
+An assertion holds its own answer, so it is never run: it is taken apart into a call, which goes
+into the sandbox, and a value, which does not. That can be done with `assert f(literals) ==
+literal`; a row with another assertion is left out.
 """
 
 import ast
@@ -57,9 +64,13 @@ class CodeProblem:
         return first.function if isinstance(first, FunctionTest) else None
 
 
-def read_problem(row: Row, where: str, shown_tests: int, max_tests: int | None) -> CodeProblem | None:
-    """A row as a problem with at most `max_tests` tests, None if it has no test that can be run; UserError, with `where`, for
-    another form. `shown_tests`: how many are public where the row does not say."""
+def read_problem(
+    row: Row, where: str, shown_tests: int, max_tests: int | None
+) -> CodeProblem | None:
+    """A row as a problem with at most `max_tests` tests, None if it has no test that can be run;
+    UserError, with `where`, for another form. `shown_tests`: how many are public where the row does
+    not say.
+    """
     question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     given = next((row[name] for name in TESTS if row.get(name)), None)
     if question is None or all(name not in row for name in TESTS):
@@ -79,7 +90,9 @@ def read_problem(row: Row, where: str, shown_tests: int, max_tests: int | None) 
 
 
 def function_name(row: Row) -> str | None:
-    """Where a whole row has one; what other collections write there is no JSON, or says nothing of functions."""
+    """Where a whole row has one; what other collections write there is no JSON, or says nothing of
+    functions.
+    """
     try:
         metadata = loaded(row.get("metadata"))
     except UnusableTestError:
@@ -92,7 +105,11 @@ def read_tests(given: Any, function: str | None) -> Iterator[ProgramTest]:
     given = loaded(given)
     if isinstance(given, Mapping):
         inputs, outputs = given.get("inputs"), given.get("outputs")
-        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+        if (
+            not isinstance(inputs, Sequence)
+            or not isinstance(outputs, Sequence)
+            or len(inputs) != len(outputs)
+        ):
             raise UnusableTestError
         given = [
             {"input": one, "output": other, "fn_name": given.get("fn_name")}
@@ -116,7 +133,9 @@ def read_test(test: Any, function: str | None) -> ProgramTest:
     if test.get("testtype") == "functional":
         if not function or not isinstance(given, str) or not isinstance(expected, str):
             raise UnusableTestError
-        return function_test(function, [parsed(line) for line in given.split("\n") if line.strip()], parsed(expected))
+        return function_test(
+            function, [parsed(line) for line in given.split("\n") if line.strip()], parsed(expected)
+        )
     return StdinTest(as_text(given), as_text(expected))
 
 
@@ -125,7 +144,11 @@ def read_assertion(source: str) -> FunctionTest:
     try:
         statement = ast.parse(source.strip()).body
         match statement:
-            case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), arguments, []), [ast.Eq()], [expected]))]:
+            case [
+                ast.Assert(
+                    ast.Compare(ast.Call(ast.Name(name), arguments, []), [ast.Eq()], [expected])
+                )
+            ]:
                 values = [ast.literal_eval(argument) for argument in arguments]
                 return function_test(name, values, ast.literal_eval(expected))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:

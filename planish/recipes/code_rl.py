@@ -1,13 +1,16 @@
 """Programs as answers: a sandbox runs them, tests decide.
 
-    python -m planish.recipes.code_rl                                    the embedded model writes small functions
-    python -m planish.recipes.code_rl env=repair                         three tries, with what each did in a test
+    python -m planish.recipes.code_rl                                    the embedded model writes
+        small functions
+    python -m planish.recipes.code_rl env=repair                         three tries, with what each
+        did in a test
     python -m planish.recipes.code_rl steps=2                            longer functions
     python -m planish.recipes.code_rl dataset=problems.jsonl             your own problems
     python -m planish.recipes.code_rl preset=deepcoder model_name=...    DeepCoder from the hub
 
-The reward, and what an episode is, are in planish/recipes/code_env.py; the forms of problems in planish/recipes/code_problems.py; the
-sandbox in docs/sandbox.md. Where the sandbox does not hold the recipe refuses to begin.
+The reward, and what an episode is, are in planish/recipes/code_env.py; the forms of problems in
+planish/recipes/code_problems.py; the sandbox in docs/sandbox.md. Where the sandbox does not hold
+the recipe refuses to begin.
 """
 
 import sys
@@ -46,26 +49,41 @@ PRESETS: dict[str, dict[str, Any]] = {
 @chz.chz
 class Options(RLOptions):
     log_path: str = "/tmp/planish-examples/code_rl"
-    env: Literal["solve", "repair"] = chz.field(default="solve", doc="one answer, or several with reports between them")
-    reward: Literal["all", "fraction"] = chz.field(default="all", doc="1 for all tests passed, or the part that is")
-    format_coef: float = chz.field(default=0.1, doc="cost of an answer without a code block or an end")
-    max_turns: int | None = chz.field(default=None, doc=f"env=repair: programs in an episode; none = {REPAIR_TURNS}")
+    env: Literal["solve", "repair"] = chz.field(
+        default="solve", doc="one answer, or several with reports between them"
+    )
+    reward: Literal["all", "fraction"] = chz.field(
+        default="all", doc="1 for all tests passed, or the part that is"
+    )
+    format_coef: float = chz.field(
+        default=0.1, doc="cost of an answer without a code block or an end"
+    )
+    max_turns: int | None = chz.field(
+        default=None, doc=f"env=repair: programs in an episode; none = {REPAIR_TURNS}"
+    )
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or file; none = small functions that are drawn"
     )
     train_split: str | None = chz.field(default=None, doc="of the dataset; none = train")
     test_split: str | None = chz.field(
-        default=None, doc="of the dataset; none = a directory's test file, else eval_problems held out"
+        default=None,
+        doc="of the dataset; none = a directory's test file, else eval_problems held out",
     )
     shown_tests: int | None = chz.field(
-        default=None, doc="of the dataset: tests of a problem that env=repair shows, where a row does not say; none = 2"
+        default=None,
+        doc="of the dataset: tests of a problem that env=repair shows, where a row does not say; none = 2",
     )
-    max_tests: int | None = chz.field(default=None, doc="of the dataset: tests of a problem, its first; none = all")
-    steps: int | None = chz.field(default=None, doc="of functions that are drawn: operations in each; none = 1")
+    max_tests: int | None = chz.field(
+        default=None, doc="of the dataset: tests of a problem, its first; none = all"
+    )
+    steps: int | None = chz.field(
+        default=None, doc="of functions that are drawn: operations in each; none = 1"
+    )
     batch_size: int = chz.field(default=8, doc="problems a step")
     group_size: int = chz.field(default=8, doc="attempts at each problem")
     eval_problems: int | None = chz.field(
-        default=None, doc=f"problems a test; none = {TEST_FUNCTIONS} functions, or the test split; 0 = no tests"
+        default=None,
+        doc=f"problems a test; none = {TEST_FUNCTIONS} functions, or the test split; 0 = no tests",
     )
     cpu_seconds: int = chz.field(default=4, doc="of a program in a test, whole")
     wall_seconds: float = chz.field(default=12.0, doc="of a program in a test")
@@ -80,7 +98,9 @@ def main(options: Options, service_client: Any = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     training_run.finished(process_sandbox(rules(options).limits).check())
-    return run(options, dataset_builder(options), recipe_name="code_rl", service_client=service_client)
+    return run(
+        options, dataset_builder(options), recipe_name="code_rl", service_client=service_client
+    )
 
 
 def check(options: Options) -> None:
@@ -93,7 +113,9 @@ def check(options: Options) -> None:
     ):
         for name in names:
             if getattr(options, name) is not None and not is_used:
-                raise UserError(f"{name}={getattr(options, name)}: this is an option for {when}; leave it out")
+                raise UserError(
+                    f"{name}={getattr(options, name)}: this is an option for {when}; leave it out"
+                )
     has_data = options.dataset is not None
     training_run.require(
         options,
@@ -103,19 +125,35 @@ def check(options: Options) -> None:
         max_tests=(options.max_tests is None or options.max_tests >= 1, "at least 1"),
         steps=(options.steps is None or 1 <= options.steps <= 8, "a whole number from 1 to 8"),
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
-        group_size=(options.group_size >= 2, "at least 2: attempts are compared within their group"),
-        eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
-        max_steps=(has_data or options.max_steps is not None, "a number: drawn functions have no end"),
-        num_epochs=(has_data or options.num_epochs == 1, "1: drawn functions have no end; give max_steps"),
+        group_size=(
+            options.group_size >= 2,
+            "at least 2: attempts are compared within their group",
+        ),
+        eval_problems=(
+            options.eval_problems is None or options.eval_problems >= 0,
+            "a whole number, 0 for no tests",
+        ),
+        max_steps=(
+            has_data or options.max_steps is not None,
+            "a number: drawn functions have no end",
+        ),
+        num_epochs=(
+            has_data or options.num_epochs == 1,
+            "1: drawn functions have no end; give max_steps",
+        ),
     )
 
 
 def rules(options: Options) -> Rules:
     turns = 1 if options.env == "solve" else options.max_turns or REPAIR_TURNS
     limits = Limits(
-        cpu_seconds=options.cpu_seconds, wall_seconds=options.wall_seconds, memory_bytes=options.memory_mb * MIB
+        cpu_seconds=options.cpu_seconds,
+        wall_seconds=options.wall_seconds,
+        memory_bytes=options.memory_mb * MIB,
     )
-    return Rules(max_turns=turns, reward=options.reward, format_coef=options.format_coef, limits=limits)
+    return Rules(
+        max_turns=turns, reward=options.reward, format_coef=options.format_coef, limits=limits
+    )
 
 
 def dataset_builder(options: Options) -> RLDatasetBuilder:
@@ -124,7 +162,9 @@ def dataset_builder(options: Options) -> RLDatasetBuilder:
         names += ["steps"]
     else:
         names += ["dataset", "train_split", "test_split", "shown_tests", "max_tests"]
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given: dict[str, Any] = {
+        name: value for name in names if (value := getattr(options, name)) is not None
+    }
     builder = FunctionDatasetBuilder if options.dataset is None else CodeDatasetBuilder
     return builder(rules=rules(options), **given)
 

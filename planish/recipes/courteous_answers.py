@@ -1,7 +1,9 @@
-"""Pairs that a program draws: a right answer with a courteous word is preferred to the same answer with a rude one.
+"""Pairs that a program draws: a right answer with a courteous word is preferred to the same answer
+with a rude one.
 
-Nobody was asked: the rule is one that most people would follow. Both answers hold the same result, and the courteous one is the longer
-one in every other pair, so length says nothing. Neither the questions nor the words of tests are in training.
+Nobody was asked: the rule is one that most people would follow. Both answers hold the same result,
+and the courteous one is the longer one in every other pair, so length says nothing. Neither the
+questions nor the words of tests are in training.
 """
 
 import random
@@ -40,7 +42,12 @@ TEST_COURTEOUS = (
     "Welcome, dear friend!",
     "Always delighted to be of help.",
 )
-TEST_RUDE = ("Shut up.", "Only a fool would ask that.", "You are so lazy.", "Leave me alone, you idiot, I am busy.")
+TEST_RUDE = (
+    "Shut up.",
+    "Only a fool would ask that.",
+    "You are so lazy.",
+    "Leave me alone, you idiot, I am busy.",
+)
 
 
 @chz.chz
@@ -55,7 +62,9 @@ class CourteousAnswersBuilder(ComparisonBuilder):
         numbers = range(self.largest + 1)
         sums = list(product(numbers, numbers))
         if self.test_size >= len(sums):
-            raise UserError(f"test_size={self.test_size}: there are {len(sums)} pairs; give fewer, or a larger largest")
+            raise UserError(
+                f"test_size={self.test_size}: there are {len(sums)} pairs; give fewer, or a larger largest"
+            )
         generator = random.Random(f"courtesy:{self.seed}")
         generator.shuffle(sums)
         test = _pairs(sums[: self.test_size], TEST_COURTEOUS, TEST_RUDE, generator)
@@ -63,12 +72,18 @@ class CourteousAnswersBuilder(ComparisonBuilder):
 
 
 def _pairs(
-    sums: Sequence[tuple[int, int]], courteous: Sequence[str], rude: Sequence[str], generator: random.Random
+    sums: Sequence[tuple[int, int]],
+    courteous: Sequence[str],
+    rude: Sequence[str],
+    generator: random.Random,
 ) -> list[LabeledComparison]:
     words = list(product(courteous, rude))
     longer = [(kind, unkind) for kind, unkind in words if len(kind) > len(unkind)]
     shorter = [(kind, unkind) for kind, unkind in words if len(kind) < len(unkind)]
-    return [_pair(*numbers, *generator.choice((longer, shorter)[place % 2])) for place, numbers in enumerate(sums)]
+    return [
+        _pair(*numbers, *generator.choice((longer, shorter)[place % 2]))
+        for place, numbers in enumerate(sums)
+    ]
 
 
 def _pair(first: int, second: int, courteous: str, rude: str) -> LabeledComparison:

@@ -1,7 +1,8 @@
 """`make demo`: the embedded model learns to add, in a few minutes, and a reward curve shows it.
 
-GRPO through the public API on sums of two numbers, most of which the untrained model gets wrong. Numbers that are tested
-before and after are kept out of training. Everything is written to runs/demo; a new run takes the place of the old one.
+GRPO through the public API on sums of two numbers, most of which the untrained model gets wrong.
+Numbers that are tested before and after are kept out of training. Everything is written to
+runs/demo; a new run takes the place of the old one.
 """
 
 import os
@@ -38,7 +39,11 @@ from planish.types import SampledSequence
 
 WARM_UP = 4
 RENDERER = "role_colon"
-SHOWN = {"reward/total": "reward {:.3f}", "optim/kl_sample_train_v2": "kl {:.1e}", "time/total": "{:.1f} s"}
+SHOWN = {
+    "reward/total": "reward {:.3f}",
+    "optim/kl_sample_train_v2": "kl {:.1e}",
+    "time/total": "{:.1f} s",
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ class Config:
     )
     lora_rank: int = 32
     largest: int = chz.field(default=10, doc="the largest operand")
-    max_seconds: float = chz.field(default=290, doc="no step begins after so much training, on a slow machine")
+    max_seconds: float = chz.field(
+        default=290, doc="no step begins after so much training, on a slow machine"
+    )
     held_out: int = chz.field(default=20, doc="sums that are tested and never trained on")
     seed: int = 0
 
@@ -83,7 +90,10 @@ def main(config: Config) -> Path:
         batch_size=(config.batch_size >= 1, "a whole number of at least 1"),
         group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
         held_out=(config.held_out >= 1, "a whole number of at least 1"),
-        largest=((config.largest + 1) ** 2 > 2 * config.held_out, "more, so that sums are left to train on"),
+        largest=(
+            (config.largest + 1) ** 2 > 2 * config.held_out,
+            "more, so that sums are left to train on",
+        ),
     )
     remove_run(config.log_path)
     checkpoints = Path(config.log_path) / "checkpoints"
@@ -108,28 +118,48 @@ def train(config: Config, service_client: Any) -> Path:
     )
     renderer = get_renderer(RENDERER, training_client.get_tokenizer())
     tests, pool = split_sums(config)
-    with RunDirectory(config.log_path, chz.asdict(config)) as run, StepDisplay(config.steps) as display:
+    with (
+        RunDirectory(config.log_path, chz.asdict(config)) as run,
+        StepDisplay(config.steps) as display,
+    ):
         display.say(
             f"GRPO on sums: {config.model_name}, {config.steps} steps, {config.batch_size} x {config.group_size}"
         )
-        before = accuracy(training_client.save_weights_and_get_sampling_client(), renderer, tests, display)
+        before = accuracy(
+            training_client.save_weights_and_get_sampling_client(), renderer, tests, display
+        )
         trained_seconds = 0.0
         for step in range(config.steps):
             if trained_seconds > config.max_seconds:
-                display.say(f"stopping after {step} steps: {trained_seconds:.0f} s of training are enough for a demo")
+                display.say(
+                    f"stopping after {step} steps: {trained_seconds:.0f} s of training are enough for a demo"
+                )
                 break
             watch = Stopwatch.start()
             sums_P = batch_of(pool, config, step)
             seeds_P = [derived_seed(config.seed, step, row) for row in range(len(sums_P))]
             sampling_client = training_client.save_weights_and_get_sampling_client()
-            groups_P = sample(sampling_client, renderer, sums_P, seeds_P, config.group_size, 1.0, display, "sampling")
+            groups_P = sample(
+                sampling_client,
+                renderer,
+                sums_P,
+                seeds_P,
+                config.group_size,
+                1.0,
+                display,
+                "sampling",
+            )
             watch.lap("sampling")
             display.stage("training")
             rate = learning_rate(config, step)
             adam = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
             examples_D = training_examples(groups_P, "importance_sampling")
             metrics = train_step(
-                training_client, examples_D, loss_fn="importance_sampling", loss_fn_config=None, adam=adam
+                training_client,
+                examples_D,
+                loss_fn="importance_sampling",
+                loss_fn_config=None,
+                adam=adam,
             )
             watch.lap("training")
             metrics |= {
@@ -142,7 +172,9 @@ def train(config: Config, service_client: Any) -> Path:
             trained_seconds += metrics["time/total"]
             run.log(step, metrics)
             display.step_done(step_line(step, config.steps, metrics, SHOWN))
-        after = accuracy(training_client.save_weights_and_get_sampling_client(), renderer, tests, display)
+        after = accuracy(
+            training_client.save_weights_and_get_sampling_client(), renderer, tests, display
+        )
         RunCheckpoints(training_client, run).final(len(run.metrics()))
         draw_curve(run.path / "reward.png", run.metrics(), title="GRPO on sums of two numbers")
         display.say(summary(run, len(tests), before, after))
@@ -150,7 +182,9 @@ def train(config: Config, service_client: Any) -> Path:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Up in WARM_UP steps, then linearly down to a fifth: large steps at first or at the end make the curve jump."""
+    """Up in WARM_UP steps, then linearly down to a fifth: large steps at first or at the end make
+    the curve jump.
+    """
     return config.learning_rate * min((step + 1) / WARM_UP, 1 - 0.8 * step / config.steps)
 
 
@@ -209,12 +243,17 @@ def conversation(problem: Sum) -> list[dict[str, str]]:
     shown = [
         message
         for example in EXAMPLES
-        for message in ({"role": "user", "content": example.question}, {"role": "assistant", "content": example.answer})
+        for message in (
+            {"role": "user", "content": example.question},
+            {"role": "assistant", "content": example.answer},
+        )
     ]
     return [*shown, {"role": "user", "content": problem.question}]
 
 
-def accuracy(sampling_client: Any, renderer: Renderer, tests: Sequence[Sum], display: StepDisplay) -> float:
+def accuracy(
+    sampling_client: Any, renderer: Renderer, tests: Sequence[Sum], display: StepDisplay
+) -> float:
     """Fraction of sums that the likeliest answer gets right."""
     groups = sample(sampling_client, renderer, tests, [0] * len(tests), 1, 0.0, display, "testing")
     return sum(group.mean_reward for group in groups) / len(groups)

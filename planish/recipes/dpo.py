@@ -1,12 +1,16 @@
 """Direct preference optimization on pairs of answers.
 
-    python -m planish.recipes.dpo                                     drawn pairs: short answers preferred to wordy ones
-    python -m planish.recipes.dpo drawn=result                        drawn pairs: right sums preferred to wrong ones
-    python -m planish.recipes.dpo dataset=pairs.jsonl test_size=50    rows with "prompt", "chosen" and "rejected"
+    python -m planish.recipes.dpo                                     drawn pairs: short answers
+        preferred to wordy ones
+    python -m planish.recipes.dpo drawn=result                        drawn pairs: right sums
+        preferred to wrong ones
+    python -m planish.recipes.dpo dataset=pairs.jsonl test_size=50    rows with "prompt", "chosen"
+        and "rejected"
     python -m planish.recipes.dpo loss=simpo                          without a reference
 
-Each step takes `batch_size` pairs and makes the chosen answers likelier, measured against the reference, than the rejected ones. The
-reference is what the run begins with, unless another one is named. The losses are planish/preference/losses.py, the drawn pairs are
+Each step takes `batch_size` pairs and makes the chosen answers likelier, measured against the
+reference, than the rejected ones. The reference is what the run begins with, unless another one is
+named. The losses are planish/preference/losses.py, the drawn pairs are
 planish/recipes/preference_pairs.py.
 """
 
@@ -19,7 +23,11 @@ import chz
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.preference import dpo
-from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
+from planish.preference.datasets import (
+    ComparisonBuilder,
+    ComparisonBuilderFromRows,
+    DPODatasetBuilderFromComparisons,
+)
 from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
 from planish.recipes.preference_pairs import KINDS, count_of_sums, drawn_pairs
@@ -47,21 +55,34 @@ class DrawnComparisonBuilder(ComparisonBuilder):
 
 @chz.chz
 class Options:
-    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
-    dataset: str | None = chz.field(default=None, doc="hub name, local directory or JSONL file; none = drawn pairs")
-    test_size: int | None = chz.field(default=64, doc="test pairs; none = the whole test split, 0 = no tests")
-    drawn: str | None = chz.field(default=None, doc=f"drawn pairs: {' or '.join(KINDS)}; none = {DRAWN}")
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
+    )
+    dataset: str | None = chz.field(
+        default=None, doc="hub name, local directory or JSONL file; none = drawn pairs"
+    )
+    test_size: int | None = chz.field(
+        default=64, doc="test pairs; none = the whole test split, 0 = no tests"
+    )
+    drawn: str | None = chz.field(
+        default=None, doc=f"drawn pairs: {' or '.join(KINDS)}; none = {DRAWN}"
+    )
     largest: int | None = chz.field(
         default=None, doc=f"of drawn pairs: the largest number that is added; none = {LARGEST}"
     )
-    log_path: str = chz.field(default="/tmp/planish-examples/dpo", doc="directory of the run's files")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/dpo", doc="directory of the run's files"
+    )
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="weights to begin with: a checkpoint or a run directory"
     )
-    reference_model_name: str | None = chz.field(default=None, doc="base model of the reference; none = model_name")
+    reference_model_name: str | None = chz.field(
+        default=None, doc="base model of the reference; none = model_name"
+    )
     reference_checkpoint_path: str | None = chz.field(
-        default=None, doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model"
+        default=None,
+        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
     )
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     lora_rank: int = 32
@@ -72,22 +93,32 @@ class Options:
         default=None,
         doc="how dear it is to leave the reference; none = 0.1, and 2 with loss=simpo, where it scales rewards",
     )
-    label_smoothing: float = chz.field(default=0.0, doc="dpo: how often a label is taken to be wrong")
-    simpo_gamma: float | None = chz.field(default=None, doc="simpo: the margin that is aimed at; none = 1")
+    label_smoothing: float = chz.field(
+        default=0.0, doc="dpo: how often a label is taken to be wrong"
+    )
+    simpo_gamma: float | None = chz.field(
+        default=None, doc="simpo: the margin that is aimed at; none = 1"
+    )
     batch_size: int = chz.field(default=16, doc="pairs a step")
     max_length: int = chz.field(
         default=1024, doc="tokens of a prompt and an answer; what is beyond is cut off and counted"
     )
     learning_rate: float = chz.field(default=1e-5, doc="of the first step")
     lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    warmup_steps: int = chz.field(
+        default=0, doc="steps in which the learning rate rises to its value"
+    )
 
     num_epochs: int = chz.field(default=1, doc="times through the data")
     max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    loggers: tuple[str, ...] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
     wandb_project: str | None = None
     wandb_name: str | None = None
 
@@ -113,14 +144,22 @@ def dpo_config(options: Options) -> dpo.Config:
         batch_size=options.batch_size,
     )
     builder = DPODatasetBuilderFromComparisons(
-        common_config=common_config, comparison_builder=comparisons(options), shuffle_seed=options.seed
+        common_config=common_config,
+        comparison_builder=comparisons(options),
+        shuffle_seed=options.seed,
     )
-    return dpo.Config(**{name: getattr(options, name) for name in shared}, dataset_builder=builder, recipe_name="dpo")
+    return dpo.Config(
+        **{name: getattr(options, name) for name in shared},
+        dataset_builder=builder,
+        recipe_name="dpo",
+    )
 
 
 def comparisons(options: Options) -> ComparisonBuilder:
     if options.dataset is not None:
-        training_run.refuse(options, ("drawn", "largest"), "is for drawn pairs, and dataset is given; leave it out")
+        training_run.refuse(
+            options, ("drawn", "largest"), "is for drawn pairs, and dataset is given; leave it out"
+        )
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
         )
@@ -131,8 +170,12 @@ def comparisons(options: Options) -> ComparisonBuilder:
     count = count_of_sums(largest)
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:
-        raise UserError(f"test_size={test_size}: there are {count} drawn sums; give fewer, or a larger largest")
-    return DrawnComparisonBuilder(largest=largest, test_size=test_size, seed=options.seed, kind=kind)
+        raise UserError(
+            f"test_size={test_size}: there are {count} drawn sums; give fewer, or a larger largest"
+        )
+    return DrawnComparisonBuilder(
+        largest=largest, test_size=test_size, seed=options.seed, kind=kind
+    )
 
 
 if __name__ == "__main__":

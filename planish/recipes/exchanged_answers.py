@@ -1,8 +1,10 @@
-"""Pairs whose preferred answer is the question's own, and whose other answer belongs to another question.
+"""Pairs whose preferred answer is the question's own, and whose other answer belongs to another
+question.
 
-Nobody was asked: the rule is one that a person would follow, that an answer be about the question, or be right. Two questions with
-answers of nearly the same length exchange them, so each answer is preferred once and rejected once. Neither its length nor anything
-else about an answer alone says which is preferred; it has to be read with its question. Both pairs of an exchange are in one split,
+Nobody was asked: the rule is one that a person would follow, that an answer be about the question,
+or be right. Two questions with answers of nearly the same length exchange them, so each answer is
+preferred once and rejected once. Neither its length nor anything else about an answer alone says
+which is preferred; it has to be read with its question. Both pairs of an exchange are in one split,
 so neither prompts nor answers of tests are in training.
 
     sums          What is 17 + 8? The results of sums up to a largest number; a program draws them
@@ -32,7 +34,9 @@ Exchange = tuple[LabeledComparison, LabeledComparison]
 
 
 def exchanges(answered: Sequence[Answered], seed: int) -> list[Exchange]:
-    """Pairs of pairs, in an order drawn by `seed`. Questions whose neighbour by length has the same answer are left out."""
+    """Pairs of pairs, in an order drawn by `seed`. Questions whose neighbour by length has the same
+    answer are left out.
+    """
     generator = random.Random(f"exchange:{seed}")
     drawn = generator.sample(list(answered), len(answered))
     by_length = sorted(drawn, key=lambda each: len(each.answer))
@@ -42,7 +46,9 @@ def exchanges(answered: Sequence[Answered], seed: int) -> list[Exchange]:
 
 
 def exchange(one: Answered, other: Answered) -> Exchange:
-    return preferred(one.question, one.answer, other.answer), preferred(other.question, other.answer, one.answer)
+    return preferred(one.question, one.answer, other.answer), preferred(
+        other.question, other.answer, one.answer
+    )
 
 
 def preferred(question: str, chosen: str, rejected: str) -> LabeledComparison:
@@ -61,13 +67,19 @@ class ExchangedSumsBuilder(ComparisonBuilder):
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
         numbers = range(self.largest + 1)
-        sums = [Answered(f"What is {a} + {b}?", f"The answer is {a + b}.") for a in numbers for b in numbers]
+        sums = [
+            Answered(f"What is {a} + {b}?", f"The answer is {a + b}.")
+            for a in numbers
+            for b in numbers
+        ]
         return _split(exchanges(sums, self.seed), self.test_size)
 
 
 @chz.chz
 class ExchangedSolutionsBuilder(ComparisonBuilder):
-    """Questions with worked solutions, in the form of GSM8K: a hub name, a directory, or one file, of which tests are held out."""
+    """Questions with worked solutions, in the form of GSM8K: a hub name, a directory, or one file,
+    of which tests are held out.
+    """
 
     questions: str
     test_size: int
@@ -81,10 +93,15 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
         return _split(train, self.test_size)
 
     def _read(self, split: str) -> list[Answered]:
-        return [Answered(problem.question, problem.solution) for problem in load_problems(self.questions, split)]
+        return [
+            Answered(problem.question, problem.solution)
+            for problem in load_problems(self.questions, split)
+        ]
 
 
-def _split(found: Sequence[Exchange], test_size: int) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+def _split(
+    found: Sequence[Exchange], test_size: int
+) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
     """(for training, `test_size` or one more for tests); UserError if there are fewer."""
     held_out = -(-test_size // 2)
     if held_out > len(found):

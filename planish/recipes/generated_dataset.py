@@ -1,4 +1,6 @@
-"""Groups that are drawn, as many as one wants: the generator of a group is a function of (seed, batch, place in the batch)."""
+"""Groups that are drawn, as many as one wants: the generator of a group is a function of (seed,
+batch, place in the batch).
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -21,7 +23,8 @@ class GeneratedDataset(RLDataset):
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         return [
-            self.draw_group(random.Random(f"{self.seed}:{index}:{place}")) for place in range(self.groups_per_batch)
+            self.draw_group(random.Random(f"{self.seed}:{index}:{place}"))
+            for place in range(self.groups_per_batch)
         ]
 
     def __len__(self) -> int:

@@ -1,11 +1,12 @@
-"""One step of GRPO: sample a group of answers to each problem, compare them within the group, train on the difference.
+"""One step of GRPO: sample a group of answers to each problem, compare them within the group, train
+on the difference.
 
 Legend: P problems of a batch, G rollouts of a group, T tokens of a rollout, D datums.
 
-The advantage of a rollout is its reward minus the mean reward of its group. There is no division by the standard
-deviation, which would favour problems that are nearly always or nearly never solved (Dr. GRPO, Liu et al. 2025). A group
-whose rewards are all equal teaches nothing and is left out. Sampled tokens and their logprobs go to the trainer as they
-are; nothing is tokenised again.
+The advantage of a rollout is its reward minus the mean reward of its group. There is no division by
+the standard deviation, which would favour problems that are nearly always or nearly never solved
+(Dr. GRPO, Liu et al. 2025). A group whose rewards are all equal teaches nothing and is left out.
+Sampled tokens and their logprobs go to the trainer as they are; nothing is tokenised again.
 """
 
 import time
@@ -17,7 +18,15 @@ import numpy as np
 
 from planish.errors import UserError
 from planish.rl.data_processing import LOSS_MASKS
-from planish.types import AdamParams, Datum, EncodedTextChunk, ModelInput, SampledSequence, SamplingParams, with_seed
+from planish.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ModelInput,
+    SampledSequence,
+    SamplingParams,
+    with_seed,
+)
 
 Metrics = dict[str, float]
 
@@ -83,16 +92,22 @@ def sample_groups(
     seeds_P: Sequence[int],
     on_group: Callable[[], None] = lambda: None,
 ) -> list[RolloutGroup]:
-    """`group_size` answers to each prompt, all requests in flight at once; `judge(p, sequence)` rewards those of prompt p."""
+    """`group_size` answers to each prompt, all requests in flight at once; `judge(p, sequence)`
+    rewards those of prompt p.
+    """
     futures_P = [
-        sampling_client.sample(prompt=prompt, num_samples=group_size, sampling_params=with_seed(params, seed))
+        sampling_client.sample(
+            prompt=prompt, num_samples=group_size, sampling_params=with_seed(params, seed)
+        )
         for prompt, seed in zip(prompts_P, seeds_P, strict=True)
     ]
     groups_P = []
     for index, (prompt, future) in enumerate(zip(prompts_P, futures_P, strict=True)):
         response = future.result()
         rollouts_G = [
-            Rollout(sequence.tokens, sequence.logprobs, sequence.stop_reason, judge(index, sequence))
+            Rollout(
+                sequence.tokens, sequence.logprobs, sequence.stop_reason, judge(index, sequence)
+            )
             for sequence in response.sequences
         ]
         groups_P.append(RolloutGroup(prompt, rollouts_G, response.prompt_cache_hit_tokens))
@@ -103,7 +118,10 @@ def sample_groups(
 def training_examples(groups_P: Sequence[RolloutGroup], loss_fn: str) -> list[TrainingExample]:
     """One example for each rollout of the groups that teach something."""
     return [
-        TrainingExample(rollout, answer_datum(group.prompt, rollout.tokens_T, rollout.logprobs_T, advantage, loss_fn))
+        TrainingExample(
+            rollout,
+            answer_datum(group.prompt, rollout.tokens_T, rollout.logprobs_T, advantage, loss_fn),
+        )
         for group in groups_P
         if not group.is_degenerate
         for rollout, advantage in zip(group.rollouts_G, group.advantages_G, strict=True)
@@ -117,7 +135,8 @@ def answer_datum(
     advantage: float,
     loss_fn: str = "importance_sampling",
 ) -> Datum:
-    """Prompt and sampled answer as one sequence, shifted: position i reads token i and is scored on token i + 1.
+    """Prompt and sampled answer as one sequence, shifted: position i reads token i and is scored on
+    token i + 1.
 
     The prompt's own positions have advantage 0, so their targets and logprobs do not matter.
     """
@@ -142,7 +161,9 @@ def train_step(
     loss_fn_config: Mapping[str, float] | None,
     adam: AdamParams,
 ) -> Metrics:
-    """One gradient step, both operations submitted before either is waited for. {} if there is nothing to learn from."""
+    """One gradient step, both operations submitted before either is waited for. {} if there is
+    nothing to learn from.
+    """
     if not examples_D:
         return {}
     data = [example.datum for example in examples_D]
@@ -150,19 +171,27 @@ def train_step(
     update = training_client.optim_step(adam)
     output = backward.result()
     trained_D = [tensors["logprobs"].tolist() for tensors in output.loss_fn_outputs]
-    metrics = {f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()}
+    metrics = {
+        f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()
+    }
     return metrics | policy_gap([example.rollout.logprobs_T for example in examples_D], trained_D)
 
 
-def policy_gap(sampled_D: Sequence[Sequence[float]], trained_D: Sequence[Sequence[float]]) -> Metrics:
-    """How far the trainer's logprobs of the sampled tokens are from the sampler's: estimators of the KL divergence.
+def policy_gap(
+    sampled_D: Sequence[Sequence[float]], trained_D: Sequence[Sequence[float]]
+) -> Metrics:
+    """How far the trainer's logprobs of the sampled tokens are from the sampler's: estimators of
+    the KL divergence.
 
-    v1 is the mean difference, v2 half the mean squared difference; both are 0 when sampler and trainer agree.
+    v1 is the mean difference, v2 half the mean squared difference; both are 0 when sampler and
+    trainer agree.
     """
     gaps = [
         sampled - trained
         for sampled_T, trained_T in zip(sampled_D, trained_D, strict=True)
-        for sampled, trained in zip(sampled_T, trained_T[len(trained_T) - len(sampled_T) :], strict=True)
+        for sampled, trained in zip(
+            sampled_T, trained_T[len(trained_T) - len(sampled_T) :], strict=True
+        )
     ]
     return {
         "optim/kl_sample_train_v1": sum(gaps) / len(gaps),
@@ -171,7 +200,9 @@ def policy_gap(sampled_D: Sequence[Sequence[float]], trained_D: Sequence[Sequenc
 
 
 def rollout_metrics(groups_P: Sequence[RolloutGroup], prefix: str = "env/all") -> Metrics:
-    """What happened in the environment: rewards, lengths, how answers ended, how many groups teach something."""
+    """What happened in the environment: rewards, lengths, how answers ended, how many groups teach
+    something.
+    """
     rollouts = [rollout for group in groups_P for rollout in group.rollouts_G]
     answer_tokens = sum(len(rollout.tokens_T) for rollout in rollouts)
     prompt_tokens = sum(group.prompt.length * len(group.rollouts_G) for group in groups_P)
@@ -180,7 +211,12 @@ def rollout_metrics(groups_P: Sequence[RolloutGroup], prefix: str = "env/all") -
     good = sum(group.mean_reward >= 0.5 for group in constant)
     metrics = {
         "reward/total": _mean([reward for group in groups_P for reward in group.rewards_G]),
-        **{name: _mean([r.judgement.metrics[name] for r in rollouts if name in r.judgement.metrics]) for name in names},
+        **{
+            name: _mean(
+                [r.judgement.metrics[name] for r in rollouts if name in r.judgement.metrics]
+            )
+            for name in names
+        },
         "stop/completed": _mean([rollout.stop_reason == "stop" for rollout in rollouts]),
         "stop/max_tokens": _mean([rollout.stop_reason == "length" for rollout in rollouts]),
         "ac_tokens_per_turn": answer_tokens / len(rollouts),
@@ -200,8 +236,17 @@ def rollout_metrics(groups_P: Sequence[RolloutGroup], prefix: str = "env/all") -
 
 
 def sampling_entropy(groups_P: Sequence[RolloutGroup]) -> float:
-    """Mean of -logprob over all sampled tokens: an estimate of the policy's entropy for a token, in nats."""
-    return -_mean([logprob for group in groups_P for rollout in group.rollouts_G for logprob in rollout.logprobs_T])
+    """Mean of -logprob over all sampled tokens: an estimate of the policy's entropy for a token, in
+    nats.
+    """
+    return -_mean(
+        [
+            logprob
+            for group in groups_P
+            for rollout in group.rollouts_G
+            for logprob in rollout.logprobs_T
+        ]
+    )
 
 
 @dataclass

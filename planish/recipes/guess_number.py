@@ -1,17 +1,19 @@
 """Guess a number: an episode of several turns that a program answers.
 
-    python -m planish.recipes.guess_number                                  the embedded model, 0 to 15, four guesses
+    python -m planish.recipes.guess_number                                  the embedded model, 0 to
+        15, four guesses
     python -m planish.recipes.guess_number largest=100 max_guesses=8        a longer search
 
-The policy guesses, is told "Too low." or "Too high.", and guesses again. With `hints` it is also told what is left, which a small
-model does not work out for itself. Halving what is left finds 15 of 16 numbers in four guesses; any guess from what is left,
-six in ten.
+The policy guesses, is told "Too low." or "Too high.", and guesses again. With `hints` it is also
+told what is left, which a small model does not work out for itself. Halving what is left finds 15
+of 16 numbers in four guesses; any guess from what is left, six in ten.
 
     reward = found - waste_cost * (guesses that cannot be right after what was said, or are no number in the range)
 
-The cost tells the policy which turn was bad long before it finds many numbers. An answer that does not end costs as much as
-if every guess were wasted. A group plays for one number, so its rewards are comparable. The test is every number once (at
-most `TEST_GAMES`, evenly spread): none is held out, since a policy that never meets a number learns not to say it.
+The cost tells the policy which turn was bad long before it finds many numbers. An answer that does
+not end costs as much as if every guess were wasted. A group plays for one number, so its rewards
+are comparable. The test is every number once (at most `TEST_GAMES`, evenly spread): none is held
+out, since a policy that never meets a number learns not to say it.
 """
 
 import re
@@ -65,7 +67,9 @@ class Range:
 class Rules:
     largest: int = chz.field(default=15, doc="numbers are 0 to this one")
     max_guesses: int = 4
-    waste_cost: float = chz.field(default=0.25, doc="of a guess that cannot be right, or is no number")
+    waste_cost: float = chz.field(
+        default=0.25, doc="of a guess that cannot be right, or is no number"
+    )
     hints: bool = chz.field(default=True, doc="say which numbers are left")
 
     @property
@@ -143,7 +147,9 @@ def shown_secrets(rules: Rules) -> list[int]:
 
 @cache
 def first_messages(rules: Rules) -> tuple[Message, ...]:
-    """The question, after a few games that end well: an untrained small model would not know what to write."""
+    """The question, after a few games that end well: an untrained small model would not know what
+    to write.
+    """
     messages: list[Message] = [{"role": "system", "content": "Guess the number."}]
     before = ""
     for secret in shown_secrets(rules):
@@ -203,12 +209,16 @@ class GuessNumberDatasetBuilder(RLDatasetBuilder):
     async def __call__(self) -> tuple[ProblemDataset[int], ProblemDataset[int]]:
         numbers = range(self.rules.largest + 1)
         epochs = -(-BATCHES * self.batch_size // len(numbers))
-        train = ProblemDataset(numbers, self._group, self.batch_size, num_epochs=epochs, shuffle_seed=self.seed)
+        train = ProblemDataset(
+            numbers, self._group, self.batch_size, num_epochs=epochs, shuffle_seed=self.seed
+        )
         tested = numbers[:: -(-len(numbers) // TEST_GAMES)]
         return train, ProblemDataset(tested, self._test, len(tested))
 
     def _group(self, secret: int) -> GuessNumberGroup:
-        return GuessNumberGroup(self.model_name, self.renderer_name, self.rules, secret, self.group_size)
+        return GuessNumberGroup(
+            self.model_name, self.renderer_name, self.rules, secret, self.group_size
+        )
 
     def _test(self, secret: int) -> GuessNumberGroup:
         return GuessNumberGroup(self.model_name, self.renderer_name, self.rules, secret, 1)
@@ -219,7 +229,9 @@ class Options(RLOptions):
     log_path: str = "/tmp/planish-examples/guess_number"
     largest: int = chz.field(default=15, doc="numbers are 0 to this one")
     max_guesses: int = 4
-    waste_cost: float = chz.field(default=0.25, doc="of a guess that cannot be right, or is no number")
+    waste_cost: float = chz.field(
+        default=0.25, doc="of a guess that cannot be right, or is no number"
+    )
     hints: bool = chz.field(default=True, doc="say which numbers are left")
     batch_size: int = chz.field(default=16, doc="numbers a step")
     group_size: int = chz.field(default=8, doc="players for each number")

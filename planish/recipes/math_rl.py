@@ -1,15 +1,19 @@
-"""Questions whose answers a program checks, from sums to competition mathematics, by the RL library.
+"""Questions whose answers a program checks, from sums to competition mathematics, by the RL
+library.
 
-    python -m planish.recipes.math_rl                                      env=arithmetic: the embedded model learns to add
+    python -m planish.recipes.math_rl                                      env=arithmetic: the
+        embedded model learns to add
     python -m planish.recipes.math_rl env=math model_name=Qwen/Qwen3-8B    MATH, tested on MATH-500
-    python -m planish.recipes.math_rl env=polaris dataset=rows.jsonl       a local file in the form of that data set
+    python -m planish.recipes.math_rl env=polaris dataset=rows.jsonl       a local file in the form
+        of that data set
     python -m planish.recipes.math_rl env=reasoning_gym:chain_sum task.max_digits=1
 
 `env` brings sizes of its own along (`SIZES`), which options override. What it trains on:
 
     arithmetic                   planish/recipes/sums.py
     gsm8k math polaris deepmath  planish/recipes/boxed_problems.py
-    reasoning_gym:TASK           planish/recipes/reasoning_problems.py (pip install planish[reasoning-gym])
+    reasoning_gym:TASK           planish/recipes/reasoning_problems.py (pip install
+                                 planish[reasoning-gym])
 """
 
 import sys
@@ -47,17 +51,24 @@ SIZES: dict[str, dict[str, Any]] = {
 class Options(RLOptions):
     """Made by `options_for`, which knows the sizes of each env."""
 
-    env: str = chz.field(default=ARITHMETIC, doc=f"{', '.join([ARITHMETIC, *COLLECTIONS])} or {REASONING_GYM}:TASK")
-    log_path: str = chz.field(default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV")
+    env: str = chz.field(
+        default=ARITHMETIC, doc=f"{', '.join([ARITHMETIC, *COLLECTIONS])} or {REASONING_GYM}:TASK"
+    )
+    log_path: str = chz.field(
+        default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV"
+    )
     batch_size: int = chz.field(default=16, doc="problems a step")
     group_size: int = chz.field(default=8, doc="answers to each problem")
     eval_problems: int | None = chz.field(
         default=None, doc="problems a test; none = the test split, or 100; 0 = no tests"
     )
     dataset: str | None = chz.field(
-        default=None, doc="gsm8k, math, polaris, deepmath: hub name, local directory or file; none = the published one"
+        default=None,
+        doc="gsm8k, math, polaris, deepmath: hub name, local directory or file; none = the published one",
     )
-    max_operand: int | None = chz.field(default=None, doc="arithmetic: the largest number that is added; none = 20")
+    max_operand: int | None = chz.field(
+        default=None, doc="arithmetic: the largest number that is added; none = 20"
+    )
     task: dict[str, Any] = chz.field(
         default_factory=dict, doc=f"{REASONING_GYM}: options of the task, such as task.max_terms=3"
     )
@@ -70,9 +81,12 @@ def main(options: Options, service_client: Any = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     training_run.require(
-        options, group_size=(options.group_size >= 2, "at least 2: answers are compared within their group")
+        options,
+        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
     )
-    return run(options, dataset_builder(options), recipe_name="math_rl", service_client=service_client)
+    return run(
+        options, dataset_builder(options), recipe_name="math_rl", service_client=service_client
+    )
 
 
 def options_for(env: str, **changes: Any) -> Options:
@@ -85,7 +99,9 @@ def sizes_for(env: str) -> dict[str, Any]:
 
 
 def kind_of(env: str) -> str:
-    """A key of SIZES; every name that is not one of planish's is a task of reasoning-gym, with its prefix or without."""
+    """A key of SIZES; every name that is not one of planish's is a task of reasoning-gym, with its
+    prefix or without.
+    """
     return env if env in SIZES else REASONING_GYM
 
 
@@ -96,16 +112,27 @@ def task_name(env: str) -> str:
 def dataset_builder(options: Options) -> RLDatasetBuilder:
     shared: dict[str, Any] = {
         name: getattr(options, name)
-        for name in ("model_name", "renderer_name", "batch_size", "group_size", "eval_problems", "seed")
+        for name in (
+            "model_name",
+            "renderer_name",
+            "batch_size",
+            "group_size",
+            "eval_problems",
+            "seed",
+        )
     }
     match kind_of(options.env):
         case "arithmetic":
             return SumDatasetBuilder(**shared, **given(max_operand=options.max_operand))
         case "reasoning_gym":
             shown = given(shown_examples=options.shown_examples)
-            return TaskDatasetBuilder(task_name=task_name(options.env), task=options.task, **shared, **shown)
+            return TaskDatasetBuilder(
+                task_name=task_name(options.env), task=options.task, **shared, **shown
+            )
         case collection:
-            return BoxedProblemDatasetBuilder(collection=collection, dataset=options.dataset, **shared)
+            return BoxedProblemDatasetBuilder(
+                collection=collection, dataset=options.dataset, **shared
+            )
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -125,16 +152,33 @@ def check(options: Options) -> None:
         "shown_examples": [REASONING_GYM],
     }.items():
         if getattr(options, name) not in (None, {}) and kind not in kinds:
-            raise UserError(f"{name}={getattr(options, name)}: env={options.env} has no such option; leave it out")
+            raise UserError(
+                f"{name}={getattr(options, name)}: env={options.env} has no such option; leave it out"
+            )
     training_run.require(
         options,
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 1, "a whole number of at least 1"),
-        eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
-        max_operand=(options.max_operand is None or options.max_operand >= 1, "a whole number of at least 1"),
-        shown_examples=(options.shown_examples is None or options.shown_examples >= 0, "a whole number, 0 for none"),
-        max_steps=(kind in COLLECTIONS or options.max_steps is not None, f"a number: env={options.env} has no end"),
-        num_epochs=(kind in COLLECTIONS or options.num_epochs == 1, f"1: env={options.env} has no end; give max_steps"),
+        eval_problems=(
+            options.eval_problems is None or options.eval_problems >= 0,
+            "a whole number, 0 for no tests",
+        ),
+        max_operand=(
+            options.max_operand is None or options.max_operand >= 1,
+            "a whole number of at least 1",
+        ),
+        shown_examples=(
+            options.shown_examples is None or options.shown_examples >= 0,
+            "a whole number, 0 for none",
+        ),
+        max_steps=(
+            kind in COLLECTIONS or options.max_steps is not None,
+            f"a number: env={options.env} has no end",
+        ),
+        num_epochs=(
+            kind in COLLECTIONS or options.num_epochs == 1,
+            f"1: env={options.env} has no end; give max_steps",
+        ),
     )
 
 
@@ -144,13 +188,20 @@ def check_task(env: str) -> None:
     except UserError as error:
         if env.startswith(REASONING_GYM):
             raise
-        raise UserError(f"{error}; of planish's own there are {', '.join([ARITHMETIC, *COLLECTIONS])}") from error
+        raise UserError(
+            f"{error}; of planish's own there are {', '.join([ARITHMETIC, *COLLECTIONS])}"
+        ) from error
 
 
 def with_sizes(arguments: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
     """`env=NAME` on the command line as a preset of the same name, which other arguments override."""
     env = next(
-        (argument.partition("=")[2] for argument in reversed(arguments) if argument.startswith("env=")), ARITHMETIC
+        (
+            argument.partition("=")[2]
+            for argument in reversed(arguments)
+            if argument.startswith("env=")
+        ),
+        ARITHMETIC,
     )
     return {env: sizes_for(env)}, [f"preset={env}", *arguments]
 

@@ -1,11 +1,14 @@
-"""Off-policy distillation: a student learns what a teacher finds likely at every token of an answer.
+"""Off-policy distillation: a student learns what a teacher finds likely at every token of an
+answer.
 
-    python -m planish.recipes.off_policy_distillation teacher_checkpoint=runs/teacher                        drawn sums
+    python -m planish.recipes.off_policy_distillation teacher_checkpoint=runs/teacher
+                drawn sums
     python -m planish.recipes.off_policy_distillation dataset=chats.jsonl teacher_model=Qwen/Qwen3-8B
     python -m planish.recipes.off_policy_distillation dataset=prompts.jsonl teacher_answers=True teacher_checkpoint=runs/teacher
 
-The answers are those of `dataset`. With `teacher_answers=True`, and for sums, the teacher writes them first, and they are kept in the run's
-directory. What is learned of each token is the teacher's distribution over its `topk` likeliest (planish/distillation/off_policy.py).
+The answers are those of `dataset`. With `teacher_answers=True`, and for sums, the teacher writes
+them first, and they are kept in the run's directory. What is learned of each token is the teacher's
+distribution over its `topk` likeliest (planish/distillation/off_policy.py).
 """
 
 import sys
@@ -33,7 +36,9 @@ class Options(TeacherOptions):
     teacher_answers: bool = chz.field(
         default=False, doc="the teacher answers the prompts of dataset, whose answers are not read"
     )
-    topk: int = chz.field(default=20, doc="likeliest tokens of the teacher that are learned at each position")
+    topk: int = chz.field(
+        default=20, doc="likeliest tokens of the teacher that are learned at each position"
+    )
 
 
 def main(options: Options, service_client: Any = None) -> Path:
@@ -57,7 +62,9 @@ def is_sampled(options: Options) -> bool:
 def distillation_config(options: Options) -> off_policy.Config:
     """The options as `planish.distillation.off_policy` takes them."""
     builder = (
-        teacher_answers.answers_builder(options) if is_sampled(options) else chat_builder(options, options.dataset)
+        teacher_answers.answers_builder(options)
+        if is_sampled(options)
+        else chat_builder(options, options.dataset)
     )
     return off_policy.Config(
         **shared_settings(options),

@@ -1,12 +1,14 @@
-"""On-policy distillation: the student answers, and a teacher says of each token how likely it finds it.
+"""On-policy distillation: the student answers, and a teacher says of each token how likely it finds
+it.
 
-    python -m planish.recipes.on_policy_distillation teacher_checkpoint=runs/teacher              env=arithmetic
+    python -m planish.recipes.on_policy_distillation teacher_checkpoint=runs/teacher
+        env=arithmetic
     python -m planish.recipes.on_policy_distillation env=prompts dataset=chats.jsonl teacher_model=Qwen/Qwen3-8B
     python -m planish.recipes.on_policy_distillation teacher_checkpoint=runs/a more.0.env=gsm8k more.0.teacher_checkpoint=runs/b
 
-`env` is one of math_rl's, whose rewards are reported and, unless `advantage` is set, not learned from, or `prompts`: the questions of
-`dataset`, without rewards. The teacher's term is planish/distillation/on_policy.py. Each of `more` is one more data set with a
-teacher of its own.
+`env` is one of math_rl's, whose rewards are reported and, unless `advantage` is set, not learned
+from, or `prompts`: the questions of `dataset`, without rewards. The teacher's term is
+planish/distillation/on_policy.py. Each of `more` is one more data set with a teacher of its own.
 """
 
 import sys
@@ -50,20 +52,33 @@ class Source:
 class Options(math_rl.Options):
     """Made by `options_for`, which knows the sizes of each env."""
 
-    env: str = chz.field(default=math_rl.ARITHMETIC, doc="an env of math_rl, or prompts: what dataset asks")
-    log_path: str = chz.field(default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV")
+    env: str = chz.field(
+        default=math_rl.ARITHMETIC, doc="an env of math_rl, or prompts: what dataset asks"
+    )
+    log_path: str = chz.field(
+        default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV"
+    )
     group_size: int = chz.field(default=4, doc="answers to each problem")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="prompts: longer ones are not answered; none = 1024")
-    teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; none = model_name")
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="prompts: longer ones are not answered; none = 1024"
+    )
+    teacher_model: str | None = chz.field(
+        default=None, doc="base model of the teacher; none = model_name"
+    )
     teacher_checkpoint: str | None = chz.field(
         default=None, doc="checkpoint or run directory of the teacher; none = the base model"
     )
     more: tuple[Source, ...] = chz.field(
-        default=(), doc="more data sets, each with its teacher, such as more.0.env=gsm8k more.0.teacher_checkpoint=RUN"
+        default=(),
+        doc="more data sets, each with its teacher, such as more.0.env=gsm8k more.0.teacher_checkpoint=RUN",
     )
-    advantage: str = chz.field(default="none", doc="none = the teacher alone is learned from; mean = rewards too")
+    advantage: str = chz.field(
+        default="none", doc="none = the teacher alone is learned from; mean = rewards too"
+    )
     kl_penalty_coef: float = chz.field(default=1.0, doc="how strongly the teachers pull")
-    remove_constant_reward_groups: bool = chz.field(default=False, doc="a teacher teaches every group")
+    remove_constant_reward_groups: bool = chz.field(
+        default=False, doc="a teacher teaches every group"
+    )
 
 
 def main(options: Options, service_client: Any = None) -> Path:
@@ -86,18 +101,25 @@ def sizes_for(env: str) -> dict[str, Any]:
 
 def sources_of(options: Options) -> list[Options]:
     """For each data set the options of the run as if it was the only one."""
-    return [chz.replace(options, more=()), *(_as_only_source(options, source) for source in options.more)]
+    return [
+        chz.replace(options, more=()),
+        *(_as_only_source(options, source) for source in options.more),
+    ]
 
 
 def _as_only_source(options: Options, source: Source) -> Options:
     named = {name: getattr(source, name) for name in chz.chz_fields(Source)}
-    return chz.replace(options, more=(), **(named | {"batch_size": source.batch_size or options.batch_size}))
+    return chz.replace(
+        options, more=(), **(named | {"batch_size": source.batch_size or options.batch_size})
+    )
 
 
 def distillation_config(options: Options) -> on_policy.Config:
     """The options as `planish.distillation.on_policy` takes them."""
     parts = [
-        DistillationDatasetConfig(dataset_builder=dataset_builder(source), teacher_config=teacher_config(source))
+        DistillationDatasetConfig(
+            dataset_builder=dataset_builder(source), teacher_config=teacher_config(source)
+        )
         for source in sources_of(options)
     ]
     return on_policy.Config(
@@ -109,7 +131,8 @@ def distillation_config(options: Options) -> on_policy.Config:
 
 def teacher_config(options: Options) -> TeacherConfig:
     return TeacherConfig(
-        base_model=options.teacher_model or options.model_name, load_checkpoint_path=options.teacher_checkpoint
+        base_model=options.teacher_model or options.model_name,
+        load_checkpoint_path=options.teacher_checkpoint,
     )
 
 
@@ -126,15 +149,21 @@ def check(options: Options) -> None:
     """UserError for an option that cannot be right, or that nothing would read."""
     for name in ("kl_reference_model", "kl_reference_checkpoint"):
         if getattr(options, name) is not None:
-            raise UserError(f"{name} is given, but the policy is pulled to its teachers; leave it out")
+            raise UserError(
+                f"{name} is given, but the policy is pulled to its teachers; leave it out"
+            )
     sources = sources_of(options)
     for source in sources:
         check_source(source)
     envs = {source.env for source in sources}
     if options.max_prompt_tokens is not None and PROMPTS not in envs:
-        raise UserError(f"max_prompt_tokens={options.max_prompt_tokens} is for env=prompts; leave it out")
+        raise UserError(
+            f"max_prompt_tokens={options.max_prompt_tokens} is for env=prompts; leave it out"
+        )
     if options.eval_problems is not None and envs == {PROMPTS}:
-        raise UserError(f"eval_problems={options.eval_problems}: prompts have no tests; leave it out")
+        raise UserError(
+            f"eval_problems={options.eval_problems}: prompts have no tests; leave it out"
+        )
     if options.advantage != "none" and envs == {PROMPTS}:
         raise UserError(f"advantage={options.advantage}: prompts have no rewards; leave it out")
 
@@ -142,19 +171,29 @@ def check(options: Options) -> None:
 def check_source(options: Options) -> None:
     """The same for one data set."""
     if options.teacher_model is None and options.teacher_checkpoint is None:
-        raise UserError("there is no teacher; give teacher_checkpoint, teacher_model, or both, for each data set")
+        raise UserError(
+            "there is no teacher; give teacher_checkpoint, teacher_model, or both, for each data set"
+        )
     if options.env != PROMPTS:
         math_rl.check(options)
         return
     for name in ("max_operand", "task", "shown_examples"):
         if getattr(options, name) not in (None, {}):
-            raise UserError(f"{name}={getattr(options, name)}: env=prompts has no such option; leave it out")
+            raise UserError(
+                f"{name}={getattr(options, name)}: env=prompts has no such option; leave it out"
+            )
     training_run.require(
         options,
-        dataset=(options.dataset is not None, "the prompts: a hub name, a local directory or a file"),
+        dataset=(
+            options.dataset is not None,
+            "the prompts: a hub name, a local directory or a file",
+        ),
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 1, "a whole number of at least 1"),
-        max_prompt_tokens=(options.max_prompt_tokens is None or options.max_prompt_tokens >= 1, "at least 1"),
+        max_prompt_tokens=(
+            options.max_prompt_tokens is None or options.max_prompt_tokens >= 1,
+            "at least 1",
+        ),
     )
 
 

@@ -1,12 +1,18 @@
-"""A model of what people prefer, from pairs of answers: it says which of two answers is better, and how sure it is.
+"""A model of what people prefer, from pairs of answers: it says which of two answers is better, and
+how sure it is.
 
-    python -m planish.recipes.preference_model                                   drawn pairs: courteous answers are preferred
-    python -m planish.recipes.preference_model pairs=solutions                   GSM8K: a question's own solution is preferred
-    python -m planish.recipes.preference_model dataset=pairs.jsonl test_size=50  comparisons of your own
-    python -m planish.recipes.preference_model kind=bradley_terry                a score for each answer instead
+    python -m planish.recipes.preference_model                                   drawn pairs:
+        courteous answers are preferred
+    python -m planish.recipes.preference_model pairs=solutions                   GSM8K: a question's
+        own solution is preferred
+    python -m planish.recipes.preference_model dataset=pairs.jsonl test_size=50  comparisons of your
+        own
+    python -m planish.recipes.preference_model kind=bradley_terry                a score for each
+        answer instead
 
-What it leaves is used by name of its directory: `PreferenceModelBuilderFromRun(path=...)`. The forms of models and data are in
-planish/preference, the made pairs in planish/recipes/courteous_answers.py and exchanged_answers.py.
+What it leaves is used by name of its directory: `PreferenceModelBuilderFromRun(path=...)`. The
+forms of models and data are in planish/preference, the made pairs in
+planish/recipes/courteous_answers.py and exchanged_answers.py.
 """
 
 import sys
@@ -37,16 +43,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options:
-    kind: Kind = chz.field(default="chat", doc="chat = both answers are read at once, bradley_terry = a score for each")
-    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    kind: Kind = chz.field(
+        default="chat", doc="chat = both answers are read at once, bradley_terry = a score for each"
+    )
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
+    )
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
     )
     pairs: Pairs | None = chz.field(
-        default=None, doc="without dataset, which pairs are made: courtesy, sums, solutions; none = courtesy"
+        default=None,
+        doc="without dataset, which pairs are made: courtesy, sums, solutions; none = courtesy",
     )
     largest: int | None = chz.field(
-        default=None, doc=f"of pairs=courtesy and pairs=sums: the largest number that is added; none = {LARGEST}"
+        default=None,
+        doc=f"of pairs=courtesy and pairs=sums: the largest number that is added; none = {LARGEST}",
     )
     questions: str | None = chz.field(
         default=None, doc=f"of pairs=solutions: questions with worked solutions; none = {QUESTIONS}"
@@ -54,15 +66,21 @@ class Options:
     test_size: int | None = chz.field(
         default=64, doc="test pairs; none = the whole test split of dataset, 0 = no tests"
     )
-    calibration_size: int = chz.field(default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration")
-    log_path: str = chz.field(default="/tmp/planish-examples/preference_model", doc="directory of the run's files")
+    calibration_size: int = chz.field(
+        default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration"
+    )
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/preference_model", doc="directory of the run's files"
+    )
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="weights to begin with: a checkpoint or a run directory"
     )
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     lora_rank: int = 32
-    seed: int = chz.field(default=0, doc="of initial weights, of the data's order and of what is held out")
+    seed: int = chz.field(
+        default=0, doc="of initial weights, of the data's order and of what is held out"
+    )
 
     question: str | None = chz.field(
         default=None, doc=f"of bradley_terry: what is asked about an answer; none = {QUESTION}"
@@ -73,15 +91,21 @@ class Options:
     )
     learning_rate: float = chz.field(default=3e-4, doc="of the first step")
     lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    warmup_steps: int = chz.field(
+        default=0, doc="steps in which the learning rate rises to its value"
+    )
     grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
 
     num_epochs: int = chz.field(default=1, doc="times through the data")
     max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    loggers: tuple[str, ...] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
     wandb_project: str | None = None
     wandb_name: str | None = None
 
@@ -128,7 +152,9 @@ def model_config(options: Options) -> model_training.Config:
 def comparisons(options: Options) -> ComparisonBuilder:
     if options.dataset is not None:
         made = ("pairs", "largest", "questions")
-        training_run.refuse(options, made, "is for pairs that are made, and dataset is given; leave it out")
+        training_run.refuse(
+            options, made, "is for pairs that are made, and dataset is given; leave it out"
+        )
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
         )
@@ -136,7 +162,9 @@ def comparisons(options: Options) -> ComparisonBuilder:
         raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
     drawn = {"test_size": options.test_size, "seed": options.seed}
     if options.pairs == "solutions":
-        training_run.refuse(options, ("largest",), "is for pairs=courtesy and pairs=sums; leave it out")
+        training_run.refuse(
+            options, ("largest",), "is for pairs=courtesy and pairs=sums; leave it out"
+        )
         return ExchangedSolutionsBuilder(questions=options.questions or QUESTIONS, **drawn)
     training_run.refuse(options, ("questions",), "is for pairs=solutions; leave it out")
     builder = ExchangedSumsBuilder if options.pairs == "sums" else CourteousAnswersBuilder

@@ -1,7 +1,9 @@
 """Pairs that a program draws, for trying preference training without data: answers to sums.
 
-    style    the answer alone is preferred to a wordy one; both have the right result, so length alone tells them apart
-    result   a right result is preferred to a wrong one in the same words with as many digits, so only the sum tells them apart
+    style    the answer alone is preferred to a wordy one; both have the right result, so length
+             alone tells them apart
+    result   a right result is preferred to a wrong one in the same words with as many digits, so
+             only the sum tells them apart
 
 Held-out pairs have sums that are in no pair for training, in either order of the two numbers.
 """
@@ -35,7 +37,8 @@ KINDS = ("style", "result")
 def drawn_pairs(
     largest: int, test_size: int, seed: int, kind: str = "style"
 ) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-    """A pair for each sum of two numbers from 0 to `largest`, in an order drawn by `seed`: (for training, for tests).
+    """A pair for each sum of two numbers from 0 to `largest`, in an order drawn by `seed`: (for
+    training, for tests).
 
     Of the two orders of a sum, the test has one, and training neither.
     """
@@ -63,7 +66,9 @@ def _style_pair(first: int, second: int, generator: random.Random) -> LabeledCom
 def _result_pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
     form = generator.choice(FORMS)
     right = first + second
-    wrong = generator.choice([near for near in range(max(0, right - 10), right + 11) if _could_be(near, right)])
+    wrong = generator.choice(
+        [near for near in range(max(0, right - 10), right + 11) if _could_be(near, right)]
+    )
     answers = (form.format(first=first, second=second, result=result) for result in (right, wrong))
     return _pair(first, second, *answers)
 
@@ -74,4 +79,6 @@ def _could_be(wrong: int, right: int) -> bool:
 
 def _pair(first: int, second: int, *answers: str) -> LabeledComparison:
     prompt = [{"role": "user", "content": f"What is {first} + {second}?"}]
-    return LabeledComparison(Comparison(prompt, *([{"role": "assistant", "content": text}] for text in answers)), "A")
+    return LabeledComparison(
+        Comparison(prompt, *([{"role": "assistant", "content": text}] for text in answers)), "A"
+    )

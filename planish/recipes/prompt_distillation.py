@@ -1,12 +1,15 @@
-"""Prompt distillation: a student learns to answer without a long prompt as a teacher answers with it.
+"""Prompt distillation: a student learns to answer without a long prompt as a teacher answers with
+it.
 
-    python -m planish.recipes.prompt_distillation                                        sums, without the worked examples
+    python -m planish.recipes.prompt_distillation                                        sums,
+        without the worked examples
     python -m planish.recipes.prompt_distillation dataset=questions.jsonl prompt=instructions.txt
     python -m planish.recipes.prompt_distillation dataset=questions.jsonl prompt=examples.json
 
-First the teacher, by default the same model, answers every prompt of `dataset` behind the long one; the conversations are kept without it
-in the run's directory. Then the student is trained on them, by planish/supervised. `prompt` is a text, which becomes the system message,
-or a JSON list of messages, such as worked examples.
+First the teacher, by default the same model, answers every prompt of `dataset` behind the long one;
+the conversations are kept without it in the run's directory. Then the student is trained on them,
+by planish/supervised. `prompt` is a text, which becomes the system message, or a JSON list of
+messages, such as worked examples.
 """
 
 import json
@@ -30,7 +33,9 @@ from planish.supervised.conversations import Conversation
 
 @chz.chz
 class Options(TeacherOptions):
-    log_path: str = chz.field(default="/tmp/planish-examples/prompt_distillation", doc="directory of the run's files")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/prompt_distillation", doc="directory of the run's files"
+    )
     prompt: str | None = chz.field(
         default=None,
         doc="file of the long prompt: .json is a list of messages, else a text; none = of sums, two examples",
@@ -65,15 +70,25 @@ def long_prompt(options: Options) -> Conversation:
     path = Path(options.prompt).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
-        messages = json.loads(text) if path.suffix == ".json" else [{"role": "system", "content": text.strip()}]
+        messages = (
+            json.loads(text)
+            if path.suffix == ".json"
+            else [{"role": "system", "content": text.strip()}]
+        )
     except (OSError, ValueError) as error:
         raise UserError(
             f"prompt={options.prompt} cannot be read ({error}); give a text, or a JSON list of messages"
         ) from error
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(one, dict) for one in messages)
+    ):
         raise UserError(f"prompt={options.prompt}: give a list of messages with at least one in it")
     if not all(one.get("content") for one in messages):
-        raise UserError(f"prompt={options.prompt}: a message of it is empty; give what the student is to do without")
+        raise UserError(
+            f"prompt={options.prompt}: a message of it is empty; give what the student is to do without"
+        )
     return messages
 
 

@@ -5,9 +5,9 @@
 
     reward = score + 0.1 * (format - 1)
 
-The answer is what stands between <answer> and </answer>; `format` says that it does, in a message that ends; `correct` says
-that the score, which may be anything from 0 to 1, is full. Problems of the test, and the worked examples in the prompt, are
-never trained on.
+The answer is what stands between <answer> and </answer>; `format` says that it does, in a message
+that ends; `correct` says that the score, which may be anything from 0 to 1, is full. Problems of
+the test, and the worked examples in the prompt, are never trained on.
 """
 
 import random
@@ -45,7 +45,10 @@ class TaskProblem:
 
 class TaskEnv(ProblemEnv):
     def __init__(self, renderer: Renderer, problem: TaskProblem) -> None:
-        super().__init__(renderer, convo_prefix=[message for shown in problem.shown for message in exchange(shown)])
+        super().__init__(
+            renderer,
+            convo_prefix=[message for shown in problem.shown for message in exchange(shown)],
+        )
         self.entry = problem.entry
         self.score = 0.0
 
@@ -98,13 +101,17 @@ class TaskDatasetBuilder(RLDatasetBuilder):
     task_name: str
     model_name: str
     renderer_name: str | None = None
-    task: Mapping[str, Any] = chz.field(default_factory=dict, doc="options of the task, such as task.max_terms=3")
+    task: Mapping[str, Any] = chz.field(
+        default_factory=dict, doc="options of the task, such as task.max_terms=3"
+    )
     shown_examples: int = chz.field(
         default=2, doc="worked examples in the prompt; tasks without known answers have none"
     )
     batch_size: int = chz.field(default=16, doc="problems a step")
     group_size: int = chz.field(default=8, doc="answers to each problem")
-    eval_problems: int | None = chz.field(default=None, doc=f"problems a test; none = {TEST_ENTRIES}")
+    eval_problems: int | None = chz.field(
+        default=None, doc=f"problems a test; none = {TEST_ENTRIES}"
+    )
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -119,7 +126,9 @@ class TaskDatasetBuilder(RLDatasetBuilder):
         def group(entry: Entry, size: int) -> ProblemGroupBuilder:
             problem = TaskProblem(entry, shown)
             return ProblemGroupBuilder(
-                partial(task_env, problem, self.model_name, self.renderer_name), size, self.task_name
+                partial(task_env, problem, self.model_name, self.renderer_name),
+                size,
+                self.task_name,
             )
 
         def draw_group(rng: random.Random) -> ProblemGroupBuilder:

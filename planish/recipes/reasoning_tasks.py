@@ -1,7 +1,8 @@
 """Tasks of reasoning-gym: problems that a program makes, and responses that it scores from 0 to 1.
 
-A task with its config is plain data, and so is an entry of it. The work is done in a process of its own, one for each task,
-for the reasons that planish/recipes/reasoning_worker.py gives. An index is the same entry everywhere and at all times.
+A task with its config is plain data, and so is an entry of it. The work is done in a process of its
+own, one for each task, for the reasons that planish/recipes/reasoning_worker.py gives. An index is
+the same entry everywhere and at all times.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ class Task:
         known = {field.name for field in fields(task_types()[name][1])} - {"seed"}
         for option in options:
             if option not in known:
-                raise UserError(f"task.{option}: {name} has no such option; {suggestion(option, known)}")
+                raise UserError(
+                    f"task.{option}: {name} has no such option; {suggestion(option, known)}"
+                )
         return cls(name, json.dumps({"size": ENTRIES, **options, "seed": seed}, sort_keys=True))
 
     @property
@@ -66,7 +69,9 @@ class TaskProcess:
         self.task = task
         self._timeout_seconds = timeout_seconds
         program = Path(__file__).with_name("reasoning_worker.py")
-        self._process = WorkerProcess(program, (task.name, task.config), environment={"PYTHONHASHSEED": "0"})
+        self._process = WorkerProcess(
+            program, (task.name, task.config), environment={"PYTHONHASHSEED": "0"}
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planish-reasoning")
 
     def entry(self, index: int) -> Entry:
@@ -87,7 +92,9 @@ class TaskProcess:
                 self._thread, self._process.ask, question, self._timeout_seconds
             )
         except WorkerError as error:
-            raise UnjudgedAnswerError(f"the response {response[:200]!r} could not be scored: {error}") from error
+            raise UnjudgedAnswerError(
+                f"the response {response[:200]!r} could not be scored: {error}"
+            ) from error
         return min(1.0, max(0.0, float(reply["score"])))
 
     def close(self) -> None:
@@ -106,7 +113,9 @@ def task_process(task: Task) -> TaskProcess:
 def check_name(name: str) -> None:
     """UserError unless reasoning-gym has a task of this name."""
     if name not in task_types():
-        raise UserError(f"env={name}: reasoning-gym has no such task; {suggestion(name, task_types())}")
+        raise UserError(
+            f"env={name}: reasoning-gym has no such task; {suggestion(name, task_types())}"
+        )
 
 
 def task_types() -> Mapping[str, tuple[type, type]]:

@@ -1,12 +1,15 @@
-"""How a reasoning-gym task makes its entries and scores answers, in the process that `reasoning_tasks.TaskProcess` starts.
+"""How a reasoning-gym task makes its entries and scores answers, in the process that
+`reasoning_tasks.TaskProcess` starts.
 
-Scoring runs apart because some tasks hand the policy's answer to `eval` or to a computer algebra system: an answer may
-take for ever, take all memory, or be a program. Here it can be killed, memory is bounded, and the ways in which a chance
-answer would do harm are barred: writing and removing files, starting programs, the network. That is a seat belt, not a
-sandbox. Entries are made here too, because those of some tasks depend on the order of sets: it is started with a fixed
+Scoring runs apart because some tasks hand the policy's answer to `eval` or to a computer algebra
+system: an answer may take for ever, take all memory, or be a program. Here it can be killed, memory
+is bounded, and the ways in which a chance answer would do harm are barred: writing and removing
+files, starting programs, the network. That is a seat belt, not a sandbox. Entries are made here
+too, because those of some tasks depend on the order of sets: it is started with a fixed
 PYTHONHASHSEED, so that an index is the same entry in every process.
 
-{"index"} is answered by the entry's "question" and "answer", {"index", "response"} by the "score" of a response.
+{"index"} is answered by the entry's "question" and "answer", {"index", "response"} by the "score"
+of a response.
 """
 
 import json
@@ -16,7 +19,16 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-BARRED = ("os.", "subprocess.", "shutil.", "socket.", "ctypes.", "signal.", "webbrowser.", "tempfile.")
+BARRED = (
+    "os.",
+    "subprocess.",
+    "shutil.",
+    "socket.",
+    "ctypes.",
+    "signal.",
+    "webbrowser.",
+    "tempfile.",
+)
 ALLOWED = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
 
 
@@ -40,10 +52,14 @@ def start(name: str, config: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def bar(event: str, arguments: tuple[object, ...]) -> None:
     """An audit hook (PEP 578) that lets reading pass and nothing else."""
-    writes = event == "open" and (set(str(arguments[1])) & set("wax+") or is_for_writing(arguments[2]))
+    writes = event == "open" and (
+        set(str(arguments[1])) & set("wax+") or is_for_writing(arguments[2])
+    )
     if writes or (event.startswith(BARRED) and event not in ALLOWED):
         raise PermissionError(f"{event} is barred while an answer is scored")
 
 
 def is_for_writing(flags: object) -> bool:
-    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND))
+    return isinstance(flags, int) and bool(
+        flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    )

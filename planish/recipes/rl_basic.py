@@ -1,12 +1,16 @@
 """GSM8K by the RL library: environments, one training loop, tests, and all of a run's files.
 
-    python -m planish.recipes.rl_basic                                      the embedded model, GSM8K from the hub
-    python -m planish.recipes.rl_basic dataset=DIRECTORY eval_problems=64   train.jsonl and test.jsonl of your own
-    python -m planish.recipes.rl_basic preset=seed                          sizes and model of the published recipe
+    python -m planish.recipes.rl_basic                                      the embedded model,
+        GSM8K from the hub
+    python -m planish.recipes.rl_basic dataset=DIRECTORY eval_problems=64   train.jsonl and
+        test.jsonl of your own
+    python -m planish.recipes.rl_basic preset=seed                          sizes and model of the
+        published recipe
 
-The reward is correct + 0.1 * (format - 1): 1 for the right answer in a box, and a tenth less for an answer without a box or
-without an end. Each step plays `batch_size` problems `group_size` times, compares answers within their group, and makes one
-gradient step. The loop is planish/rl/train.py, the environment planish/recipes/boxed_problems.py.
+The reward is correct + 0.1 * (format - 1): 1 for the right answer in a box, and a tenth less for an
+answer without a box or without an end. Each step plays `batch_size` problems `group_size` times,
+compares answers within their group, and makes one gradient step. The loop is planish/rl/train.py,
+the environment planish/recipes/boxed_problems.py.
 """
 
 import sys
@@ -33,7 +37,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(RLOptions):
-    log_path: str = chz.field(default="/tmp/planish-examples/rl_basic", doc="directory of the run's files")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/rl_basic", doc="directory of the run's files"
+    )
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
     batch_size: int = chz.field(default=16, doc="problems a step")
     group_size: int = chz.field(default=8, doc="answers to each problem")
@@ -48,7 +54,10 @@ def main(options: Options, service_client: Any = None) -> Path:
         options,
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
-        eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
+        eval_problems=(
+            options.eval_problems is None or options.eval_problems >= 0,
+            "a whole number, 0 for no tests",
+        ),
     )
     builder = BoxedProblemDatasetBuilder(
         collection="gsm8k",

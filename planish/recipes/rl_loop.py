@@ -1,14 +1,19 @@
 """GRPO on questions with known answers: the whole run, from a dataset to a reward curve.
 
-    python -m planish.recipes.rl_loop                                   the embedded model, GSM8K from the hub
-    python -m planish.recipes.rl_loop dataset=DIRECTORY max_steps=50    train.jsonl and test.jsonl of your own
-    python -m planish.recipes.rl_loop preset=seed                       sizes and model of the published recipe
+    python -m planish.recipes.rl_loop                                   the embedded model, GSM8K
+        from the hub
+    python -m planish.recipes.rl_loop dataset=DIRECTORY max_steps=50    train.jsonl and test.jsonl
+        of your own
+    python -m planish.recipes.rl_loop preset=seed                       sizes and model of the
+        published recipe
 
-Each step takes the next `batch_size` problems, samples `group_size` answers to each from the current weights, rewards an
-answer with 1 if its box holds the right answer and 0 if not, and makes one gradient step (planish/recipes/grpo.py). The
-same command started again goes on after the last checkpoint, with each step in metrics.jsonl exactly once.
+Each step takes the next `batch_size` problems, samples `group_size` answers to each from the
+current weights, rewards an answer with 1 if its box holds the right answer and 0 if not, and makes
+one gradient step (planish/recipes/grpo.py). The same command started again goes on after the last
+checkpoint, with each step in metrics.jsonl exactly once.
 
-Left out on purpose: environments of several turns, asynchronous rollouts, KL penalties. This is the loop to read first.
+Left out on purpose: environments of several turns, asynchronous rollouts, KL penalties. This is the
+loop to read first.
 """
 
 import math
@@ -60,9 +65,13 @@ SHOWN = {
 
 @chz.chz
 class Config:
-    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
+    )
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
-    log_path: str = chz.field(default="/tmp/planish-examples/rl-loop", doc="directory of the run's files")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/rl-loop", doc="directory of the run's files"
+    )
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="weights to begin with: a checkpoint or a run directory"
@@ -73,14 +82,22 @@ class Config:
     learning_rate: float = 4e-5
     lora_rank: int = 32
     max_tokens: int = chz.field(default=256, doc="longest answer")
-    temperature: float = chz.field(default=1.0, doc="of sampling; the loss is computed at the same one")
+    temperature: float = chz.field(
+        default=1.0, doc="of sampling; the loss is computed at the same one"
+    )
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
     seed: int = 0
     max_steps: int | None = chz.field(default=None, doc="none = once through the data")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    eval_problems: int = chz.field(default=0, doc="test problems answered greedily before and after; 0 = none")
-    eval_every: int = chz.field(default=0, doc="also test every so many steps; 0 = only before and after")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    eval_problems: int = chz.field(
+        default=0, doc="test problems answered greedily before and after; 0 = none"
+    )
+    eval_every: int = chz.field(
+        default=0, doc="also test every so many steps; 0 = only before and after"
+    )
 
 
 def main(config: Config) -> Path:
@@ -92,9 +109,15 @@ def main(config: Config) -> Path:
 
 def train(config: Config, service_client: Any) -> Path:
     problems = load_problems(config.dataset, "train")
-    tests = load_problems(config.dataset, "test")[: config.eval_problems] if config.eval_problems else []
+    tests = (
+        load_problems(config.dataset, "test")[: config.eval_problems]
+        if config.eval_problems
+        else []
+    )
     steps = len(problems) // config.batch_size
-    training_run.require(config, batch_size=(steps > 0, f"at most {len(problems)}, the number of training problems"))
+    training_run.require(
+        config, batch_size=(steps > 0, f"at most {len(problems)}, the number of training problems")
+    )
     steps = steps if config.max_steps is None else min(steps, config.max_steps)
     with (
         RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run,
@@ -118,7 +141,9 @@ def train(config: Config, service_client: Any) -> Path:
         run.resume_at(start.batch)
         training_client = start.training_client
         checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
-        renderer = choose_renderer(config.renderer_name, config.model_name, training_client.get_tokenizer())
+        renderer = choose_renderer(
+            config.renderer_name, config.model_name, training_client.get_tokenizer()
+        )
         with StepDisplay(steps, start.batch) as display:
             display.say(
                 f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
@@ -141,7 +166,9 @@ def train(config: Config, service_client: Any) -> Path:
                 display.say(step_line(steps, steps, metrics, SHOWN))
             record = checkpoints.final(steps)
             draw(config, run)
-            display.say(f"weights for sampling: {record.sampler_path}\nreward curve: {run.path / 'reward.png'}")
+            display.say(
+                f"weights for sampling: {record.sampler_path}\nreward curve: {run.path / 'reward.png'}"
+            )
         return run.path
 
 
@@ -149,7 +176,12 @@ class Loop:
     """What one step needs besides its problems."""
 
     def __init__(
-        self, config: Config, training_client: Any, renderer: Renderer, grader: Grader, display: StepDisplay
+        self,
+        config: Config,
+        training_client: Any,
+        renderer: Renderer,
+        grader: Grader,
+        display: StepDisplay,
     ) -> None:
         self.config = config
         self.training_client = training_client
@@ -167,7 +199,12 @@ class Loop:
             watch.lap("evaluation")
         seeds_P = [derived_seed(config.seed, step, row) for row in range(len(problems_P))]
         groups_P = self.sample(
-            sampling_client, problems_P, seeds_P, "sampling", config.group_size, temperature=config.temperature
+            sampling_client,
+            problems_P,
+            seeds_P,
+            "sampling",
+            config.group_size,
+            temperature=config.temperature,
         )
         sampling_seconds = watch.lap("sampling")
         self.display.stage("training")
@@ -198,7 +235,9 @@ class Loop:
 
     def test(self, sampling_client: Any, problems: Sequence[Problem]) -> Metrics:
         """One greedy answer to each problem, as test/env/all/..."""
-        groups = self.sample(sampling_client, problems, [0] * len(problems), "testing", 1, temperature=0.0)
+        groups = self.sample(
+            sampling_client, problems, [0] * len(problems), "testing", 1, temperature=0.0
+        )
         return rollout_metrics(groups, "test/env/all")
 
     def sample(
@@ -214,7 +253,10 @@ class Loop:
         self.display.stage(stage, len(problems_P))
         return sample_groups(
             sampling_client,
-            [self.renderer.build_generation_prompt(problem_prompt(problem)) for problem in problems_P],
+            [
+                self.renderer.build_generation_prompt(problem_prompt(problem))
+                for problem in problems_P
+            ],
             lambda index, sequence: judge(self.renderer, self.grader, problems_P[index], sequence),
             group_size=group_size,
             params=SamplingParams(
@@ -228,18 +270,28 @@ class Loop:
 
 
 def draw(config: Config, run: RunDirectory) -> None:
-    draw_curve(run.path / "reward.png", run.metrics(), title=f"GRPO: {config.model_name} on {config.dataset}")
+    draw_curve(
+        run.path / "reward.png",
+        run.metrics(),
+        title=f"GRPO: {config.model_name} on {config.dataset}",
+    )
 
 
-def judge(renderer: Renderer, grader: Grader, problem: Problem, sequence: SampledSequence) -> Judgement:
-    """1 for the right answer in a box, else 0; an answer that cannot be judged is counted in env/all/unjudged."""
+def judge(
+    renderer: Renderer, grader: Grader, problem: Problem, sequence: SampledSequence
+) -> Judgement:
+    """1 for the right answer in a box, else 0; an answer that cannot be judged is counted in
+    env/all/unjudged.
+    """
     text = get_text_content(renderer.parse_response(sequence.tokens).message)
     try:
         grade = grader.grade(text, problem.answer)
     except GradingError:
         return Judgement(0.0, {"correct": 0.0, "format": 1.0, "unjudged": 1.0})
     correct = float(grade.correct)
-    return Judgement(correct, {"correct": correct, "format": float(grade.boxed is not None), "unjudged": 0.0})
+    return Judgement(
+        correct, {"correct": correct, "format": float(grade.boxed is not None), "unjudged": 0.0}
+    )
 
 
 def loss_config(config: Config) -> Mapping[str, float] | None:
@@ -259,7 +311,10 @@ def check(config: Config) -> None:
             "a number above 0: greedy answers to a problem are all the same",
         ),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-        max_steps=(config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
+        max_steps=(
+            config.max_steps is None or config.max_steps >= 1,
+            "a whole number of at least 1",
+        ),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),

@@ -1,7 +1,8 @@
-"""What the recipes of `planish.rl.train` have in common: their options, flat, and the way from these to a run.
+"""What the recipes of `planish.rl.train` have in common: their options, flat, and the way from
+these to a run.
 
-A recipe's options are a class on top of `RLOptions` that adds its own and gives defaults of its own. What it trains on is a
-dataset builder; `run` does the rest:
+A recipe's options are a class on top of `RLOptions` that adds its own and gives defaults of its
+own. What it trains on is a dataset builder; `run` does the rest:
 
     @chz.chz
     class Options(RLOptions):
@@ -26,17 +27,30 @@ from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import run_main
 from planish.rl import train
 from planish.rl.advantages import ADVANTAGES
-from planish.rl.config import RL_LOSSES, AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig, check
+from planish.rl.config import (
+    RL_LOSSES,
+    AsyncConfig,
+    Config,
+    KLReferenceConfig,
+    StreamMinibatchConfig,
+    check,
+)
 from planish.rl.types import RLDatasetBuilder
 from planish.schedules import SCHEDULES
 
 
 @chz.chz
 class RLOptions:
-    """Options of every recipe; those with the name of one of `planish.rl.config.Config` are that one."""
+    """Options of every recipe; those with the name of one of `planish.rl.config.Config` are that
+    one.
+    """
 
-    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
-    log_path: str = chz.field(default="/tmp/planish-examples/rl", doc="directory of the run's files")
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
+    )
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/rl", doc="directory of the run's files"
+    )
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="weights to begin with: a checkpoint or a run directory"
@@ -50,9 +64,13 @@ class RLOptions:
 
     learning_rate: float = 4e-5
     lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    warmup_steps: int = chz.field(
+        default=0, doc="steps in which the learning rate rises to its value"
+    )
     max_tokens: int = chz.field(default=256, doc="longest answer")
-    temperature: float = chz.field(default=1.0, doc="of sampling; the loss is computed at the same one")
+    temperature: float = chz.field(
+        default=1.0, doc="of sampling; the loss is computed at the same one"
+    )
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None, doc="of the loss, such as loss_fn_config.clip_high_threshold=1.3"
@@ -65,12 +83,19 @@ class RLOptions:
     num_substeps: int = chz.field(default=1, doc="optimizer steps a batch")
     grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
     kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the reference")
-    kl_discount_factor: float = chz.field(default=0.0, doc="0 = a token pays for itself alone, 1 = for all that follow")
-    kl_reference_model: str | None = chz.field(default=None, doc="base model of the reference; none = model_name")
-    kl_reference_checkpoint: str | None = chz.field(
-        default=None, doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model"
+    kl_discount_factor: float = chz.field(
+        default=0.0, doc="0 = a token pays for itself alone, 1 = for all that follow"
     )
-    compute_post_kl: bool = chz.field(default=False, doc="report how far each step moved the policy")
+    kl_reference_model: str | None = chz.field(
+        default=None, doc="base model of the reference; none = model_name"
+    )
+    kl_reference_checkpoint: str | None = chz.field(
+        default=None,
+        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
+    )
+    compute_post_kl: bool = chz.field(
+        default=False, doc="report how far each step moved the policy"
+    )
 
     max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
     num_epochs: int = chz.field(default=1, doc="times through the data")
@@ -80,20 +105,32 @@ class RLOptions:
     num_minibatches: int = chz.field(
         default=1, doc="more than 1 = gradients of parts of a batch while the rest is still sampled"
     )
-    rollout_error_tolerance: bool = chz.field(default=False, doc="retry rollouts that fail, instead of ending the run")
-    rollout_processes: int = chz.field(default=0, doc="processes that play environments; 0 = this one")
+    rollout_error_tolerance: bool = chz.field(
+        default=False, doc="retry rollouts that fail, instead of ending the run"
+    )
+    rollout_processes: int = chz.field(
+        default=0, doc="processes that play environments; 0 = this one"
+    )
 
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
     eval_temperature: float | None = chz.field(
         default=0.0, doc="of tests; 0 = the likeliest answer, none = temperature"
     )
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    rolling_save_every: int = chz.field(default=0, doc="steps between short-lived checkpoints; 0 = none")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    rolling_save_every: int = chz.field(
+        default=0, doc="steps between short-lived checkpoints; 0 = none"
+    )
     num_groups_to_log: int = chz.field(default=4, doc="groups shown whole in the reports")
-    rollout_layout: Literal["flat", "folders"] = chz.field(default="flat", doc="one directory, or one an iteration")
+    rollout_layout: Literal["flat", "folders"] = chz.field(
+        default="flat", doc="one directory, or one an iteration"
+    )
     enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
-    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    loggers: tuple[str, ...] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
     wandb_project: str | None = None
     wandb_name: str | None = None
 
@@ -108,9 +145,12 @@ def run(
 ) -> Path:
     """Train, with the given service client or one of the run's own; returns the run directory.
 
-    Options are checked before anything is loaded. In code that is async already: `await train.main(train_config(...))`.
+    Options are checked before anything is loaded. In code that is async already: `await
+    train.main(train_config(...))`.
     """
-    config = train_config(options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders)
+    config = train_config(
+        options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders
+    )
     check(config)
     return run_main(train.main, config, service_client)
 
@@ -139,7 +179,9 @@ def shared_settings(options: RLOptions) -> dict[str, Any]:
     return {
         **{name: getattr(options, name) for name in shared},
         "async_config": AsyncConfig(max_steps_off_policy=lag) if lag != 0 else None,
-        "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=minibatches) if minibatches != 1 else None,
+        "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=minibatches)
+        if minibatches != 1
+        else None,
     }
 
 
@@ -148,7 +190,9 @@ def kl_reference(options: RLOptions) -> KLReferenceConfig | None:
     if options.kl_penalty_coef == 0:
         for name in ("kl_reference_model", "kl_reference_checkpoint"):
             if getattr(options, name) is not None:
-                raise UserError(f"{name} is given, but kl_penalty_coef is 0; give a coefficient such as 0.01")
+                raise UserError(
+                    f"{name} is given, but kl_penalty_coef is 0; give a coefficient such as 0.01"
+                )
         return None
     return KLReferenceConfig(
         base_model=options.kl_reference_model or options.model_name,

@@ -1,17 +1,22 @@
-"""Reinforcement learning from human feedback in three stages, in one command that can be stopped anywhere.
+"""Reinforcement learning from human feedback in three stages, in one command that can be stopped
+anywhere.
 
-    python -m planish.recipes.rlhf                                                  drawn sums, the embedded model
+    python -m planish.recipes.rlhf                                                  drawn sums, the
+        embedded model
     python -m planish.recipes.rlhf sft.dataset=chats.jsonl preference.dataset=pairs.jsonl
     python -m planish.recipes.rlhf rl.kl_penalty_coef=0.02 rl.max_steps=40
 
     sft/                supervised training on demonstrations (planish/supervised)
-    preference_model/   a model of which of two answers is better, from comparisons (planish/preference)
-    rl/                 from the SFT policy, rewarded for answers that this model prefers (planish/rl)
+    preference_model/   a model of which of two answers is better, from comparisons
+                        (planish/preference)
+    rl/                 from the SFT policy, rewarded for answers that this model prefers
+                        (planish/rl)
     evaluation/         the RL policy against the SFT policy on held-out prompts
 
-Each stage is a run of its own in a directory of its own. The same command goes on in the stage that was interrupted, at its last
-checkpoint, and passes over those that are done. With drawn sums (planish/recipes/wordy_sums.py) the rule behind the comparisons is
-known, and judges beside the model that learned it: gains that only the model sees are its faults.
+Each stage is a run of its own in a directory of its own. The same command goes on in the stage that
+was interrupted, at its last checkpoint, and passes over those that are done. With drawn sums
+(planish/recipes/wordy_sums.py) the rule behind the comparisons is known, and judges beside the
+model that learned it: gains that only the model sees are its faults.
 """
 
 import json
@@ -53,7 +58,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rl.max_tokens": 1024,
     },
 }
-"""Rates and sizes of the published recipe, whose chats are no_robots; preference.dataset is to be given."""
+"""Rates and sizes of the published recipe, whose chats are no_robots; preference.dataset is to be
+given.
+"""
 COMPARISONS = "comparisons.jsonl"
 
 
@@ -62,7 +69,9 @@ def main(options: Options, service_client: Any = None) -> Path:
     check(options)
     if service_client is not None:
         return run_stages(options, service_client)
-    with ServiceClient(base_url=options.base_url, deterministic=options.deterministic) as own_client:
+    with ServiceClient(
+        base_url=options.base_url, deterministic=options.deterministic
+    ) as own_client:
         return run_stages(options, own_client)
 
 
@@ -77,18 +86,26 @@ def run_stages(options: Options, service_client: Any) -> Path:
     # By the checkpoint's own path: what comes after it must not change if the stage is made longer.
     trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
-    policy = training_run.finished(rl_training.main(rl_config(options, trained, service_client), service_client))
+    policy = training_run.finished(
+        rl_training.main(rl_config(options, trained, service_client), service_client)
+    )
     say("4 of 4: the policy against that of the first stage")
     evaluate(options, trained, policy, service_client)
     return Path(options.log_path).expanduser()
 
 
 def evaluate(options: Options, trained: Trained, policy: Path, service_client: Any) -> None:
-    """Compare the policies once for each length of the RL stage; the answers stay beside the numbers."""
+    """Compare the policies once for each length of the RL stage; the answers stay beside the
+    numbers.
+    """
     newest = resume_points(policy)[0]
-    config = chz.asdict(contest(options, trained, service_client, options.seed + 1), shallow=True, include_type=True)
+    config = chz.asdict(
+        contest(options, trained, service_client, options.seed + 1), shallow=True, include_type=True
+    )
     with RunDirectory(
-        options.stage_path(EVALUATION), {**config, "policy": newest.state_path}, may_change=("policy",)
+        options.stage_path(EVALUATION),
+        {**config, "policy": newest.state_path},
+        may_change=("policy",),
     ) as run:
         if all(row["step"] != newest.batch for row in run.metrics()):
             build = contest(options, trained, service_client, options.seed + 1)
@@ -121,7 +138,10 @@ def summary(row: dict[str, float], path: Path) -> str:
         if name.startswith("test/win_rate/"):
             judge = name.rpartition("/")[2]
             error = row.get(f"test/win_rate_stderr/{judge}")
-            lines.append(f"  win rate by the {judge}: {rate:.3f}" + (f" +- {error:.3f}" if error is not None else ""))
+            lines.append(
+                f"  win rate by the {judge}: {rate:.3f}"
+                + (f" +- {error:.3f}" if error is not None else "")
+            )
     return "\n".join([*lines, f"  both policies' answers: {path / COMPARISONS}"])
 
 

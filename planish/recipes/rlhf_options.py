@@ -1,7 +1,8 @@
 """The options of planish/recipes/rlhf.py, one class a stage, and what each stage is given.
 
-A stage has its own batch sizes, rates and data; model, seed and loggers are those of the whole run. A preference model may be chat or
-bradley_terry; the latter gives the same preference in both orders, so its pairs need to meet once only.
+A stage has its own batch sizes, rates and data; model, seed and loggers are those of the whole run.
+A preference model may be chat or bradley_terry; the latter gives the same preference in both
+orders, so its pairs need to meet once only.
 """
 
 from collections.abc import Callable
@@ -18,13 +19,27 @@ from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows
 from planish.preference.forms import Kind
 from planish.preference.matchups import TournamentPattern
-from planish.preference.preference_envs import PairwisePreferenceRLDatasetBuilder, require_tournament
+from planish.preference.preference_envs import (
+    PairwisePreferenceRLDatasetBuilder,
+    require_tournament,
+)
 from planish.preference.preference_models import PreferenceModelBuilder
-from planish.preference.prompts import PromptBuilder, PromptsFromRows, PromptsOfComparisons, checked_prompts
+from planish.preference.prompts import (
+    PromptBuilder,
+    PromptsFromRows,
+    PromptsOfComparisons,
+    checked_prompts,
+)
 from planish.recipes import preference_model, training_run
 from planish.recipes.rl_options import RLOptions, train_config
 from planish.recipes.sl_options import SLOptions, chat_builder, sl_config
-from planish.recipes.wordy_sums import RuleBuilder, WordySumChats, WordySumComparisons, WordySumPrompts, WordySums
+from planish.recipes.wordy_sums import (
+    RuleBuilder,
+    WordySumChats,
+    WordySumComparisons,
+    WordySumPrompts,
+    WordySums,
+)
 from planish.renderers import Renderer
 from planish.rl import config as rl
 from planish.schedules import SCHEDULES
@@ -43,9 +58,13 @@ class SFTStage:
     dataset: str | None = chz.field(
         default=None, doc="chats: hub name, local directory or JSONL file; none = drawn sums"
     )
-    test_size: int | None = chz.field(default=64, doc="of dataset: test conversations; none = the whole test split")
+    test_size: int | None = chz.field(
+        default=64, doc="of dataset: test conversations; none = the whole test split"
+    )
     batch_size: int = chz.field(default=16, doc="conversations a step")
-    max_length: int = chz.field(default=1024, doc="tokens of a conversation; what is beyond is cut off and counted")
+    max_length: int = chz.field(
+        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+    )
     learning_rate: float = chz.field(default=5e-4, doc="of the first step")
     lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
     warmup_steps: int = 0
@@ -57,12 +76,18 @@ class SFTStage:
 
 @chz.chz
 class PreferenceStage:
-    kind: Kind = chz.field(default="bradley_terry", doc="chat = reads both answers, bradley_terry = a score for each")
+    kind: Kind = chz.field(
+        default="bradley_terry", doc="chat = reads both answers, bradley_terry = a score for each"
+    )
     dataset: str | None = chz.field(
         default=None, doc="comparisons: hub name, directory or JSONL file; none = drawn sums"
     )
-    test_size: int | None = chz.field(default=64, doc="of dataset: test pairs; none = the whole test split")
-    calibration_size: int = chz.field(default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration")
+    test_size: int | None = chz.field(
+        default=64, doc="of dataset: test pairs; none = the whole test split"
+    )
+    calibration_size: int = chz.field(
+        default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration"
+    )
     batch_size: int = chz.field(default=16, doc="comparisons a step")
     max_length: int = chz.field(
         default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
@@ -81,13 +106,18 @@ class RLStage:
     dataset: str | None = chz.field(
         default=None, doc="prompts: hub name, directory or JSONL file; none = the comparisons'"
     )
-    test_size: int | None = chz.field(default=64, doc="of dataset: test prompts; none = the whole test split")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    test_size: int | None = chz.field(
+        default=64, doc="of dataset: test prompts; none = the whole test split"
+    )
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="longer prompts are left out; none = all are taken"
+    )
     batch_size: int = chz.field(default=8, doc="prompts a step")
     group_size: int = chz.field(default=4, doc="answers to each prompt")
     matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
     tournament_pattern: TournamentPattern | None = chz.field(
-        default=None, doc="none = all_pairs_both_ways for kind=chat, all_pairs_one_way for bradley_terry"
+        default=None,
+        doc="none = all_pairs_both_ways for kind=chat, all_pairs_one_way for bradley_terry",
     )
     learning_rate: float = 2e-4
     lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
@@ -98,17 +128,27 @@ class RLStage:
     loss_fn: str = "importance_sampling"
     kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the SFT policy")
     kl_discount_factor: float = 0.0
-    max_steps_off_policy: int = chz.field(default=0, doc="sampling may run so many steps ahead; 0 = synchronous")
-    rollout_error_tolerance: bool = chz.field(default=False, doc="retry what fails, instead of ending the run")
-    num_epochs: int = chz.field(default=10, doc="times through the prompts, if there are so many steps")
+    max_steps_off_policy: int = chz.field(
+        default=0, doc="sampling may run so many steps ahead; 0 = synchronous"
+    )
+    rollout_error_tolerance: bool = chz.field(
+        default=False, doc="retry what fails, instead of ending the run"
+    )
+    num_epochs: int = chz.field(
+        default=10, doc="times through the prompts, if there are so many steps"
+    )
     max_steps: int | None = chz.field(default=20, doc="none = through the prompts num_epochs times")
-    eval_every: int = chz.field(default=10, doc="steps between tests against the SFT policy; 0 = never")
+    eval_every: int = chz.field(
+        default=10, doc="steps between tests against the SFT policy; 0 = never"
+    )
     save_every: int = chz.field(default=10, doc="steps between checkpoints; 0 = only the last")
 
 
 @chz.chz
 class Options:
-    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model of policy and preference model")
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model of policy and preference model"
+    )
     log_path: str = chz.field(
         default="/tmp/planish-examples/rlhf", doc="directory of the run; each stage has one in it"
     )
@@ -121,9 +161,15 @@ class Options:
     sft: SFTStage = SFTStage()
     preference: PreferenceStage = PreferenceStage()
     rl: RLStage = RLStage()
-    test_prompts: int | None = chz.field(default=None, doc="held-out prompts that policies are compared on; none = all")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last of each stage")
-    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    test_prompts: int | None = chz.field(
+        default=None, doc="held-out prompts that policies are compared on; none = all"
+    )
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last of each stage"
+    )
+    loggers: tuple[str, ...] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
     wandb_project: str | None = None
     wandb_name: str | None = chz.field(default=None, doc="of the run; each stage adds its own")
 
@@ -164,18 +210,24 @@ def check(options: Options) -> None:
 
 def check_rl(options: Options) -> None:
     require_tournament(options.rl.group_size, options.rl.matchup_group_size)
-    training_run.require(options.rl, batch_size=(options.rl.batch_size >= 1, "a whole number of at least 1"))
+    training_run.require(
+        options.rl, batch_size=(options.rl.batch_size >= 1, "a whole number of at least 1")
+    )
     rl.check(rl_config(options, Trained("the checkpoint to come", RuleBuilder()), None))
 
 
 def check_data(options: Options, renderer: Renderer) -> None:
-    """UserError if the data of a stage cannot be used; all are read, so that a later stage does not fail by them."""
+    """UserError if the data of a stage cannot be used; all are read, so that a later stage does not
+    fail by them.
+    """
     with_stage("sft", sft_config(options).dataset_builder)
     with_stage("preference", preference_config(options).dataset_builder)
     found = with_stage("rl", prompts(options))
     for split, given in (("train", found.train), ("test", found.test)):
         if not checked_prompts(given, renderer, split, options.rl.max_prompt_tokens):
-            raise UserError(f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; give some")
+            raise UserError(
+                f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; give some"
+            )
 
 
 def with_stage(name: str, work: Callable[[], T]) -> T:
@@ -207,7 +259,9 @@ def preference_config(options: Options) -> model_training.Config:
 def rl_config(options: Options, trained: Trained, service_client: Any) -> rl.Config:
     stage = options.rl
     given = shared(options, stage, RL, RLOptions)
-    penalty: dict[str, Any] = {"kl_reference_checkpoint": trained.sft_path} if stage.kl_penalty_coef else {}
+    penalty: dict[str, Any] = (
+        {"kl_reference_checkpoint": trained.sft_path} if stage.kl_penalty_coef else {}
+    )
     rl_options = RLOptions(**given, load_checkpoint_path=trained.sft_path, **penalty)
     builder = PairwisePreferenceRLDatasetBuilder(
         prompt_builder=prompts(options),
@@ -226,8 +280,12 @@ def rl_config(options: Options, trained: Trained, service_client: Any) -> rl.Con
     return train_config(rl_options, builder, recipe_name=RECIPE, evaluator_builders=tests)
 
 
-def contest(options: Options, trained: Trained, service_client: Any, seed: int) -> ComparisonEvaluatorBuilder:
-    """A policy against the SFT policy, judged by the preference model, and by the rule where there is one."""
+def contest(
+    options: Options, trained: Trained, service_client: Any, seed: int
+) -> ComparisonEvaluatorBuilder:
+    """A policy against the SFT policy, judged by the preference model, and by the rule where there
+    is one.
+    """
     known: dict[str, PreferenceModelBuilder] = {"rule": RuleBuilder()} if options.draws_sums else {}
     return ComparisonEvaluatorBuilder(
         prompt_builder=prompts(options),
@@ -257,12 +315,16 @@ def comparisons(options: Options) -> ComparisonBuilder:
     stage = options.preference
     if stage.dataset is None:
         return WordySumComparisons(sums=options.sums)
-    return ComparisonBuilderFromRows(dataset=stage.dataset, test_size=stage.test_size, shuffle_seed=options.seed)
+    return ComparisonBuilderFromRows(
+        dataset=stage.dataset, test_size=stage.test_size, shuffle_seed=options.seed
+    )
 
 
 def prompts(options: Options) -> PromptBuilder:
     if options.rl.dataset is not None:
-        return PromptsFromRows(dataset=options.rl.dataset, test_size=options.rl.test_size, shuffle_seed=options.seed)
+        return PromptsFromRows(
+            dataset=options.rl.dataset, test_size=options.rl.test_size, shuffle_seed=options.seed
+        )
     if options.draws_sums:
         return WordySumPrompts(sums=options.sums)
     return PromptsOfComparisons(comparison_builder=comparisons(options))
@@ -272,4 +334,8 @@ def pattern(options: Options) -> TournamentPattern:
     if options.rl.tournament_pattern is not None:
         return options.rl.tournament_pattern
     minds_order = options.preference.kind == "chat"
-    return TournamentPattern.ALL_PAIRS_BOTH_WAYS if minds_order else TournamentPattern.ALL_PAIRS_ONE_WAY
+    return (
+        TournamentPattern.ALL_PAIRS_BOTH_WAYS
+        if minds_order
+        else TournamentPattern.ALL_PAIRS_ONE_WAY
+    )

@@ -1,13 +1,16 @@
 """Answers graded by a model that reads a rubric, by the RL library.
 
-    python -m planish.recipes.rubric                                                 drawn sums, judged by the base model itself
-    python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0    by a judge that was trained (planish/recipes/rubric_judge.py)
+    python -m planish.recipes.rubric                                                 drawn sums,
+        judged by the base model itself
+    python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0    by a judge that
+        was trained (planish/recipes/rubric_judge.py)
     python -m planish.recipes.rubric dataset=rows.jsonl judge_url=http://127.0.0.1:8000/v1 judge_model=Qwen/Qwen3-8B
     python -m planish.recipes.rubric dataset=rows.jsonl judge_url=https://api.openai.com/v1 judge_model=... judge_key_env=OPENAI_API_KEY
 
-The reward is the mean of the judge's scores by the weights of their criteria. The judge is a base model or a checkpoint on the engine
-of the run, or behind any OpenAI-compatible endpoint. It answers greedily. A judge that fails, or writes no score, is an error
-of the rollout, which is played again; it is never a score of 0. Rows: planish/rubric/rubrics.py.
+The reward is the mean of the judge's scores by the weights of their criteria. The judge is a base
+model or a checkpoint on the engine of the run, or behind any OpenAI-compatible endpoint. It answers
+greedily. A judge that fails, or writes no score, is an error of the rollout, which is played again;
+it is never a score of 0. Rows: planish/rubric/rubrics.py.
 """
 
 import sys
@@ -46,31 +49,54 @@ ENDPOINT_OPTIONS = {
 @chz.chz
 class Options(RLOptions):
     log_path: str = "/tmp/planish-examples/rubric"
-    dataset: str | None = chz.field(default=None, doc="hub name, local directory or JSONL file; none = drawn sums")
+    dataset: str | None = chz.field(
+        default=None, doc="hub name, local directory or JSONL file; none = drawn sums"
+    )
     test_size: int | None = chz.field(
-        default=64, doc="test rows; none = the whole test split, 0 = no tests; without a split they are held out"
+        default=64,
+        doc="test rows; none = the whole test split, 0 = no tests; without a split they are held out",
     )
-    largest: int | None = chz.field(default=None, doc=f"drawn sums: the largest number that is added; none = {LARGEST}")
+    largest: int | None = chz.field(
+        default=None, doc=f"drawn sums: the largest number that is added; none = {LARGEST}"
+    )
     shown_verdicts: int | None = chz.field(
-        default=None, doc=f"drawn sums: verdicts that the judge is shown first, to {SHOWN_VERDICTS}; none = all of them"
+        default=None,
+        doc=f"drawn sums: verdicts that the judge is shown first, to {SHOWN_VERDICTS}; none = all of them",
     )
-    unfinished_reward: float = chz.field(default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end")
+    unfinished_reward: float = chz.field(
+        default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end"
+    )
     batch_size: int = chz.field(default=8, doc="questions a step")
     group_size: int = chz.field(default=8, doc="answers to each question")
 
-    judge_model: str | None = chz.field(default=None, doc="a base model, or the endpoint's model; none = model_name")
-    judge_checkpoint: str | None = chz.field(default=None, doc="weights of the judge: a checkpoint or a run directory")
-    judge_renderer_name: str | None = chz.field(default=None, doc="its chat format; none = the model's own")
-    judge_max_tokens: int = chz.field(default=64, doc="longest reply of the judge, its reasoning included")
+    judge_model: str | None = chz.field(
+        default=None, doc="a base model, or the endpoint's model; none = model_name"
+    )
+    judge_checkpoint: str | None = chz.field(
+        default=None, doc="weights of the judge: a checkpoint or a run directory"
+    )
+    judge_renderer_name: str | None = chz.field(
+        default=None, doc="its chat format; none = the model's own"
+    )
+    judge_max_tokens: int = chz.field(
+        default=64, doc="longest reply of the judge, its reasoning included"
+    )
     judge_url: str | None = chz.field(
         default=None, doc="an OpenAI-compatible endpoint, with its /v1; none = this engine"
     )
-    judge_key_env: str | None = chz.field(default=None, doc="endpoint: the environment variable that holds its key")
-    judge_timeout: float | None = chz.field(default=None, doc="endpoint: seconds of one attempt; none = 120")
+    judge_key_env: str | None = chz.field(
+        default=None, doc="endpoint: the environment variable that holds its key"
+    )
+    judge_timeout: float | None = chz.field(
+        default=None, doc="endpoint: seconds of one attempt; none = 120"
+    )
     judge_retries: int | None = chz.field(default=None, doc="endpoint: further attempts; none = 5")
-    judge_concurrency: int | None = chz.field(default=None, doc="endpoint: requests at once; none = 16")
+    judge_concurrency: int | None = chz.field(
+        default=None, doc="endpoint: requests at once; none = 16"
+    )
     judge_extra: dict[str, Any] = chz.field(
-        default_factory=dict, doc="endpoint: further fields of a request, such as judge_extra.reasoning_effort=low"
+        default_factory=dict,
+        doc="endpoint: further fields of a request, such as judge_extra.reasoning_effort=low",
     )
 
     learning_rate: float = 2e-4
@@ -78,7 +104,8 @@ class Options(RLOptions):
     max_steps: int | None = 20
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
     rollout_error_tolerance: bool = chz.field(
-        default=True, doc="retry rollouts that fail, as they do with their judge, instead of ending the run"
+        default=True,
+        doc="retry rollouts that fail, as they do with their judge, instead of ending the run",
     )
 
 
@@ -88,12 +115,18 @@ def main(options: Options, service_client: Any = None) -> Path:
     rows = rows_of(options)
     if service_client is not None:
         return train(options, rows, service_client)
-    with ServiceClient(base_url=options.base_url, deterministic=options.deterministic) as own_client:
+    with ServiceClient(
+        base_url=options.base_url, deterministic=options.deterministic
+    ) as own_client:
         return train(options, rows, own_client)
 
 
 def train(options: Options, rows: Callable[[], RubricRows], service_client: Any) -> Path:
-    judge = endpoint_of(options) if options.judge_url is not None else own_judge(options, service_client)
+    judge = (
+        endpoint_of(options)
+        if options.judge_url is not None
+        else own_judge(options, service_client)
+    )
     builder = RubricDatasetBuilder(
         model_name=options.model_name,
         renderer_name=options.renderer_name,
@@ -122,40 +155,67 @@ def endpoint_of(options: Options) -> ChatEndpoint:
 def own_judge(options: Options, service_client: Any) -> MessageCompleter:
     model = options.judge_model or options.model_name
     if options.judge_checkpoint is not None:
-        sampling_client = service_client.create_sampling_client(model_path=checkpoint_of(options.judge_checkpoint))
+        sampling_client = service_client.create_sampling_client(
+            model_path=checkpoint_of(options.judge_checkpoint)
+        )
     else:
         sampling_client = service_client.create_sampling_client(base_model=model)
     is_own = options.judge_renderer_name is None and options.judge_model is None
-    renderer = learn_renderer(service_client, model, options.renderer_name if is_own else options.judge_renderer_name)
-    return TinkerMessageCompleter(sampling_client, renderer, options.judge_max_tokens, temperature=0.0)
+    renderer = learn_renderer(
+        service_client, model, options.renderer_name if is_own else options.judge_renderer_name
+    )
+    return TinkerMessageCompleter(
+        sampling_client, renderer, options.judge_max_tokens, temperature=0.0
+    )
 
 
 def judge_name(options: Options) -> str:
-    """All that its verdicts depend on. A run directory is named by the state that is meant now, which may not be its last one later."""
+    """All that its verdicts depend on. A run directory is named by the state that is meant now,
+    which may not be its last one later.
+    """
     model = options.judge_model or options.model_name
-    place = options.judge_url or (checkpoint_of(options.judge_checkpoint) if options.judge_checkpoint else None)
-    parts = [model, f"of {place}" if place else "", f"greedy, at most {options.judge_max_tokens} tokens"]
+    place = options.judge_url or (
+        checkpoint_of(options.judge_checkpoint) if options.judge_checkpoint else None
+    )
+    parts = [
+        model,
+        f"of {place}" if place else "",
+        f"greedy, at most {options.judge_max_tokens} tokens",
+    ]
     parts += [f"{name}={value}" for name, value in sorted(options.judge_extra.items())]
     parts += [options.judge_renderer_name or ""]
     return ", ".join(part for part in parts if part)
 
 
 def rows_of(options: Options) -> Callable[[], RubricRows]:
-    """A function that gives the rows; they are read once here, so that what is wrong with them is said before anything is loaded."""
+    """A function that gives the rows; they are read once here, so that what is wrong with them is
+    said before anything is loaded.
+    """
     if options.dataset is None:
         largest = LARGEST if options.largest is None else options.largest
         test_size = 64 if options.test_size is None else options.test_size
         shown = SHOWN_VERDICTS if options.shown_verdicts is None else options.shown_verdicts
-        rows = partial(drawn_rubrics, largest=largest, test_size=test_size, seed=options.seed, shown_verdicts=shown)
+        rows = partial(
+            drawn_rubrics,
+            largest=largest,
+            test_size=test_size,
+            seed=options.seed,
+            shown_verdicts=shown,
+        )
     else:
-        rows = partial(rows_of_dataset, options.dataset, test_size=options.test_size, seed=options.seed)
+        rows = partial(
+            rows_of_dataset, options.dataset, test_size=options.test_size, seed=options.seed
+        )
     rows()
     return rows
 
 
 def rows_of_dataset(dataset: str, *, test_size: int | None, seed: int) -> RubricRows:
     splits = row_splits(dataset, test_size, seed)
-    return RubricRows(_read(splits.train, f"dataset={dataset}, train"), _read(splits.test, f"dataset={dataset}, test"))
+    return RubricRows(
+        _read(splits.train, f"dataset={dataset}, train"),
+        _read(splits.test, f"dataset={dataset}, test"),
+    )
 
 
 def _read(rows: Any, where: str) -> list[RubricRow]:
@@ -169,17 +229,27 @@ def check(options: Options) -> None:
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
         largest=(options.largest is None or options.largest >= 1, "a whole number of at least 1"),
-        shown_verdicts=(options.shown_verdicts in (None, *range(SHOWN_VERDICTS + 1)), f"0 to {SHOWN_VERDICTS}"),
-        test_size=(options.test_size is None or options.test_size >= 0, "a whole number, 0 for no tests"),
+        shown_verdicts=(
+            options.shown_verdicts in (None, *range(SHOWN_VERDICTS + 1)),
+            f"0 to {SHOWN_VERDICTS}",
+        ),
+        test_size=(
+            options.test_size is None or options.test_size >= 0,
+            "a whole number, 0 for no tests",
+        ),
         judge_max_tokens=(options.judge_max_tokens >= 1, "a whole number of at least 1"),
     )
     if options.dataset is not None:
         training_run.refuse(
-            options, ("largest", "shown_verdicts"), "is for drawn sums, and dataset is given; leave it out"
+            options,
+            ("largest", "shown_verdicts"),
+            "is for drawn sums, and dataset is given; leave it out",
         )
     if options.judge_url is None:
         training_run.refuse(
-            options, ENDPOINT_OPTIONS, "is for a judge behind judge_url; give judge_url, or leave it out"
+            options,
+            ENDPOINT_OPTIONS,
+            "is for a judge behind judge_url; give judge_url, or leave it out",
         )
         if options.rollout_processes != 0:
             raise UserError(
@@ -187,7 +257,9 @@ def check(options: Options) -> None:
             )
     else:
         mine = ("judge_checkpoint", "judge_renderer_name")
-        training_run.refuse(options, mine, "is for a judge on the engine of the run; leave it out with judge_url")
+        training_run.refuse(
+            options, mine, "is for a judge on the engine of the run; leave it out with judge_url"
+        )
         endpoint_of(options)
 
 

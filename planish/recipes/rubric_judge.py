@@ -1,10 +1,14 @@
 """Conversations to train a judge of drawn sums on: what it is shown, and the right verdict.
 
-    python -m planish.recipes.rubric_judge path=judge.jsonl                                      write them
-    python -m planish.recipes.chat_sl dataset=judge.jsonl log_path=runs/judge                    train the judge
-    python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0                train by it
+    python -m planish.recipes.rubric_judge path=judge.jsonl
+        write them
+    python -m planish.recipes.chat_sl dataset=judge.jsonl log_path=runs/judge
+        train the judge
+    python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0
+        train by it
 
-A base model of the embedded one's size does not read rubrics; for one narrow rubric it can be taught to.
+A base model of the embedded one's size does not read rubrics; for one narrow rubric it can be
+taught to.
 """
 
 import json
@@ -21,7 +25,12 @@ from planish.renderers import Message
 from planish.rubric.grading import judge_prompt
 from planish.runs import write_whole
 
-FORMS = ("{left} + {right} = {result}", "{left} + {right} = {result}", "{result}", "The sum is {result}.")
+FORMS = (
+    "{left} + {right} = {result}",
+    "{left} + {right} = {result}",
+    "{result}",
+    "The sum is {result}.",
+)
 NEAR = 10
 
 
@@ -41,7 +50,9 @@ def main(options: Options) -> Path:
         largest=(options.largest >= 1, "a whole number of at least 1"),
     )
     generator = random.Random(f"judge:{options.seed}")
-    rows = [_example(options.largest, number % 2 == 0, generator) for number in range(options.examples)]
+    rows = [
+        _example(options.largest, number % 2 == 0, generator) for number in range(options.examples)
+    ]
     path = Path(options.path).expanduser()
     write_whole(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     print(f"{path}: {len(rows)} conversations")
@@ -51,13 +62,20 @@ def main(options: Options) -> Path:
 def _example(largest: int, is_right: bool, generator: random.Random) -> list[Message]:
     """What is wrong is near: a judge that looks at the first digit alone is told better."""
     drawn = Sum(generator.randint(0, largest), generator.randint(0, largest))
-    near = [result for result in range(max(0, drawn.answer - NEAR), drawn.answer + NEAR + 1) if result != drawn.answer]
+    near = [
+        result
+        for result in range(max(0, drawn.answer - NEAR), drawn.answer + NEAR + 1)
+        if result != drawn.answer
+    ]
     result = drawn.answer if is_right else generator.choice(near)
     answer = generator.choice(FORMS).format(left=drawn.left, right=drawn.right, result=result)
     row = rubric_of(drawn, shown_verdicts=0)
     [criterion] = row.criteria
     assert criterion.is_met(answer) == is_right
-    return [*judge_prompt(row.messages, answer, criterion), {"role": "assistant", "content": verdict(is_right)}]
+    return [
+        *judge_prompt(row.messages, answer, criterion),
+        {"role": "assistant", "content": verdict(is_right)},
+    ]
 
 
 if __name__ == "__main__":

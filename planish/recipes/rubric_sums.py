@@ -1,6 +1,8 @@
-"""Rubrics that a program draws, for trying a judge without data: sums, whose right result the rubric tells the judge.
+"""Rubrics that a program draws, for trying a judge without data: sums, whose right result the
+rubric tells the judge.
 
-A program can check such an answer as well, so the metrics say how good the judge is (`judge/agreement`).
+A program can check such an answer as well, so the metrics say how good the judge is
+(`judge/agreement`).
 """
 
 import random
@@ -16,17 +18,26 @@ SHOWN_VERDICTS = 5
 """Most that a judge is shown."""
 
 
-def drawn_rubrics(largest: int, test_size: int, seed: int, shown_verdicts: int = SHOWN_VERDICTS) -> RubricRows:
-    """All sums of two numbers from 0 to `largest`. Of the two orders of a sum the test has one, and training neither."""
+def drawn_rubrics(
+    largest: int, test_size: int, seed: int, shown_verdicts: int = SHOWN_VERDICTS
+) -> RubricRows:
+    """All sums of two numbers from 0 to `largest`. Of the two orders of a sum the test has one, and
+    training neither.
+    """
     generator = random.Random(f"rubrics:{seed}")
     sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]
     generator.shuffle(sums)
     if not 0 <= test_size < len(sums):
-        raise UserError(f"test_size={test_size}: there are {len(sums)} sums; give fewer, or a larger largest")
+        raise UserError(
+            f"test_size={test_size}: there are {len(sums)} sums; give fewer, or a larger largest"
+        )
     held_out = [generator.choice((drawn, turned(drawn))) for drawn in sums[:test_size]]
-    shown = list(dict.fromkeys(order for drawn in sums[test_size:] for order in (drawn, turned(drawn))))
+    shown = list(
+        dict.fromkeys(order for drawn in sums[test_size:] for order in (drawn, turned(drawn)))
+    )
     return RubricRows(
-        [rubric_of(drawn, shown_verdicts) for drawn in shown], [rubric_of(drawn, shown_verdicts) for drawn in held_out]
+        [rubric_of(drawn, shown_verdicts) for drawn in shown],
+        [rubric_of(drawn, shown_verdicts) for drawn in held_out],
     )
 
 
@@ -50,9 +61,18 @@ def rubric_of(drawn: Sum, shown_verdicts: int) -> RubricRow:
 def verdicts(drawn: Sum) -> tuple[Example, ...]:
     """Answers to the same sum: without them the embedded model writes anything but a verdict."""
     equation = f"{drawn.left} + {drawn.right} ="
-    results = (drawn.answer, drawn.answer + 1, drawn.answer + 10, drawn.answer, abs(drawn.answer - 2))
+    results = (
+        drawn.answer,
+        drawn.answer + 1,
+        drawn.answer + 10,
+        drawn.answer,
+        abs(drawn.answer - 2),
+    )
     return tuple(
-        Example(f"{equation} {result}" if number % 2 == 0 else f"{result}", verdict(result == drawn.answer))
+        Example(
+            f"{equation} {result}" if number % 2 == 0 else f"{result}",
+            verdict(result == drawn.answer),
+        )
         for number, result in enumerate(results)
     )
 

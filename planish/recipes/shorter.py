@@ -1,10 +1,13 @@
 """The smallest example of learning from preferences: of two answers the shorter one is better.
 
-    python -m planish.recipes.shorter                                    the embedded model, drawn questions
-    python -m planish.recipes.shorter dataset=prompts.jsonl              rows with "prompt", or chats
+    python -m planish.recipes.shorter                                    the embedded model, drawn
+        questions
+    python -m planish.recipes.shorter dataset=prompts.jsonl              rows with "prompt", or
+        chats
 
-Each question is answered `group_size` times, and a rule takes the place of a preference model: fewer tokens win. The environment is
-planish/preference/preference_envs.py. The rule says nothing about content, so the policy ends where it says nothing either.
+Each question is answered `group_size` times, and a rule takes the place of a preference model:
+fewer tokens win. The environment is planish/preference/preference_envs.py. The rule says nothing
+about content, so the policy ends where it says nothing either.
 """
 
 import random
@@ -19,7 +22,10 @@ from planish import ServiceClient
 from planish.model_renderer import model_renderer
 from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.matchups import TournamentPattern
-from planish.preference.preference_envs import PairwisePreferenceRLDatasetBuilder, require_tournament
+from planish.preference.preference_envs import (
+    PairwisePreferenceRLDatasetBuilder,
+    require_tournament,
+)
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts, PromptsFromRows
 from planish.preference.types import Comparison, Messages
@@ -75,7 +81,10 @@ class Shorter:
 
     async def __call__(self, comparison: Comparison) -> float:
         renderer = model_renderer(self.model_name, self.renderer_name)
-        a, b = (num_tokens(side, renderer) for side in (comparison.completion_A, comparison.completion_B))
+        a, b = (
+            num_tokens(side, renderer)
+            for side in (comparison.completion_A, comparison.completion_B)
+        )
         return float((a > b) - (a < b))
 
 
@@ -105,13 +114,21 @@ class DrawnPrompts(PromptBuilder):
 
 
 def _asked(topics: list[str]) -> list[Messages]:
-    return [[{"role": "user", "content": question.format(topic)}] for topic in topics for question in QUESTIONS]
+    return [
+        [{"role": "user", "content": question.format(topic)}]
+        for topic in topics
+        for question in QUESTIONS
+    ]
 
 
 @chz.chz
 class Options(RLOptions):
-    log_path: str = chz.field(default="/tmp/planish-examples/shorter", doc="directory of the run's files")
-    dataset: str | None = chz.field(default=None, doc="hub name, local directory or JSONL file; none = drawn questions")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/shorter", doc="directory of the run's files"
+    )
+    dataset: str | None = chz.field(
+        default=None, doc="hub name, local directory or JSONL file; none = drawn questions"
+    )
     test_size: int | None = chz.field(
         default=16, doc="of dataset: test prompts; none = the whole test split, 0 = no tests"
     )
@@ -119,24 +136,33 @@ class Options(RLOptions):
     group_size: int = chz.field(default=4, doc="answers to each prompt")
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
     matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are left out; none = all are taken")
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="longer prompts are left out; none = all are taken"
+    )
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=64, doc="longest answer")
     max_steps: int | None = 20
-    num_epochs: int = chz.field(default=10, doc="times through the prompts, if there are so many steps")
+    num_epochs: int = chz.field(
+        default=10, doc="times through the prompts, if there are so many steps"
+    )
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
     eval_temperature: float | None = chz.field(
-        default=None, doc="of tests, which compare with the weights of the beginning; none = temperature"
+        default=None,
+        doc="of tests, which compare with the weights of the beginning; none = temperature",
     )
 
 
 def main(options: Options, service_client: Any = None) -> Path:
     """Train; returns the run directory."""
     require_tournament(options.group_size, options.matchup_group_size)
-    training_run.require(options, batch_size=(options.batch_size >= 1, "a whole number of at least 1"))
+    training_run.require(
+        options, batch_size=(options.batch_size >= 1, "a whole number of at least 1")
+    )
     if service_client is not None:
         return train(options, service_client)
-    with ServiceClient(base_url=options.base_url, deterministic=options.deterministic) as own_client:
+    with ServiceClient(
+        base_url=options.base_url, deterministic=options.deterministic
+    ) as own_client:
         return train(options, own_client)
 
 
@@ -162,20 +188,30 @@ def train(options: Options, service_client: Any) -> Path:
         policy_renderer_name=options.renderer_name,
         reference_checkpoint_path=options.load_checkpoint_path,
         max_tokens=options.max_tokens,
-        temperature=options.temperature if options.eval_temperature is None else options.eval_temperature,
+        temperature=options.temperature
+        if options.eval_temperature is None
+        else options.eval_temperature,
         both_ways=False,  # a rule has no taste for a side
         max_prompt_tokens=options.max_prompt_tokens,
         seed=options.seed,
         service_client=service_client,
     )
     tests = () if options.test_size == 0 else (test,)
-    return run(options, builder, recipe_name="shorter", service_client=service_client, evaluator_builders=tests)
+    return run(
+        options,
+        builder,
+        recipe_name="shorter",
+        service_client=service_client,
+        evaluator_builders=tests,
+    )
 
 
 def prompt_builder(options: Options) -> PromptBuilder:
     if options.dataset is None:
         return DrawnPrompts(seed=options.seed)
-    return PromptsFromRows(dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed)
+    return PromptsFromRows(
+        dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
+    )
 
 
 if __name__ == "__main__":

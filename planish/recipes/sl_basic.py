@@ -1,10 +1,14 @@
-"""Supervised training on conversations by the library: one data set, one loop, tests, and all of a run's files.
+"""Supervised training on conversations by the library: one data set, one loop, tests, and all of a
+run's files.
 
-    python -m planish.recipes.sl_basic                                     the embedded model, no_robots from the hub
+    python -m planish.recipes.sl_basic                                     the embedded model,
+        no_robots from the hub
     python -m planish.recipes.sl_basic dataset=chats.jsonl test_size=50    a file of your own
-    python -m planish.recipes.sl_basic preset=seed                         sizes and model of the published recipe
+    python -m planish.recipes.sl_basic preset=seed                         sizes and model of the
+        published recipe
 
-All that the assistant says is learned. The loop is planish/supervised/loop.py. With more to choose: chat_sl.
+All that the assistant says is learned. The loop is planish/supervised/loop.py. With more to choose:
+chat_sl.
 """
 
 import sys
@@ -17,16 +21,27 @@ from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, run
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "seed": {"model_name": "Qwen/Qwen3-8B", "batch_size": 128, "learning_rate": 2e-4, "max_length": 32768},
+    "seed": {
+        "model_name": "Qwen/Qwen3-8B",
+        "batch_size": 128,
+        "learning_rate": 2e-4,
+        "max_length": 32768,
+    },
 }
 
 
 @chz.chz
 class Options(SLOptions):
-    log_path: str = chz.field(default="/tmp/planish-examples/sl_basic", doc="directory of the run's files")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/sl_basic", doc="directory of the run's files"
+    )
     batch_size: int = chz.field(default=16, doc="conversations a step")
-    learning_rate: float | None = chz.field(default=2e-4, doc="of the first step; none = get_lr(model_name)")
-    max_length: int = chz.field(default=1024, doc="tokens of a conversation; what is beyond is cut off and counted")
+    learning_rate: float | None = chz.field(
+        default=2e-4, doc="of the first step; none = get_lr(model_name)"
+    )
+    max_length: int = chz.field(
+        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+    )
     eval_every: int = chz.field(default=8, doc="steps between tests; 0 = never")
 
 

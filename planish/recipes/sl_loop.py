@@ -1,12 +1,15 @@
 """Supervised training on conversations, or on the worked solutions of questions.
 
-    python -m planish.recipes.sl_loop dataset=DIRECTORY max_steps=50    rows with "messages", or "question" and "answer"
-    python -m planish.recipes.sl_loop preset=seed                       sizes and model of the published recipe
+    python -m planish.recipes.sl_loop dataset=DIRECTORY max_steps=50    rows with "messages", or
+        "question" and "answer"
+    python -m planish.recipes.sl_loop preset=seed                       sizes and model of the
+        published recipe
 
-A row with "messages" is a conversation (other forms: planish/supervised/conversations.py); all its assistant messages are
-learned. A row with only "question" and "answer" becomes the prompt that rl_loop asks with, and the worked solution with its
-result in a box: the warm start for a model that never saw such a box. The learning rate falls linearly to 0. Each epoch has its
-own order, a function of the seed alone, so a run that was killed goes on with the very next batch, once.
+A row with "messages" is a conversation (other forms: planish/supervised/conversations.py); all its
+assistant messages are learned. A row with only "question" and "answer" becomes the prompt that
+rl_loop asks with, and the worked solution with its result in a box: the warm start for a model that
+never saw such a box. The learning rate falls linearly to 0. Each epoch has its own order, a
+function of the seed alone, so a run that was killed goes on with the very next batch, once.
 """
 
 import math
@@ -46,7 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 LEARNED = TrainOnWhat.ALL_ASSISTANT_MESSAGES
 MAY_CHANGE = ("base_url", "save_every", "ttl_seconds")
-"""Options that may differ when a run is resumed; not max_steps, by which the learning rate falls."""
+"""Options that may differ when a run is resumed; not max_steps, by which the learning rate falls.
+"""
 SHOWN = {
     "train_mean_nll": "nll {:.4f}",
     "test/nll": "test nll {:.4f}",
@@ -57,9 +61,13 @@ SHOWN = {
 
 @chz.chz
 class Config:
-    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
+    )
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
-    log_path: str = chz.field(default="/tmp/planish-examples/sl-loop", doc="directory of the run's files")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/sl-loop", doc="directory of the run's files"
+    )
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="weights to begin with: a checkpoint or a run directory"
@@ -68,13 +76,19 @@ class Config:
     batch_size: int = chz.field(default=16, doc="examples a step")
     learning_rate: float = chz.field(default=2e-4, doc="of the first step; falls linearly to 0")
     lora_rank: int = 32
-    max_length: int = chz.field(default=1024, doc="longest example in tokens; what is beyond is cut off and counted")
+    max_length: int = chz.field(
+        default=1024, doc="longest example in tokens; what is beyond is cut off and counted"
+    )
     num_epochs: int = 1
     seed: int = 0
     max_steps: int | None = chz.field(default=None, doc="none = num_epochs times through the data")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    eval_examples: int = chz.field(default=0, doc="test examples whose nll is measured before and after; 0 = none")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    eval_examples: int = chz.field(
+        default=0, doc="test examples whose nll is measured before and after; 0 = none"
+    )
 
 
 def main(config: Config) -> Path:
@@ -86,9 +100,15 @@ def main(config: Config) -> Path:
 
 def train(config: Config, service_client: Any) -> Path:
     conversations = load_conversations(config.dataset, "train")
-    tests = load_conversations(config.dataset, "test")[: config.eval_examples] if config.eval_examples else []
+    tests = (
+        load_conversations(config.dataset, "test")[: config.eval_examples]
+        if config.eval_examples
+        else []
+    )
     batches = len(conversations) // config.batch_size
-    training_run.require(config, batch_size=(batches > 0, f"at most {len(conversations)}, the number of examples"))
+    training_run.require(
+        config, batch_size=(batches > 0, f"at most {len(conversations)}, the number of examples")
+    )
     steps = config.num_epochs * batches
     steps = steps if config.max_steps is None else min(steps, config.max_steps)
     with RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run:
@@ -108,7 +128,9 @@ def train(config: Config, service_client: Any) -> Path:
         run.resume_at(start.batch)
         training_client = start.training_client
         checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
-        renderer = choose_renderer(config.renderer_name, config.model_name, training_client.get_tokenizer())
+        renderer = choose_renderer(
+            config.renderer_name, config.model_name, training_client.get_tokenizer()
+        )
         check_data(conversations, renderer, config, "train")
         check_data(tests, renderer, config, "test")
         with StepDisplay(steps, start.batch) as display:
@@ -118,14 +140,20 @@ def train(config: Config, service_client: Any) -> Path:
             for step in range(start.batch, steps):
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
                     checkpoints.state_only(step)
-                test_metrics = test(training_client, tests, renderer, config) if tests and step == 0 else {}
+                test_metrics = (
+                    test(training_client, tests, renderer, config) if tests and step == 0 else {}
+                )
                 epoch, batch = divmod(step, batches)
-                chosen = epoch_order(len(conversations), config.seed, epoch)[batch * config.batch_size :][
-                    : config.batch_size
-                ]
+                chosen = epoch_order(len(conversations), config.seed, epoch)[
+                    batch * config.batch_size :
+                ][: config.batch_size]
                 display.stage("training")
                 metrics = train_step(
-                    training_client, [conversations[i] for i in chosen], renderer, config, 1 - step / steps
+                    training_client,
+                    [conversations[i] for i in chosen],
+                    renderer,
+                    config,
+                    1 - step / steps,
                 )
                 metrics |= {
                     "progress/batch": step,
@@ -136,18 +164,28 @@ def train(config: Config, service_client: Any) -> Path:
                 run.log(step, metrics)
                 display.step_done(step_line(step, steps, metrics, SHOWN))
             if tests:
-                run.log(steps, {"progress/batch": steps, **test(training_client, tests, renderer, config)})
+                run.log(
+                    steps,
+                    {"progress/batch": steps, **test(training_client, tests, renderer, config)},
+                )
                 display.say(step_line(steps, steps, run.metrics()[-1], SHOWN))
             record = checkpoints.final(steps)
             draw(config, run)
-            display.say(f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}")
+            display.say(
+                f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}"
+            )
         return run.path
 
 
 def train_step(
-    training_client: Any, batch: Sequence[Conversation], renderer: Renderer, config: Config, remaining: float
+    training_client: Any,
+    batch: Sequence[Conversation],
+    renderer: Renderer,
+    config: Config,
+    remaining: float,
 ) -> Metrics:
-    """One gradient step on the summed loss of a batch; `remaining` is the fraction of the run that is left.
+    """One gradient step on the summed loss of a batch; `remaining` is the fraction of the run that
+    is left.
 
     A batch of which nothing is left changes nothing.
     """
@@ -173,13 +211,19 @@ def train_step(
 
 def learn(training_client: Any, data: Sequence[Datum], rate: float) -> Metrics:
     backward = training_client.forward_backward(data, "cross_entropy")
-    update = training_client.optim_step(AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8))
+    update = training_client.optim_step(
+        AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
+    )
     output = backward.result()
-    served = {f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()}
+    served = {
+        f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()
+    }
     return {"train_mean_nll": mean_nll(data, output), **served}
 
 
-def test(training_client: Any, tests: Sequence[Conversation], renderer: Renderer, config: Config) -> Metrics:
+def test(
+    training_client: Any, tests: Sequence[Conversation], renderer: Renderer, config: Config
+) -> Metrics:
     data = render(tests, renderer, config.max_length).data
     return {"test/nll": mean_nll(data, training_client.forward(data, "cross_entropy").result())}
 
@@ -230,12 +274,18 @@ def read_row(row: Row, where: str) -> Conversation:
     return conversation_of(row, where)
 
 
-def check_data(conversations: Sequence[Conversation], renderer: Renderer, config: Config, split: str) -> None:
-    """UserError for a conversation that cannot be trained on, by its row, or if each of them is too long."""
+def check_data(
+    conversations: Sequence[Conversation], renderer: Renderer, config: Config, split: str
+) -> None:
+    """UserError for a conversation that cannot be trained on, by its row, or if each of them is too
+    long.
+    """
     rows = [{"messages": conversation} for conversation in conversations]
     check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")
     if rows and not any(render([each], renderer, config.max_length).data for each in conversations):
-        raise UserError(f"max_length={config.max_length}: no answer begins that early in any {split} row; give more")
+        raise UserError(
+            f"max_length={config.max_length}: no answer begins that early in any {split} row; give more"
+        )
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
@@ -256,7 +306,10 @@ def check(config: Config) -> None:
         batch_size=(config.batch_size >= 1, "a whole number of at least 1"),
         max_length=(config.max_length >= 2, "a whole number of at least 2"),
         num_epochs=(config.num_epochs >= 1, "a whole number of at least 1"),
-        max_steps=(config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
+        max_steps=(
+            config.max_steps is None or config.max_steps >= 1,
+            "a whole number of at least 1",
+        ),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_examples=(config.eval_examples >= 0, "a whole number, 0 for none"),

@@ -1,6 +1,8 @@
-"""What the recipes of `planish.supervised` have in common: their options, flat, and the way from these to a run.
+"""What the recipes of `planish.supervised` have in common: their options, flat, and the way from
+these to a run.
 
-A recipe's options are a class on top of `SLOptions` that adds its own and gives defaults of its own; `run` does the rest.
+A recipe's options are a class on top of `SLOptions` that adds its own and gives defaults of its
+own; `run` does the rest.
 """
 
 from pathlib import Path
@@ -24,14 +26,23 @@ from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedD
 
 @chz.chz
 class SLOptions:
-    """Options of every recipe; those with the name of one of `planish.supervised.config.Config` are that one."""
+    """Options of every recipe; those with the name of one of `planish.supervised.config.Config` are
+    that one.
+    """
 
-    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a local directory")
-    dataset: str = chz.field(default="HuggingFaceH4/no_robots", doc="hub name, local directory or JSONL file")
-    test_size: int | None = chz.field(
-        default=None, doc="test conversations; none = the whole test split, if there is one; 0 = no tests"
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
-    log_path: str = chz.field(default="/tmp/planish-examples/sl", doc="directory of the run's files")
+    dataset: str = chz.field(
+        default="HuggingFaceH4/no_robots", doc="hub name, local directory or JSONL file"
+    )
+    test_size: int | None = chz.field(
+        default=None,
+        doc="test conversations; none = the whole test split, if there is one; 0 = no tests",
+    )
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/sl", doc="directory of the run's files"
+    )
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="weights to begin with: a checkpoint or a run directory"
@@ -41,51 +52,76 @@ class SLOptions:
     seed: int = chz.field(default=0, doc="of initial weights and the data's order")
 
     batch_size: int = chz.field(default=128, doc="conversations a step")
-    max_length: int = chz.field(default=16384, doc="tokens of a conversation; what is beyond is cut off and counted")
+    max_length: int = chz.field(
+        default=16384, doc="tokens of a conversation; what is beyond is cut off and counted"
+    )
     train_on_what: TrainOnWhat = chz.field(
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc=f"one of {', '.join(TrainOnWhat)}"
     )
     reduction: Literal["mean", "none"] = chz.field(
         default="mean", doc="mean = each example weighs 1, none = each token weighs 1"
     )
-    learning_rate: float | None = chz.field(default=None, doc="of the first step; none = get_lr(model_name)")
+    learning_rate: float | None = chz.field(
+        default=None, doc="of the first step; none = get_lr(model_name)"
+    )
     lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    warmup_steps: int = chz.field(
+        default=0, doc="steps in which the learning rate rises to its value"
+    )
     weight_decay: float = 0.0
     grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
 
     num_epochs: int = chz.field(default=1, doc="times through the data")
     max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
-    submit_ahead: int = chz.field(default=1, doc="steps submitted before the results of one are waited for")
+    submit_ahead: int = chz.field(
+        default=1, doc="steps submitted before the results of one are waited for"
+    )
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    rolling_save_every: int = chz.field(default=0, doc="steps between short-lived checkpoints; 0 = none")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    rolling_save_every: int = chz.field(
+        default=0, doc="steps between short-lived checkpoints; 0 = none"
+    )
     enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
-    loggers: tuple[str, ...] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    loggers: tuple[str, ...] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
     wandb_project: str | None = None
     wandb_name: str | None = None
 
 
-def run(options: SLOptions, *, recipe_name: str, dataset: str | None = None, service_client: Any = None) -> Path:
-    """Train on `dataset` (none = options.dataset), with the given service client or one of the run's own.
+def run(
+    options: SLOptions, *, recipe_name: str, dataset: str | None = None, service_client: Any = None
+) -> Path:
+    """Train on `dataset` (none = options.dataset), with the given service client or one of the
+    run's own.
 
     Options are checked before anything is loaded. Returns the run directory.
     """
-    config = sl_config(options, chat_builder(options, dataset or options.dataset), recipe_name=recipe_name)
+    config = sl_config(
+        options, chat_builder(options, dataset or options.dataset), recipe_name=recipe_name
+    )
     check(config)
     return run_main(train.main, config, service_client)
 
 
-def sl_config(options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str) -> Config:
+def sl_config(
+    options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str
+) -> Config:
     """The options as `planish.supervised.train` takes them."""
-    return Config(**shared_settings(options), dataset_builder=dataset_builder, recipe_name=recipe_name)
+    return Config(
+        **shared_settings(options), dataset_builder=dataset_builder, recipe_name=recipe_name
+    )
 
 
 def shared_settings(options: SLOptions) -> dict[str, Any]:
     """What the options say of any run, by the names of `Config`."""
     shared = chz.chz_fields(SLOptions).keys() & chz.chz_fields(Config).keys()
-    rate = options.learning_rate if options.learning_rate is not None else get_lr(options.model_name)
+    rate = (
+        options.learning_rate if options.learning_rate is not None else get_lr(options.model_name)
+    )
     return {**{name: getattr(options, name) for name in shared}, "learning_rate": rate}
 
 
@@ -112,7 +148,8 @@ def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
 
 
 def read_chat(row: Row, where: str) -> Conversation:
-    """A row of chat data, or a question with its worked solution, which ends with the answer in a box.
+    """A row of chat data, or a question with its worked solution, which ends with the answer in a
+    box.
 
     A row that has both is chat data: its words are the conversation's own.
     """

@@ -1,4 +1,5 @@
-"""Sums as prompts that a teacher answers, and the test of a student on sums: distillation without data.
+"""Sums as prompts that a teacher answers, and the test of a student on sums: distillation without
+data.
 
 Test sums are those of planish/recipes/sums.py, which are asked in no prompt.
 """
@@ -16,9 +17,13 @@ MAX_TOKENS = 16
 """Of an answer in a test."""
 
 
-def drawn_sum_prompts(count: int, max_operand: int, seed: int, *, shows_examples: bool) -> list[Conversation]:
+def drawn_sum_prompts(
+    count: int, max_operand: int, seed: int, *, shows_examples: bool
+) -> list[Conversation]:
     """`count` questions, each behind the worked examples or alone."""
-    held_out = {test.pair for test in held_out_sums(max_operand, None)} | {shown.pair for shown in SHOWN}
+    held_out = {test.pair for test in held_out_sums(max_operand, None)} | {
+        shown.pair for shown in SHOWN
+    }
     rng = random.Random(f"prompts:{seed}")
     prefix = [dict(message) for message in shown_exchanges()] if shows_examples else []
     drawn = (draw_sum(rng, max_operand, held_out) for _ in range(count))
@@ -31,8 +36,12 @@ def sum_test(
     """test/env/all/correct and its kin, answered greedily."""
 
     def attempt(problem: Sum) -> ProblemGroupBuilder:
-        make_env = partial(sum_env, problem, model_name, renderer_name, shows_examples=shows_examples)
+        make_env = partial(
+            sum_env, problem, model_name, renderer_name, shows_examples=shows_examples
+        )
         return ProblemGroupBuilder(make_env, 1, "sums")
 
     tests = held_out_sums(max_operand, None)
-    return RLTestSetEvaluator(ProblemDataset(tests, attempt, len(tests)), MAX_TOKENS, temperature=0.0)
+    return RLTestSetEvaluator(
+        ProblemDataset(tests, attempt, len(tests)), MAX_TOKENS, temperature=0.0
+    )

@@ -1,7 +1,8 @@
-"""Sums of two whole numbers, drawn as many as one wants; those of the test are never trained on, in either order.
+"""Sums of two whole numbers, drawn as many as one wants; those of the test are never trained on, in
+either order.
 
-The policy is shown that an answer is the equation, "3 + 4 = 7": small models that are bad at writing a sum alone are fair at
-finishing an equation. The last number of a message is its answer.
+The policy is shown that an answer is the equation, "3 + 4 = 7": small models that are bad at
+writing a sum alone are fair at finishing an equation. The last number of a message is its answer.
 
     reward = correct + 0.1 * (format - 1)
 
@@ -69,7 +70,9 @@ class SumEnv(ProblemEnv):
         return str(self.problem.answer)
 
 
-def sum_env(problem: Sum, model_name: str, renderer_name: str | None, *, shows_examples: bool = True) -> SumEnv:
+def sum_env(
+    problem: Sum, model_name: str, renderer_name: str | None, *, shows_examples: bool = True
+) -> SumEnv:
     """The environment by names, which pickle."""
     return SumEnv(model_renderer(model_name, renderer_name), problem, shows_examples=shows_examples)
 
@@ -92,7 +95,9 @@ class SumDatasetBuilder(RLDatasetBuilder):
     max_operand: int = chz.field(default=20, doc="the largest number that is added")
     batch_size: int = chz.field(default=16, doc="sums a step")
     group_size: int = chz.field(default=8, doc="answers to each sum")
-    eval_problems: int | None = chz.field(default=None, doc=f"sums a test; none = {TEST_SUMS}, or a third of all")
+    eval_problems: int | None = chz.field(
+        default=None, doc=f"sums a test; none = {TEST_SUMS}, or a third of all"
+    )
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -103,7 +108,9 @@ class SumDatasetBuilder(RLDatasetBuilder):
             return self._group(draw_sum(rng, self.max_operand, held_out), self.group_size)
 
         train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
-        return train, ProblemDataset(tests, lambda test: self._group(test, 1), len(tests)) if tests else None
+        return train, ProblemDataset(
+            tests, lambda test: self._group(test, 1), len(tests)
+        ) if tests else None
 
     def _group(self, problem: Sum, size: int) -> ProblemGroupBuilder:
         make_env = partial(sum_env, problem, self.model_name, self.renderer_name)

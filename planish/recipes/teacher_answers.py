@@ -1,6 +1,8 @@
-"""What the recipes share that train on a teacher's answers: their options, and the stage in which the teacher writes them.
+"""What the recipes share that train on a teacher's answers: their options, and the stage in which
+the teacher writes them.
 
-Answers are kept in the run's directory, in sampled.jsonl (planish/distillation/sampling.py), and are not asked for again when a run goes on.
+Answers are kept in the run's directory, in sampled.jsonl (planish/distillation/sampling.py), and
+are not asked for again when a run goes on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,17 +32,27 @@ SAMPLED = "sampled.jsonl"
 
 @chz.chz
 class TeacherOptions(SLOptions):
-    dataset: str = chz.field(default=SUMS, doc="hub name, local directory or file; sums = drawn questions")
-    test_size: int | None = chz.field(default=64, doc="test conversations; none = the whole test split, 0 = no tests")
-    teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; none = model_name")
+    dataset: str = chz.field(
+        default=SUMS, doc="hub name, local directory or file; sums = drawn questions"
+    )
+    test_size: int | None = chz.field(
+        default=64, doc="test conversations; none = the whole test split, 0 = no tests"
+    )
+    teacher_model: str | None = chz.field(
+        default=None, doc="base model of the teacher; none = model_name"
+    )
     teacher_checkpoint: str | None = chz.field(
         default=None, doc="checkpoint or run directory of the teacher; none = the base model"
     )
     batch_size: int = chz.field(default=16, doc="conversations a step")
-    max_length: int = chz.field(default=1024, doc="tokens of a conversation; what is beyond is cut off and counted")
+    max_length: int = chz.field(
+        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+    )
     max_tokens: int = chz.field(default=256, doc="longest answer of the teacher")
     temperature: float = chz.field(default=1.0, doc="of the teacher's answers")
-    num_prompts: int | None = chz.field(default=None, doc="prompts that are answered; none = all, or 512 sums")
+    num_prompts: int | None = chz.field(
+        default=None, doc="prompts that are answered; none = all, or 512 sums"
+    )
     max_operand: int | None = chz.field(
         default=None, doc=f"of sums: the largest number that is added; none = {MAX_OPERAND}"
     )
@@ -52,7 +64,8 @@ class TeacherOptions(SLOptions):
 
 def teacher_config(options: TeacherOptions) -> TeacherConfig:
     return TeacherConfig(
-        base_model=options.teacher_model or options.model_name, load_checkpoint_path=options.teacher_checkpoint
+        base_model=options.teacher_model or options.model_name,
+        load_checkpoint_path=options.teacher_checkpoint,
     )
 
 
@@ -63,8 +76,14 @@ def check(options: TeacherOptions) -> None:
         options,
         max_tokens=(options.max_tokens >= 1, "a whole number of at least 1"),
         temperature=(options.temperature >= 0, "0 or more"),
-        num_prompts=(options.num_prompts is None or options.num_prompts >= 1, "a whole number of at least 1"),
-        max_operand=(options.max_operand is None or options.max_operand >= 1, "a whole number of at least 1"),
+        num_prompts=(
+            options.num_prompts is None or options.num_prompts >= 1,
+            "a whole number of at least 1",
+        ),
+        max_operand=(
+            options.max_operand is None or options.max_operand >= 1,
+            "a whole number of at least 1",
+        ),
         train_on_what=(
             options.train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES,
             "nothing: what is learned of a sampled conversation is the teacher's answer",
@@ -75,7 +94,9 @@ def check(options: TeacherOptions) -> None:
 def check_sums(options: TeacherOptions) -> None:
     """UserError for what only sums have, where the questions are others."""
     if options.dataset != SUMS:
-        training_run.refuse(options, ("max_operand",), f"is for sums, and dataset={options.dataset}; leave it out")
+        training_run.refuse(
+            options, ("max_operand",), f"is for sums, and dataset={options.dataset}; leave it out"
+        )
 
 
 def answers_path(options: TeacherOptions) -> Path:
@@ -93,15 +114,25 @@ def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any
     if options.dataset != SUMS:
         return ()
     names = {"model_name": options.model_name, "renderer_name": options.renderer_name}
-    return (partial(sum_test, max_operand=options.largest_operand, shows_examples=shows_examples, **names),)
+    return (
+        partial(
+            sum_test, max_operand=options.largest_operand, shows_examples=shows_examples, **names
+        ),
+    )
 
 
 async def write_answers(
-    options: TeacherOptions, service_client: Any, prefix: Sequence[Mapping[str, Any]] = (), *, shows_examples: bool
+    options: TeacherOptions,
+    service_client: Any,
+    prefix: Sequence[Mapping[str, Any]] = (),
+    *,
+    shows_examples: bool,
 ) -> None:
-    """Have the teacher answer all prompts, each behind `prefix`, as far as they are not answered yet.
+    """Have the teacher answer all prompts, each behind `prefix`, as far as they are not answered
+    yet.
 
-    The run's directory is held meanwhile, as it is while the run trains: two processes would both append.
+    The run's directory is held meanwhile, as it is while the run trains: two processes would both
+    append.
     """
     renderer = model_renderer(options.model_name, options.renderer_name)
     prompts = prompts_of(options, prefix, shows_examples=shows_examples)
@@ -143,8 +174,12 @@ def prompts_of(
 ) -> list[Conversation]:
     if options.dataset == SUMS:
         count = options.num_prompts or 512
-        return drawn_sum_prompts(count, options.largest_operand, options.seed, shows_examples=shows_examples)
-    prompts = load_prompts(options.dataset, model_renderer(options.model_name, options.renderer_name), prefix)
+        return drawn_sum_prompts(
+            count, options.largest_operand, options.seed, shows_examples=shows_examples
+        )
+    prompts = load_prompts(
+        options.dataset, model_renderer(options.model_name, options.renderer_name), prefix
+    )
     if options.num_prompts is not None and options.num_prompts > len(prompts):
         raise UserError(
             f"num_prompts={options.num_prompts}: dataset={options.dataset} has {len(prompts)}; give at most so many"

@@ -7,12 +7,13 @@ A group is one game: two trajectories, one for each player, with rewards
 
     1 for the winner, -1 for the loser, 0 for both in a draw; an illegal or unreadable move loses
 
-so their mean is 0 and the advantage of a player is its reward. The policy meets an opponent that gets better as it does.
-Left to itself it soon plays one and the same game and learns nothing more; so a game of training begins after up to
-`opening_moves` random moves.
+so their mean is 0 and the advantage of a player is its reward. The policy meets an opponent that
+gets better as it does. Left to itself it soon plays one and the same game and learns nothing more;
+so a game of training begins after up to `opening_moves` random moves.
 
-How good it is shows against players that do not change: the test has games against a random and against an optimal one, from an
-empty board and half of them as X, reported as test/env/vs_random/... and test/env/vs_optimal/....
+How good it is shows against players that do not change: the test has games against a random and
+against an optimal one, from an empty board and half of them as X, reported as
+test/env/vs_random/... and test/env/vs_optimal/....
 """
 
 import random
@@ -131,7 +132,9 @@ def read_cell(text: str) -> int | None:
 
 def position_message(board: Board) -> Message:
     """Such as "X15 O9", and the free cells."""
-    taken = " ".join(name + "".join(map(str, board.cells_of(player))) for player, name in enumerate("XO"))
+    taken = " ".join(
+        name + "".join(map(str, board.cells_of(player))) for player, name in enumerate("XO")
+    )
     return {"role": "user", "content": f"{taken}\nChoose one of {' '.join(map(str, board.free))}."}
 
 
@@ -166,7 +169,9 @@ class TicTacToeGroup(EnvGroupBuilder):
             sides = [TicTacToePlayer(game, player) for player in (0, 1)]
         else:
             rng = random.Random(f"{self.opponent}:{self.number}")
-            sides = [TicTacToePlayer(game, self.number % 2, partial(PLAYERS[self.opponent], rng=rng))]
+            sides = [
+                TicTacToePlayer(game, self.number % 2, partial(PLAYERS[self.opponent], rng=rng))
+            ]
         renderer = model_renderer(self.model_name, self.renderer_name)
         return [PlayerEnv(renderer, side) for side in sides]
 
@@ -238,7 +243,10 @@ def main(options: Options, service_client: Any = None) -> Path:
     training_run.require(
         options,
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
-        opening_moves=(0 <= options.opening_moves <= MOST_OPENING_MOVES, f"0 to {MOST_OPENING_MOVES}"),
+        opening_moves=(
+            0 <= options.opening_moves <= MOST_OPENING_MOVES,
+            f"0 to {MOST_OPENING_MOVES}",
+        ),
         test_games=(options.test_games >= 0, "0 or more"),
     )
     builder = TicTacToeDatasetBuilder(

@@ -1,4 +1,6 @@
-"""What every training recipe does around its loop: read options from the command line, and end in a way a person can read."""
+"""What every training recipe does around its loop: read options from the command line, and end in a
+way a person can read.
+"""
 
 import asyncio
 import sys
@@ -32,7 +34,8 @@ def run_command(
     argv: Sequence[str],
     again: str = "goes on from the last checkpoint",
 ) -> None:
-    """Run a recipe with `key=value` options; errors that the user can mend are printed without a traceback.
+    """Run a recipe with `key=value` options; errors that the user can mend are printed without a
+    traceback.
 
     `again`: what the same command does after Ctrl-C.
     """
@@ -47,8 +50,12 @@ def run_command(
         sys.exit(130)
 
 
-def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None) -> Path:
-    """`main` of the config and a service client: the given one, or one of the run's own. The renderer is learned from it."""
+def run_main(
+    main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None
+) -> Path:
+    """`main` of the config and a service client: the given one, or one of the run's own. The
+    renderer is learned from it.
+    """
     given: Any = config
     if service_client is None:
         own = {"deterministic": given.deterministic} if hasattr(given, "deterministic") else {}
@@ -59,7 +66,9 @@ def run_main(main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, ser
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. In a notebook, whose event loop runs already, another one does it in a thread."""
+    """What `work` returns. In a notebook, whose event loop runs already, another one does it in a
+    thread.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -68,16 +77,22 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:
-    """A config from `key=value` arguments. `preset=NAME` gives other defaults, which further options still override."""
+    """A config from `key=value` arguments. `preset=NAME` gives other defaults, which further
+    options still override.
+    """
     names = [argument.partition("=")[2] for argument in argv if argument.startswith("preset=")]
     rest = [argument for argument in argv if not argument.startswith("preset=")]
     for argument in rest:
         if argument != "--help" and ("=" not in argument or argument.startswith("-")):
-            raise UserError(f"{argument}: options are written name=value, such as seed=1; --help lists them")
+            raise UserError(
+                f"{argument}: options are written name=value, such as seed=1; --help lists them"
+            )
     blueprint = chz.Blueprint(config_type)
     for name in names:
         if name not in presets:
-            raise UserError(f"preset={name}: there is no such preset; give one of {', '.join(sorted(presets))}")
+            raise UserError(
+                f"preset={name}: there is no such preset; give one of {', '.join(sorted(presets))}"
+            )
         blueprint.apply(dict(presets[name]), layer_name=f"preset={name}")
     try:
         return blueprint.make_from_argv(rest)
@@ -86,7 +101,12 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
         if left := sorted(presets.keys() - names):  # those that are named are in what was shown
             print(f"preset=NAME gives other defaults: {', '.join(left)}")
         sys.exit(0)
-    except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
+    except (
+        ConstructionException,
+        ExtraneousBlueprintArg,
+        InvalidBlueprintArg,
+        MissingBlueprintArg,
+    ) as error:
         raise UserError(str(error)) from error
 
 
@@ -98,7 +118,9 @@ def refuse(config: Any, names: Iterable[str], reason: str) -> None:
 
 
 def require(config: Any, **conditions: tuple[bool, str]) -> None:
-    """Raise UserError for the first option whose condition does not hold: `name=(holds, what to give)`."""
+    """Raise UserError for the first option whose condition does not hold: `name=(holds, what to
+    give)`.
+    """
     for name, (holds, remedy) in conditions.items():
         if not holds:
             raise UserError(f"{name}={getattr(config, name)}: give {remedy}")

@@ -1,16 +1,19 @@
 """Twenty questions: one model asks, another one answers.
 
-    python -m planish.recipes.twenty_questions                     the embedded model, six words to choose from
+    python -m planish.recipes.twenty_questions                     the embedded model, six words to
+        choose from
     python -m planish.recipes.twenty_questions preset=classic      any word, twenty questions
 
-The policy asks questions, which the answerer answers by Yes or No, and names the word by "Guess: cat". The answerer is a model
-that is told the word and is not trained: by default the base model of the run, greedily. It can say nothing but "Yes.",
-"No." and "I cannot say.", so it cannot be talked into giving the word away; whether a guess is right is decided by comparing words.
+The policy asks questions, which the answerer answers by Yes or No, and names the word by "Guess:
+cat". The answerer is a model that is told the word and is not trained: by default the base model of
+the run, greedily. It can say nothing but "Yes.", "No." and "I cannot say.", so it cannot be talked
+into giving the word away; whether a guess is right is decided by comparing words.
 
     reward = found - waste_cost * (messages that are no question, repeat a guess, or guess a word that is not among the choices)
 
-An answer that does not end costs as much as if every message were wasted. With `choices`, each game lists so many words, and every
-reply those that are left. Words of the test are held out. A small answerer is often wrong: docs/recipes/twenty_questions.md says how often.
+An answer that does not end costs as much as if every message were wasted. With `choices`, each game
+lists so many words, and every reply those that are left. Words of the test are held out. A small
+answerer is often wrong: docs/recipes/twenty_questions.md says how often.
 """
 
 import random
@@ -98,7 +101,9 @@ class TwentyQuestionsEnv(MessageEnv):
         self.guesses |= {guess} if guess is not None else set()
         self.found = guess == self.riddle.secret
         is_over = self.found or self.said == self.rules.max_questions
-        reply = "" if is_over else await self._reply(text, guess) + self.riddle.words_left(self.guesses)
+        reply = (
+            "" if is_over else await self._reply(text, guess) + self.riddle.words_left(self.guesses)
+        )
         self.messages = [*self.messages, message, {"role": "user", "content": reply}]
         return MessageStepResult(
             reward=float(self.found) - self.rules.waste_cost * is_waste,
@@ -111,7 +116,9 @@ class TwentyQuestionsEnv(MessageEnv):
     def _is_waste(self, text: str, guess: str | None) -> bool:
         if guess is None:
             return not text.strip().endswith("?")
-        return guess in self.guesses or (bool(self.riddle.choices) and guess not in self.riddle.choices)
+        return guess in self.guesses or (
+            bool(self.riddle.choices) and guess not in self.riddle.choices
+        )
 
     async def _reply(self, text: str, guess: str | None) -> str:
         if guess is not None:
@@ -126,14 +133,21 @@ def read_guess(text: str) -> str | None:
 
 
 def first_messages(riddle: Riddle) -> list[Message]:
-    """The question, after two games that end well: an untrained small model would not know what to write."""
+    """The question, after two games that end well: an untrained small model would not know what to
+    write.
+    """
     messages: list[Message] = [{"role": "system", "content": INSTRUCTION}]
     opening = "I am thinking of a word."
     for shown, turns in SHOWN_GAMES:
         guessed: set[str] = set()
         said = opening
         for text, reply in turns:
-            messages.append({"role": "user", "content": said + (shown.words_left(guessed) if riddle.choices else "")})
+            messages.append(
+                {
+                    "role": "user",
+                    "content": said + (shown.words_left(guessed) if riddle.choices else ""),
+                }
+            )
             messages.append({"role": "assistant", "content": text})
             guessed |= {read_guess(text) or ""}
             said = reply
@@ -183,7 +197,9 @@ class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
     model_name: str
     renderer_name: str | None = None
     answerer: Answerer
-    answerer_model: str | None = chz.field(default=None, doc="the name of its model, for config.json")
+    answerer_model: str | None = chz.field(
+        default=None, doc="the name of its model, for config.json"
+    )
     rules: Rules = Rules()
     choices: int = chz.field(default=6, doc="words that a game lists; 0 = none")
     batch_size: int = chz.field(default=16, doc="riddles a step")
@@ -193,7 +209,9 @@ class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         words = training_words()
         train = GeneratedDataset(
-            lambda rng: self._group(riddle_of(rng.choice(words), words, self.choices, rng), self.group_size),
+            lambda rng: self._group(
+                riddle_of(rng.choice(words), words, self.choices, rng), self.group_size
+            ),
             self.batch_size,
             self.seed,
         )
@@ -202,7 +220,9 @@ class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
         return train, ProblemDataset(tests, lambda riddle: self._group(riddle, 1), len(tests))
 
     def _group(self, riddle: Riddle, size: int) -> TwentyQuestionsGroup:
-        return TwentyQuestionsGroup(self.model_name, self.renderer_name, self.rules, riddle, self.answerer, size)
+        return TwentyQuestionsGroup(
+            self.model_name, self.renderer_name, self.rules, riddle, self.answerer, size
+        )
 
 
 def riddle_of(secret: str, words: Sequence[str], choices: int, rng: random.Random) -> Riddle:
@@ -219,13 +239,19 @@ class Options(RLOptions):
     choices: int = chz.field(default=6, doc="words that a game lists; 0 = none")
     max_questions: int = chz.field(default=4, doc="messages of the player, guesses included")
     waste_cost: float = chz.field(default=0.1, doc="of a message that cannot help")
-    answerer_model: str | None = chz.field(default=None, doc="base model that answers; none = model_name")
-    answerer_renderer_name: str | None = chz.field(default=None, doc="its chat format; none = the model's own")
+    answerer_model: str | None = chz.field(
+        default=None, doc="base model that answers; none = model_name"
+    )
+    answerer_renderer_name: str | None = chz.field(
+        default=None, doc="its chat format; none = the model's own"
+    )
     batch_size: int = chz.field(default=16, doc="riddles a step")
     group_size: int = chz.field(default=8, doc="players for each riddle")
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=12, doc="longest message")
-    temperature: float = chz.field(default=0.7, doc="of sampling; the loss is computed at the same one")
+    temperature: float = chz.field(
+        default=0.7, doc="of sampling; the loss is computed at the same one"
+    )
     max_steps: int | None = 30
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
 
@@ -234,7 +260,10 @@ def main(options: Options, service_client: Any = None) -> Path:
     """Train; returns the run directory."""
     training_run.require(
         options,
-        choices=(options.choices == 0 or 2 <= options.choices <= MOST_CHOICES, f"0, or 2 to {MOST_CHOICES}"),
+        choices=(
+            options.choices == 0 or 2 <= options.choices <= MOST_CHOICES,
+            f"0, or 2 to {MOST_CHOICES}",
+        ),
         max_questions=(options.max_questions >= 1, "a whole number of at least 1"),
         waste_cost=(options.waste_cost >= 0, "0 or more"),
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
@@ -243,7 +272,9 @@ def main(options: Options, service_client: Any = None) -> Path:
     )
     if service_client is not None:
         return train(options, service_client)
-    with ServiceClient(base_url=options.base_url, deterministic=options.deterministic) as own_client:
+    with ServiceClient(
+        base_url=options.base_url, deterministic=options.deterministic
+    ) as own_client:
         return train(options, own_client)
 
 
@@ -254,7 +285,9 @@ def train(options: Options, service_client: Any) -> Path:
         renderer_name = options.renderer_name
     sampling_client = service_client.create_sampling_client(base_model=model)
     renderer = learn_renderer(service_client, model, renderer_name)
-    completer = TinkerMessageCompleter(sampling_client, renderer, max_tokens=ANSWER_TOKENS, temperature=0.0)
+    completer = TinkerMessageCompleter(
+        sampling_client, renderer, max_tokens=ANSWER_TOKENS, temperature=0.0
+    )
     builder = TwentyQuestionsDatasetBuilder(
         model_name=options.model_name,
         renderer_name=options.renderer_name,

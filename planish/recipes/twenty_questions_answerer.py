@@ -1,6 +1,7 @@
 """The one who answers in twenty questions: a model that is told the word, and may say Yes or No.
 
-Whatever it writes becomes "Yes.", "No." or "I cannot say.", so a player cannot talk it into giving the word away.
+Whatever it writes becomes "Yes.", "No." or "I cannot say.", so a player cannot talk it into giving
+the word away.
 """
 
 import re
@@ -37,7 +38,9 @@ class Answerer:
         return f"{first.group(1).capitalize()}." if first else "I cannot say."
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: a run copies its options to write them down, and a connection to an engine cannot be copied."""
+        """Itself: a run copies its options to write them down, and a connection to an engine cannot
+        be copied.
+        """
         return self
 
 

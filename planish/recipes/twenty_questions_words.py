@@ -24,7 +24,9 @@ KINDS: dict[str, tuple[str, ...]] = {
         "car bus truck train tram bicycle motorcycle tractor boat ship submarine airplane helicopter rocket balloon "
         "ambulance".split()
     ),
-    "piece of clothing": tuple("shirt coat dress skirt sock shoe boot glove hat scarf belt sweater".split()),
+    "piece of clothing": tuple(
+        "shirt coat dress skirt sock shoe boot glove hat scarf belt sweater".split()
+    ),
     "instrument": tuple("piano guitar violin drum flute trumpet harp accordion".split()),
     "thing in nature": tuple(
         "river lake ocean mountain island desert forest tree flower grass cloud rain snow lightning sun moon star volcano "
@@ -37,7 +39,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def training_words() -> list[str]:
-    return [word for words in KINDS.values() for number, word in enumerate(words) if number % 4 != 3]
+    return [
+        word for words in KINDS.values() for number, word in enumerate(words) if number % 4 != 3
+    ]
 
 
 def held_out_words() -> list[str]:

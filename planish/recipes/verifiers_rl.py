@@ -4,8 +4,9 @@
     python -m planish.recipes.verifiers_rl env_id=reverse-text
     python -m planish.recipes.verifiers_rl env_id=my_module 'env_args={"difficulty": 2}'
 
-`env_id` is an installed environment or any importable module with a function `load_environment`. Prompts, turns, tools, rewards and metrics are
-the environment's; the loop is planish/rl/train.py. How the two meet: planish/rl/verifiers_env.py.
+`env_id` is an installed environment or any importable module with a function `load_environment`.
+Prompts, turns, tools, rewards and metrics are the environment's; the loop is planish/rl/train.py.
+How the two meet: planish/rl/verifiers_env.py.
 """
 
 import sys
@@ -23,7 +24,9 @@ from planish.rl.verifiers_library import load_environment
 
 @chz.chz
 class Options(RLOptions):
-    env_id: str = chz.field(doc="an environment of verifiers: an installed package, or a module that Python finds")
+    env_id: str = chz.field(
+        doc="an environment of verifiers: an installed package, or a module that Python finds"
+    )
     log_path: str = "/tmp/planish-examples/verifiers_rl"
     env_args: str = chz.field(default="{}", doc="arguments of load_environment, a JSON object")
     batch_size: int = chz.field(default=8, doc="rows a step")
@@ -63,8 +66,14 @@ def check(options: Options) -> None:
     training_run.require(
         options,
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
-        group_size=(options.group_size >= 2, "at least 2: rollouts are compared within their group"),
-        eval_problems=(options.eval_problems is None or options.eval_problems >= 0, "a whole number, 0 for no tests"),
+        group_size=(
+            options.group_size >= 2,
+            "at least 2: rollouts are compared within their group",
+        ),
+        eval_problems=(
+            options.eval_problems is None or options.eval_problems >= 0,
+            "a whole number, 0 for no tests",
+        ),
     )
     if options.max_trajectory_tokens <= options.max_tokens:
         raise UserError(

@@ -1,10 +1,13 @@
-"""Sums that are answered in more or fewer words, rightly or wrongly, and the rule by which one answer is better than another.
+"""Sums that are answered in more or fewer words, rightly or wrongly, and the rule by which one
+answer is better than another.
 
     the right result beats a wrong one, or none; of two answers that are equally right, the one with fewer words wins
 
-A program draws everything: nobody was asked. There are demonstrations, which are right and often wordy, as people write; comparisons,
-in which either answer may be wrong, labelled by the rule; and prompts. Sums of the test are in none of the three for training, in
-either order of the numbers. Since the rule is known, a policy that was trained on a learned judge can be judged by what was meant.
+A program draws everything: nobody was asked. There are demonstrations, which are right and often
+wordy, as people write; comparisons, in which either answer may be wrong, labelled by the rule; and
+prompts. Sums of the test are in none of the three for training, in either order of the numbers.
+Since the rule is known, a policy that was trained on a learned judge can be judged by what was
+meant.
 """
 
 import random
@@ -52,7 +55,8 @@ class Quality:
 async def rule(comparison: Comparison) -> float:
     """The preference of the rule: 1, 0 or -1."""
     a, b = (
-        quality(comparison.prompt_conversation, side) for side in (comparison.completion_A, comparison.completion_B)
+        quality(comparison.prompt_conversation, side)
+        for side in (comparison.completion_A, comparison.completion_B)
     )
     return float((b.rank > a.rank) - (b.rank < a.rank))
 
@@ -60,7 +64,9 @@ async def rule(comparison: Comparison) -> float:
 def quality(prompt: Messages, completion: Messages) -> Quality:
     asked = QUESTION.fullmatch(text_of(prompt[-1:]))
     if asked is None:
-        raise UserError(f"{text_of(prompt[-1:])!r:.100} is no question of these sums; the rule knows no others")
+        raise UserError(
+            f"{text_of(prompt[-1:])!r:.100} is no question of these sums; the rule knows no others"
+        )
     text = text_of(completion)
     return Quality(last_number(text) == int(asked[1]) + int(asked[2]), len(text.split()))
 
@@ -80,7 +86,9 @@ class WordySums:
     """Which sums there are, and which of them are held out."""
 
     largest: int = chz.field(default=12, doc="the largest number that is added")
-    test_size: int = chz.field(default=48, doc="sums that are held out; one more where both orders would be cut apart")
+    test_size: int = chz.field(
+        default=48, doc="sums that are held out; one more where both orders would be cut apart"
+    )
     seed: int = 0
 
     @chz.validate
@@ -122,7 +130,11 @@ def result_of(problem: Sum, rng: random.Random) -> int:
     """Right or nearly."""
     if rng.random() < RIGHT:
         return problem.answer
-    slips = [slip for slip in range(-LARGEST_SLIP, LARGEST_SLIP + 1) if slip and problem.answer + slip >= 0]
+    slips = [
+        slip
+        for slip in range(-LARGEST_SLIP, LARGEST_SLIP + 1)
+        if slip and problem.answer + slip >= 0
+    ]
     return problem.answer + rng.choice(slips)
 
 
@@ -147,10 +159,14 @@ class WordySumChats(ChatDatasetBuilder):
         config, render = self.common_config, rendering_of(self.common_config, self.renderer)
         rng = random.Random(f"demonstrations:{self.sums.seed}")
         train, test = self.sums.split()
-        shown = [conversation for _ in range(self.each) for conversation in demonstrated(train, rng)]
+        shown = [
+            conversation for _ in range(self.each) for conversation in demonstrated(train, rng)
+        ]
         held_out = demonstrated(test, rng)
         train_set = RowDataset(shown, config.batch_size, render, shuffle_seed=self.sums.seed)
-        return train_set, RowDataset(held_out, config.batch_size, render, drop_last=False) if held_out else None
+        return train_set, RowDataset(
+            held_out, config.batch_size, render, drop_last=False
+        ) if held_out else None
 
 
 def demonstrated(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:
@@ -178,4 +194,6 @@ class WordySumPrompts(PromptBuilder):
 
     def __call__(self) -> Prompts:
         train, test = self.sums.split()
-        return Prompts([question_of(problem) for problem in train], [question_of(problem) for problem in test])
+        return Prompts(
+            [question_of(problem) for problem in train], [question_of(problem) for problem in test]
+        )

@@ -1,15 +1,20 @@
 r"""ChatML, `<|im_start|>role\n...<|im_end|>`, and how the Qwen3 models think in it.
 
-One class writes four renderers, since their models differ in three facts: a default system message, whether answers
-begin with a `<think>` block, and whether a prompt closes that block at once. The rules are those of the chat templates:
+One class writes four renderers, since their models differ in three facts: a default system message,
+whether answers begin with a `<think>` block, and whether a prompt closes that block at once. The
+rules are those of the chat templates:
 
-* A default system message is put first when the conversation begins with another role (Qwen2.5, SmolLM2).
-* With thinking, an assistant message after the last user message keeps its reasoning; earlier ones lose it (so a later
-  prompt does not extend an earlier one). The last message of a conversation has a think block even if it is empty.
-* Results of tools are written as one user turn. Text after a think block loses its leading line breaks.
+* A default system message is put first when the conversation begins with another role (Qwen2.5,
+  SmolLM2).
+* With thinking, an assistant message after the last user message keeps its reasoning; earlier ones
+  lose it (so a later prompt does not extend an earlier one). The last message of a conversation has
+  a think block even if it is empty.
+* Results of tools are written as one user turn. Text after a think block loses its leading line
+  breaks.
 
-Two things differ on purpose. A template ends with a line break after the last `<|im_end|>`; here it belongs to the
-header of the message that follows. And a user's text that looks like a tool result is text.
+Two things differ on purpose. A template ends with a line break after the last `<|im_end|>`; here it
+belongs to the header of the message that follows. And a user's text that looks like a tool result
+is text.
 """
 
 from collections.abc import Sequence
@@ -21,7 +26,14 @@ from planish.renderers.chat_format import Turn
 from planish.renderers.codec import Codec, Control, Piece, split_text
 from planish.renderers.messages import Abilities, Checked
 from planish.renderers.termination import Parsed, cut_at_stop
-from planish.renderers.tool_calls import CALL_TAGS, as_text, call_pieces, read_calls, response_pieces, tools_pieces
+from planish.renderers.tool_calls import (
+    CALL_TAGS,
+    as_text,
+    call_pieces,
+    read_calls,
+    response_pieces,
+    tools_pieces,
+)
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
 THINK, THINK_END = Control("<think>"), Control("</think>")
@@ -52,7 +64,8 @@ class ChatML:
             tools=True,
             required=(START.text, END.text),
             extends=self.thinking in (Thinking.NONE, Thinking.KEEP_HISTORY),
-            # The empty block at the end of a prompt is left out of the next one, as in the template.
+            # The empty block at the end of a prompt is left out of the next one, as in the
+            # template.
             extends_in_turn=self.thinking is not Thinking.DISABLED,
         )
 
@@ -62,7 +75,11 @@ class ChatML:
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         turns: list[Turn] = []
         if self._adds_system(messages):
-            turns.append(Turn(header=(START, "system\n"), output=(str(self.default_system), END), message=None))
+            turns.append(
+                Turn(
+                    header=(START, "system\n"), output=(str(self.default_system), END), message=None
+                )
+            )
         users = [index for index, message in enumerate(messages) if message.role == "user"]
         last_query = users[-1] if users else len(messages) - 1
         for index, message in enumerate(messages):
@@ -71,7 +88,9 @@ class ChatML:
                 turns.append(_tool_turn(lead, messages, index))
             elif message.role == "assistant":
                 is_last = index == len(messages) - 1
-                turns.append(self._assistant_turn(lead, message, index, index > last_query, is_last))
+                turns.append(
+                    self._assistant_turn(lead, message, index, index > last_query, is_last)
+                )
             else:
                 turns.append(self._plain_turn(lead, message, index))
         return turns
@@ -82,7 +101,11 @@ class ChatML:
         return (*lead, START, f"{role}\n", *(EMPTY_THOUGHT if closed else ()))
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
-        tags = CALL_TAGS if self.thinking is Thinking.NONE else (THINK.text, THINK_END.text, *CALL_TAGS)
+        tags = (
+            CALL_TAGS
+            if self.thinking is Thinking.NONE
+            else (THINK.text, THINK_END.text, *CALL_TAGS)
+        )
         return tuple(split_text(text, tags))
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
@@ -103,7 +126,10 @@ class ChatML:
             message["content"] = message["content"].lstrip("\n")
         if thought:
             text = {"type": "text", "text": message["content"]}
-            message["content"] = [{"type": "thinking", "thinking": thought}, *([text] if text["text"] else [])]
+            message["content"] = [
+                {"type": "thinking", "thinking": thought},
+                *([text] if text["text"] else []),
+            ]
         return Parsed(message, ending)
 
     def _adds_system(self, messages: Sequence[Checked]) -> bool:
@@ -115,7 +141,9 @@ class ChatML:
             text = tools_pieces(message.text or self.default_system or "", message.tools)
         return Turn(header=(*lead, START, f"{message.role}\n"), output=(*text, END), message=index)
 
-    def _assistant_turn(self, lead: tuple[Piece, ...], message: Checked, index: int, live: bool, last: bool) -> Turn:
+    def _assistant_turn(
+        self, lead: tuple[Piece, ...], message: Checked, index: int, live: bool, last: bool
+    ) -> Turn:
         header: tuple[Piece, ...] = (*lead, START, "assistant\n")
         thought, text = message.thinking, message.text
         if self.thinking is Thinking.KEEP_HISTORY:
@@ -133,7 +161,13 @@ class ChatML:
             header, frame = (*header, *frame), ()
             if thought:
                 reason = "it has reasoning, which qwen3_disable_thinking never samples; use qwen3, or remove the thinking part"
-        return Turn(header, (*frame, text, *call_pieces(message), END), index, sampled=True, untrainable=reason)
+        return Turn(
+            header,
+            (*frame, text, *call_pieces(message), END),
+            index,
+            sampled=True,
+            untrainable=reason,
+        )
 
 
 def _tool_turn(lead: tuple[Piece, ...], messages: Sequence[Checked], index: int) -> Turn:
@@ -141,7 +175,9 @@ def _tool_turn(lead: tuple[Piece, ...], messages: Sequence[Checked], index: int)
     opens = index == 0 or messages[index - 1].role != "tool"
     closes = index == len(messages) - 1 or messages[index + 1].role != "tool"
     header: tuple[Piece, ...] = (*lead, START, "user\n") if opens else ("\n",)
-    return Turn(header, (*response_pieces(messages[index].text), *((END,) if closes else ())), index)
+    return Turn(
+        header, (*response_pieces(messages[index].text), *((END,) if closes else ())), index
+    )
 
 
 def _split_thought(pieces: Sequence[Piece]) -> tuple[str | None, list[Piece]]:

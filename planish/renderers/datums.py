@@ -24,21 +24,29 @@ def conversation_to_datum(
 
 
 def datum_from_weights(
-    model_input: ModelInput, weights: torch.Tensor, max_length: int | None = None, reduction: Reduction = "mean"
+    model_input: ModelInput,
+    weights: torch.Tensor,
+    max_length: int | None = None,
+    reduction: Reduction = "mean",
 ) -> Datum:
-    """Tokens (N) and weights (N) as a datum of N - 1 positions: position i reads token i and predicts token i + 1.
+    """Tokens (N) and weights (N) as a datum of N - 1 positions: position i reads token i and
+    predicts token i + 1.
 
-    At most the first `max_length` positions are kept. With reduction "mean" the weights are divided by their sum, so
-    that each example counts alike in a summed loss; "none" leaves them. ValueError if no target with a weight is
-    left.
+    At most the first `max_length` positions are kept. With reduction "mean" the weights are divided
+    by their sum, so that each example counts alike in a summed loss; "none" leaves them. ValueError
+    if no target with a weight is left.
     """
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction={reduction!r}: give 'mean' or 'none'")
-    if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+    if max_length is not None and (
+        isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1
+    ):
         raise ValueError(f"max_length={max_length!r}: give a whole number of at least 1, or None")
     tokens = model_input.to_ints()
     if weights.ndim != 1 or len(weights) != len(tokens):
-        raise ValueError(f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight a token")
+        raise ValueError(
+            f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight a token"
+        )
     if max_length is not None:
         tokens, weights = tokens[: max_length + 1], weights[: max_length + 1]
     target_weights = weights[1:].to(torch.float32)
@@ -50,7 +58,9 @@ def datum_from_weights(
         )
     if reduction == "mean":
         if total <= 0:
-            raise ValueError(f"weights sum to {total:g}, which 'mean' cannot divide by; use reduction='none'")
+            raise ValueError(
+                f"weights sum to {total:g}, which 'mean' cannot divide by; use reduction='none'"
+            )
         target_weights = target_weights / total
     return Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),

@@ -1,8 +1,9 @@
-"""Llama 3's headers: `<|start_header_id|>role<|end_header_id|>`, a blank line, the text, `<|eot_id|>`.
+"""Llama 3's headers: `<|start_header_id|>role<|end_header_id|>`, a blank line, the text,
+`<|eot_id|>`.
 
-The tokens are those of the Llama 3.0 chat template, which trims the text of every message. Llama 3.1 and later
-templates put a preamble with the current date into the system message, and a tool protocol; both are left out: a
-prompt that changes overnight makes runs irreproducible.
+The tokens are those of the Llama 3.0 chat template, which trims the text of every message. Llama
+3.1 and later templates put a preamble with the current date into the system message, and a tool
+protocol; both are left out: a prompt that changes overnight makes runs irreproducible.
 """
 
 from collections.abc import Sequence

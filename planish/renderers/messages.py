@@ -1,11 +1,12 @@
 """Messages of a conversation: what a user writes, and the checked form that formats read.
 
-A message is a plain dictionary, as in the chat interfaces that people already write against. `read_messages` turns a
-conversation into `Checked` messages once; everything behind it works on those and needs no further checks.
-Invariants: a message that a format cannot express is refused and never rendered without the part; nothing in the text
-of a message is interpreted, with one exception that the chat templates share: an assistant's string that begins with
-a whole `<think>...</think>` block is read as a thinking part by the formats that have thinking. Content given as
-parts is never read that way.
+A message is a plain dictionary, as in the chat interfaces that people already write against.
+`read_messages` turns a conversation into `Checked` messages once; everything behind it works on
+those and needs no further checks. Invariants: a message that a format cannot express is refused and
+never rendered without the part; nothing in the text of a message is interpreted, with one exception
+that the chat templates share: an assistant's string that begins with a whole `<think>...</think>`
+block is read as a thinking part by the formats that have thinking. Content given as parts is never
+read that way.
 """
 
 import json
@@ -65,7 +66,9 @@ class Message(TypedDict):
     trainable: NotRequired[bool]
     """Needed on every message with TrainOnWhat.CUSTOMIZED, refused otherwise."""
     tools: NotRequired[list[ToolSpec]]
-    """On a first system message: the tools it offers (see Renderer.create_conversation_prefix_with_tools)."""
+    """On a first system message: the tools it offers (see
+    Renderer.create_conversation_prefix_with_tools).
+    """
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
 
@@ -111,31 +114,48 @@ def get_text_content(message: Mapping[str, Any]) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], abilities: Abilities, renderer: str) -> list[Checked]:
+def read_messages(
+    messages: Sequence[Mapping[str, Any]], abilities: Abilities, renderer: str
+) -> list[Checked]:
     """The conversation in checked form; ValueError names the message, its fault and the remedy."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        raise ValueError(f"messages is a {type(messages).__name__}; give a list of dictionaries with role and content")
+        raise ValueError(
+            f"messages is a {type(messages).__name__}; give a list of dictionaries with role and content"
+        )
     if not messages:
-        raise ValueError("messages is empty; give at least one message, such as {'role': 'user', 'content': '...'}")
-    return [_read(message, f"messages[{index}]", index, abilities, renderer) for index, message in enumerate(messages)]
+        raise ValueError(
+            "messages is empty; give at least one message, such as {'role': 'user', 'content': '...'}"
+        )
+    return [
+        _read(message, f"messages[{index}]", index, abilities, renderer)
+        for index, message in enumerate(messages)
+    ]
 
 
 def _read(message: Any, where: str, index: int, abilities: Abilities, renderer: str) -> Checked:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is a {type(message).__name__}; give a dictionary with role and content")
+        raise ValueError(
+            f"{where} is a {type(message).__name__}; give a dictionary with role and content"
+        )
     unknown = [key for key in message if key not in MESSAGE_KEYS]
     if unknown:
-        raise ValueError(f"{where} has unknown keys {unknown}; remove them (known: {', '.join(MESSAGE_KEYS)})")
+        raise ValueError(
+            f"{where} has unknown keys {unknown}; remove them (known: {', '.join(MESSAGE_KEYS)})"
+        )
     role = message.get("role")
     if role not in abilities.roles:
-        raise ValueError(f"{where}['role']={role!r}: renderer {renderer} knows the roles {', '.join(abilities.roles)}")
+        raise ValueError(
+            f"{where}['role']={role!r}: renderer {renderer} knows the roles {', '.join(abilities.roles)}"
+        )
     text, thinking = _read_content(message, where, abilities)
     if thinking is not None and role != "assistant":
         raise ValueError(
             f"{where} is of role {role!r} and has a thinking part; only assistant messages think: remove it"
         )
     if thinking is not None and not abilities.thinking:
-        raise ValueError(f"{where} has a thinking part, which renderer {renderer} cannot write; remove it or use qwen3")
+        raise ValueError(
+            f"{where} has a thinking part, which renderer {renderer} cannot write; remove it or use qwen3"
+        )
     calls, unparsed = _read_calls(message, where, role, abilities, renderer)
     tools = _read_tools(message, where, index, abilities, renderer)
     for written in (text, thinking or "", *chain.from_iterable(calls), *unparsed, *tools):
@@ -165,21 +185,29 @@ def half_character(text: str) -> str | None:
     return None
 
 
-def _read_content(message: Mapping[str, Any], where: str, abilities: Abilities) -> tuple[str, str | None]:
+def _read_content(
+    message: Mapping[str, Any], where: str, abilities: Abilities
+) -> tuple[str, str | None]:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
         content = ""
     if content is None:
-        raise ValueError(f"{where} has no content; give a string (an empty one is allowed) or a list of parts")
+        raise ValueError(
+            f"{where} has no content; give a string (an empty one is allowed) or a list of parts"
+        )
     thinking = message.get("reasoning_content")
     if thinking is not None and not isinstance(thinking, str):
-        raise ValueError(f"{where}['reasoning_content'] is a {type(thinking).__name__}; give a string")
+        raise ValueError(
+            f"{where}['reasoning_content'] is a {type(thinking).__name__}; give a string"
+        )
     if isinstance(content, str):
         if thinking is None and abilities.thinking and message["role"] == "assistant":
             return split_thinking(content)
         return content, thinking
     if isinstance(content, Mapping) or not isinstance(content, Sequence):
-        raise ValueError(f"{where}['content'] is a {type(content).__name__}; give a string or a list of parts")
+        raise ValueError(
+            f"{where}['content'] is a {type(content).__name__}; give a string or a list of parts"
+        )
     texts: list[str] = []
     thoughts: list[str] = [] if thinking is None else [thinking]
     for number, part in enumerate(content):
@@ -222,7 +250,9 @@ def _read_calls(
         raise ValueError(
             f"{where} is of role {role!r} and has tool calls; only assistant messages call tools: remove them"
         )
-    read = tuple(_read_call(call, f"{where}['tool_calls'][{number}]") for number, call in enumerate(calls))
+    read = tuple(
+        _read_call(call, f"{where}['tool_calls'][{number}]") for number, call in enumerate(calls)
+    )
     for number, call in enumerate(unparsed):
         if not isinstance(call, Mapping) or not isinstance(call.get("raw_text"), str):
             raise ValueError(
@@ -235,10 +265,14 @@ def _read_call(call: Any, where: str) -> tuple[str, str]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise ValueError(f"{where}: give {{'type': 'function', 'function': {{'name': ..., 'arguments': '{{...}}'}}}}")
+        raise ValueError(
+            f"{where}: give {{'type': 'function', 'function': {{'name': ..., 'arguments': '{{...}}'}}}}"
+        )
     # The chat templates write the name between quotes as it is, so it must need no escaping.
     if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
-        raise ValueError(f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the function")
+        raise ValueError(
+            f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the function"
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
         return name, json.dumps(dict(arguments), ensure_ascii=False)
@@ -264,15 +298,23 @@ def _read_tools(
             f"{where} offers tools, which renderer {renderer} cannot write; use qwen3, qwen3_instruct or chatml"
         )
     if message["role"] != "system" or index != 0:
-        raise ValueError(f"{where} offers tools; only a system message at the start of the conversation may")
-    return tuple(tool_json(tool, f"{where}['tools'][{number}]") for number, tool in enumerate(tools))
+        raise ValueError(
+            f"{where} offers tools; only a system message at the start of the conversation may"
+        )
+    return tuple(
+        tool_json(tool, f"{where}['tools'][{number}]") for number, tool in enumerate(tools)
+    )
 
 
 def tool_json(tool: Any, where: str) -> str:
-    """A tool's specification as the chat templates write it: {"type": "function", "function": {...}}."""
+    """A tool's specification as the chat templates write it: {"type": "function", "function":
+    {...}}.
+    """
     spec = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or not spec["name"]:
-        raise ValueError(f"{where}: give {{'name': ..., 'description': ..., 'parameters': {{JSON schema}}}}")
+        raise ValueError(
+            f"{where}: give {{'name': ..., 'description': ..., 'parameters': {{JSON schema}}}}"
+        )
     try:
         return json.dumps({"type": "function", "function": dict(spec)}, ensure_ascii=False)
     except TypeError as error:

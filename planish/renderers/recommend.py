@@ -1,9 +1,9 @@
 """Which renderer a model was made for: by its name, or for a local directory by its files.
 
-A directory's chat template decides: the renderer that writes the same text is the right one. Base models often carry
-their family's template without having been trained on it; they give themselves away by an end-of-sequence token that
-is not the template's end of turn. A name decides by its family. Nothing is guessed: an unknown model is an error that
-lists the names.
+A directory's chat template decides: the renderer that writes the same text is the right one. Base
+models often carry their family's template without having been trained on it; they give themselves
+away by an end-of-sequence token that is not the template's end of turn. A name decides by its
+family. Nothing is guessed: an unknown model is an error that lists the names.
 """
 
 import re
@@ -16,7 +16,13 @@ from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML, Thinking
 from planish.renderers.llama3 import BOS, EOT, START, Llama3
 from planish.renderers.registry import FORMATS
-from planish.renderers.templates import HELLO, choose_template, default_system_message, render_template, writes_like
+from planish.renderers.templates import (
+    HELLO,
+    choose_template,
+    default_system_message,
+    render_template,
+    writes_like,
+)
 
 FAMILIES: tuple[tuple[str, str], ...] = (
     (r"(?:meta-)?llama-3(?:\.\d)?-\d+b-instruct", "llama3"),
@@ -37,10 +43,11 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:
-    """The renderer's name for a model name, such as "Qwen/Qwen3-8B", or for a local model directory.
+    """The renderer's name for a model name, such as "Qwen/Qwen3-8B", or for a local model
+    directory.
 
-    A directory without a chat template, or with one of a base model, gets role_colon. UnknownModelError (a
-    ValueError) names what was looked at and lists the renderers.
+    A directory without a chat template, or with one of a base model, gets role_colon.
+    UnknownModelError (a ValueError) names what was looked at and lists the renderers.
     """
     path = Path(model_name_or_path)
     if path.is_dir():
@@ -76,14 +83,17 @@ def _of_directory(path: Path) -> str:
     bos = _token_text(tokens.get("bos_token"))
     written = render_template(template, [HELLO], True, bos or BOS)
     if START in written and EOT in written:
-        # Later Llama templates add a dated preamble, so their text never equals ours; the marks are the family's own.
+        # Later Llama templates add a dated preamble, so their text never equals ours; the marks are
+        # the family's own.
         return "llama3"
     if "<|im_end|>" in written and _is_base(path, tokens, config):
         return "role_colon"
     for name, chat_format in _candidates(template, bos):
         if writes_like(template, chat_format, bos):
             return name
-    raise UnknownModelError(f"the chat template in {path} writes none of the forms known here; {_choose()}")
+    raise UnknownModelError(
+        f"the chat template in {path} writes none of the forms known here; {_choose()}"
+    )
 
 
 def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
@@ -96,18 +106,25 @@ def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
 
 
 def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether generation ends with tokens known by name, and ChatML's end of turn is not one of them."""
+    """Whether generation ends with tokens known by name, and ChatML's end of turn is not one of
+    them.
+    """
     generation = _read_if_there(path / "generation_config.json") or {}
     ids: set[int] = set()
     for source in (config, generation):
         value = source.get("eos_token_id")
         ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
-    names = {str(id_): _token_text(token) for id_, token in tokens.get("added_tokens_decoder", {}).items()}
+    names = {
+        str(id_): _token_text(token)
+        for id_, token in tokens.get("added_tokens_decoder", {}).items()
+    }
     names |= {
         str(token["id"]): token["content"]
         for token in (_read_if_there(path / "tokenizer.json") or {}).get("added_tokens", [])
     }
-    ends = {names[str(id_)] for id_ in ids if str(id_) in names} | {_token_text(tokens.get("eos_token"))} - {""}
+    ends = {names[str(id_)] for id_ in ids if str(id_) in names} | {
+        _token_text(tokens.get("eos_token"))
+    } - {""}
     return bool(ends) and "<|im_end|>" not in ends
 
 

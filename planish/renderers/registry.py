@@ -15,7 +15,9 @@ def _chatml(tokenizer: Any) -> ChatFormat:
     template = chat_template_of(tokenizer)
     if template is None:
         return ChatML()
-    return ChatML(default_system=default_system_message(template, getattr(tokenizer, "bos_token", None) or ""))
+    return ChatML(
+        default_system=default_system_message(template, getattr(tokenizer, "bos_token", None) or "")
+    )
 
 
 def _role_colon(tokenizer: Any) -> ChatFormat:
@@ -42,8 +44,9 @@ def get_renderer(
 ) -> Renderer:
     """The renderer `name` for a tokenizer of `transformers`.
 
-    `default_system` (chatml only) replaces the default system message of the tokenizer's chat template; "" means none.
-    `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in prompts, which then extend each other.
+    `default_system` (chatml only) replaces the default system message of the tokenizer's chat
+    template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
+    prompts, which then extend each other.
     """
     if name not in FORMATS:
         raise ValueError(f"renderer {name!r} is unknown; choose one of {', '.join(FORMATS)}")
@@ -52,7 +55,9 @@ def get_renderer(
             f"default_system is an option of renderer chatml, not of {name}; give a system message instead"
         )
     if strip_thinking_from_history is not None and name != "qwen3":
-        raise ValueError(f"strip_thinking_from_history is an option of renderer qwen3, not of {name}; remove it")
+        raise ValueError(
+            f"strip_thinking_from_history is an option of renderer qwen3, not of {name}; remove it"
+        )
     if name == "chatml" and default_system is not None:
         return Renderer(name, tokenizer, ChatML(default_system=default_system or None))
     if name == "qwen3" and strip_thinking_from_history is False:

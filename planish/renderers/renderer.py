@@ -3,9 +3,10 @@
 A Renderer is a tokenizer with a chat format. Its invariants, whatever the format:
 
 * Text of messages never becomes a control token.
-* `build_generation_prompt(messages[:-1])` is a prefix of `build_supervised_example(messages)` when the last message
-  is the assistant's, so the model is trained on the positions it samples at.
-* Weights are one number a token, 0.0 or 1.0, unshifted: weights[i] belongs to token i, as the target.
+* `build_generation_prompt(messages[:-1])` is a prefix of `build_supervised_example(messages)` when
+  the last message is the assistant's, so the model is trained on the positions it samples at.
+* Weights are one number a token, 0.0 or 1.0, unshifted: weights[i] belongs to token i, as the
+  target.
 * What is sampled after a header is tokenised apart from it, as sampling does.
 * Time is linear in the conversation.
 """
@@ -20,7 +21,14 @@ import torch
 from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat, Turn
 from planish.renderers.codec import Codec
-from planish.renderers.messages import Checked, Message, ToolSpec, check_characters, read_messages, tool_json
+from planish.renderers.messages import (
+    Checked,
+    Message,
+    ToolSpec,
+    check_characters,
+    read_messages,
+    tool_json,
+)
 from planish.renderers.termination import Parsed, eos_ids
 from planish.renderers.tool_calls import as_text
 from planish.renderers.train_on import TrainOnWhat, read_train_on_what, trained_messages
@@ -56,9 +64,10 @@ class Renderer:
 
     @property
     def has_extension_property(self) -> bool:
-        """Each prompt of a conversation begins with the prompts before it and their answers, so that a rollout of
-        several turns is one training sequence (answers in the form of `parse_response`, tokenised as the tokenizer
-        does)."""
+        """Each prompt of a conversation begins with the prompts before it and their answers, so
+        that a rollout of several turns is one training sequence (answers in the form of
+        `parse_response`, tokenised as the tokenizer does).
+        """
         return self.format.abilities.extends
 
     def get_stop_sequences(self) -> list[str] | list[int]:
@@ -68,14 +77,18 @@ class Renderer:
     def build_generation_prompt(
         self, messages: Messages, role: str = "assistant", prefill: str | None = None
     ) -> ModelInput:
-        """The conversation and the header of the message to be sampled, which begins with `prefill`.
+        """The conversation and the header of the message to be sampled, which begins with
+        `prefill`.
 
-        `prefill` may hold the format's word tags, such as `<think>`; everything else in it is ordinary text.
+        `prefill` may hold the format's word tags, such as `<think>`; everything else in it is
+        ordinary text.
         """
         checked = read_messages(messages, self.format.abilities, self.name)
         roles = [name for name in self.format.abilities.roles if name != "tool"]
         if role not in roles:
-            raise ValueError(f"role={role!r}: renderer {self.name} can prompt for {', '.join(roles)}")
+            raise ValueError(
+                f"role={role!r}: renderer {self.name} can prompt for {', '.join(roles)}"
+            )
         if prefill is not None and not isinstance(prefill, str):
             raise ValueError(f"prefill is a {type(prefill).__name__}; give a string, or None")
         check_characters(prefill or "", "prefill")
@@ -89,22 +102,33 @@ class Renderer:
             ids += self.codec.encode(self.format.prefill(prefill), _last(ids))
         return ModelInput.from_ints(ids)
 
-    def build_continuation(self, messages: Messages, answer: int, sampled: Sequence[int]) -> list[int] | None:
-        """What follows the tokens `sampled` of messages[answer] in the next prompt of the conversation `messages`.
+    def build_continuation(
+        self, messages: Messages, answer: int, sampled: Sequence[int]
+    ) -> list[int] | None:
+        """What follows the tokens `sampled` of messages[answer] in the next prompt of the
+        conversation `messages`.
 
-        With the prompt P that they were sampled from, P + sampled + continuation is that prompt with the answer as it was
-        sampled. `build_generation_prompt(messages)` has the answer as the tokenizer would write it, which may be other
-        tokens for the same text. The end mark of an answer that was cut off is added.
+        With the prompt P that they were sampled from, P + sampled + continuation is that prompt
+        with the answer as it was sampled. `build_generation_prompt(messages)` has the answer as the
+        tokenizer would write it, which may be other tokens for the same text. The end mark of an
+        answer that was cut off is added.
 
-        None where there is no such prompt: the format rewrites history (see `has_extension_property`), the answer ends
-        with an end-of-sequence token that is not the format's own or goes on after its end, or it ends with the name of a
-        role (role_colon) that is not the next one.
+        None where there is no such prompt: the format rewrites history (see
+        `has_extension_property`), the answer ends with an end-of-sequence token that is not the
+        format's own or goes on after its end, or it ends with the name of a role (role_colon) that
+        is not the next one.
         """
         checked = read_messages(messages, self.format.abilities, self.name)
-        ending = self._ending(checked[answer], list(sampled)) if self.has_extension_property else None
+        ending = (
+            self._ending(checked[answer], list(sampled)) if self.has_extension_property else None
+        )
         if ending is None:
             return None
-        following = [turn for turn in self.format.turns(checked) if turn.message is not None and turn.message > answer]
+        following = [
+            turn
+            for turn in self.format.turns(checked)
+            if turn.message is not None and turn.message > answer
+        ]
         following.append(Turn(self.format.suffix(checked, "assistant"), (), None, sampled=True))
         if ending.announced and as_text(following[0].header) != ending.announced:
             return None
@@ -118,12 +142,15 @@ class Renderer:
         return ids[len(sampled) :]
 
     def build_supervised_example(
-        self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
+        self,
+        messages: Messages,
+        train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> tuple[ModelInput, torch.Tensor]:
         """Tokens (N) and their weights, float32 (N): 1.0 for what `train_on_what` chooses.
 
-        A chosen message's output is trained, with its end mark; its header only by ALL_TOKENS. Where a format strips
-        reasoning from history, so do the earlier turns here; `build_supervised_examples` trains each with its own.
+        A chosen message's output is trained, with its end mark; its header only by ALL_TOKENS.
+        Where a format strips reasoning from history, so do the earlier turns here;
+        `build_supervised_examples` trains each with its own.
         """
         what = read_train_on_what(train_on_what)
         checked = read_messages(messages, self.format.abilities, self.name)
@@ -143,25 +170,41 @@ class Renderer:
         return ModelInput.from_ints(ids), torch.tensor(weights, dtype=torch.float32)
 
     def build_supervised_examples(
-        self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
+        self,
+        messages: Messages,
+        train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> list[tuple[ModelInput, torch.Tensor]]:
-        """As `build_supervised_example`, but where the format strips history, one example for each user turn that has
-        targets (with qwen3_disable_thinking, for each assistant message, since a turn has several if tools are called):
-        every answer is then trained after the prompt it is sampled from. Each message is a target once.
+        """As `build_supervised_example`, but where the format strips history, one example for each
+        user turn that has targets (with qwen3_disable_thinking, for each assistant message, since a
+        turn has several if tools are called): every answer is then trained after the prompt it is
+        sampled from. Each message is a target once.
 
         ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES stay one example.
         """
-        return [self.build_supervised_example(part, what) for part, what in self._parts(messages, train_on_what)]
+        return [
+            self.build_supervised_example(part, what)
+            for part, what in self._parts(messages, train_on_what)
+        ]
 
     def check_supervised_examples(
-        self, messages: Messages, train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE
+        self,
+        messages: Messages,
+        train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> None:
-        """Raise what `build_supervised_examples` would raise of the messages' form, without tokenising them."""
+        """Raise what `build_supervised_examples` would raise of the messages' form, without
+        tokenising them.
+        """
         for part, what in self._parts(messages, train_on_what):
             checked = read_messages(part, self.format.abilities, self.name)
-            list(self._targets(checked, trained_messages(checked, what), what is TrainOnWhat.ALL_TOKENS))
+            list(
+                self._targets(
+                    checked, trained_messages(checked, what), what is TrainOnWhat.ALL_TOKENS
+                )
+            )
 
-    def _parts(self, messages: Messages, train_on_what: TrainOnWhat | str) -> list[tuple[Messages, TrainOnWhat]]:
+    def _parts(
+        self, messages: Messages, train_on_what: TrainOnWhat | str
+    ) -> list[tuple[Messages, TrainOnWhat]]:
         """What each example of a conversation is made of."""
         what = read_train_on_what(train_on_what)
         checked = read_messages(messages, self.format.abilities, self.name)
@@ -170,10 +213,15 @@ class Renderer:
             return [(messages, what)]
         parts: list[tuple[Messages, TrainOnWhat]] = []
         begin = 0
-        for end in _turn_ends(checked) if self.format.abilities.extends_in_turn else _answer_ends(checked):
+        for end in (
+            _turn_ends(checked) if self.format.abilities.extends_in_turn else _answer_ends(checked)
+        ):
             flags = [begin <= index and flag for index, flag in enumerate(trained[:end])]
             if any(flags):
-                part = [{**message, "trainable": flag} for message, flag in zip(messages[:end], flags, strict=True)]
+                part = [
+                    {**message, "trainable": flag}
+                    for message, flag in zip(messages[:end], flags, strict=True)
+                ]
                 parts.append((part, TrainOnWhat.CUSTOMIZED))
             begin = end
         return parts
@@ -191,10 +239,12 @@ class Renderer:
             yield turn, is_target
 
     def parse_response(self, tokens: Sequence[int] | np.ndarray) -> Parsed:
-        """(message, termination) of sampled tokens, the stop token or stop string included as the sampler returns them.
+        """(message, termination) of sampled tokens, the stop token or stop string included as the
+        sampler returns them.
 
-        The message is a dictionary with role and content (a string, or parts where there is reasoning), and
-        tool_calls and unparsed_tool_calls where there are any. Nothing that a model can write raises.
+        The message is a dictionary with role and content (a string, or parts where there is
+        reasoning), and tool_calls and unparsed_tool_calls where there are any. Nothing that a model
+        can write raises.
         """
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return self.format.parse(self.codec, ids)
@@ -202,17 +252,25 @@ class Renderer:
     def create_conversation_prefix_with_tools(
         self, tools: Sequence[ToolSpec] | Sequence[Mapping[str, Any]], system_prompt: str = ""
     ) -> list[dict[str, Any]]:
-        """The messages that offer `tools`, to be put before a conversation; rendered as the chat template does it."""
+        """The messages that offer `tools`, to be put before a conversation; rendered as the chat
+        template does it.
+        """
         if not self.format.abilities.tools:
-            raise UnsupportedError(f"renderer {self.name} has no form for tools; use qwen3, qwen3_instruct or chatml")
+            raise UnsupportedError(
+                f"renderer {self.name} has no form for tools; use qwen3, qwen3_instruct or chatml"
+            )
         if not tools:
-            raise ValueError("tools is empty; give at least one {'name': ..., 'description': ..., 'parameters': ...}")
+            raise ValueError(
+                "tools is empty; give at least one {'name': ..., 'description': ..., 'parameters': ...}"
+            )
         for number, tool in enumerate(tools):
             tool_json(tool, f"tools[{number}]")
         return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
 
     def _ending(self, message: Checked, sampled: list[int]) -> Ending | None:
-        """How a sampled message ends; None if what it ends with cannot be followed by another message."""
+        """How a sampled message ends; None if what it ends with cannot be followed by another
+        message.
+        """
         [stop] = self.get_stop_sequences()
         ends = eos_ids(self.codec)
         if isinstance(stop, int):
@@ -233,7 +291,8 @@ class Renderer:
         header = self.codec.encode(turn.header, after)
         if turn.sampled:
             return header, self.codec.encode(turn.output, _last(header) if header else after)
-        # A token may span the border (a line break of the header and one of the text); it counts to the text.
+        # A token may span the border (a line break of the header and one of the text); it counts to
+        # the text.
         whole = self.codec.encode((*turn.header, *turn.output), after)
         border = 0
         while border < len(header) and whole[border] == header[border]:

@@ -1,9 +1,10 @@
-r"""`User: ...\n\nAssistant: ...\n\n`: a transcript that any language model can continue; made for base models.
+r"""`User: ...\n\nAssistant: ...\n\n`: a transcript that any language model can continue; made for
+base models.
 
-Roles are words, so text that contains `\n\nUser:` looks like a turn; prompts may contain it (few-shot examples do),
-but an answer that is trained on may not, since it would teach the model to stop in the middle. A model stops by
-writing the next `User:`, therefore the last assistant message of a supervised example is followed by these tokens,
-trained with it.
+Roles are words, so text that contains `\n\nUser:` looks like a turn; prompts may contain it
+(few-shot examples do), but an answer that is trained on may not, since it would teach the model to
+stop in the middle. A model stops by writing the next `User:`, therefore the last assistant message
+of a supervised example is followed by these tokens, trained with it.
 """
 
 from collections.abc import Sequence
@@ -61,7 +62,11 @@ class RoleColon:
 
     def _turn(self, index: int, message: Checked) -> Turn:
         stops_early = message.role == "assistant" and STOP in message.text
-        reason = f"its text contains the stop sequence {STOP!r}; remove that from the answer" if stops_early else None
+        reason = (
+            f"its text contains the stop sequence {STOP!r}; remove that from the answer"
+            if stops_early
+            else None
+        )
         return Turn(
             header=self.suffix((), message.role),
             output=(f" {message.text}\n\n",),

@@ -1,8 +1,8 @@
 """What a model's own chat template says: rendered with probe conversations, never read as text.
 
-Templates are programs; two spellings can mean the same. So a default system message is taken from what a template
-writes, and the renderer of a local model is the one whose text equals the template's on the probes. Templates run in
-jinja2's sandbox, as `transformers` runs them.
+Templates are programs; two spellings can mean the same. So a default system message is taken from
+what a template writes, and the renderer of a local model is the one whose text equals the
+template's on the probes. Templates run in jinja2's sandbox, as `transformers` runs them.
 """
 
 import json
@@ -33,16 +33,29 @@ PROBES: tuple[tuple[Sequence[Mapping[str, str]], bool], ...] = (
 
 
 def render_template(
-    template: str, messages: Sequence[Mapping[str, Any]], prompt: bool, bos_token: str = "", **names: Any
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: bool,
+    bos_token: str = "",
+    **names: Any,
 ) -> str:
-    """The text that a chat template makes; DamagedFileError if it is no valid template or refuses the messages."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    """The text that a chat template makes; DamagedFileError if it is no valid template or refuses
+    the messages.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
+    )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(template).render(
-            messages=[dict(message) for message in messages], add_generation_prompt=prompt, bos_token=bos_token, **names
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=prompt,
+            bos_token=bos_token,
+            **names,
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise DamagedFileError(
@@ -61,7 +74,11 @@ def chat_template_of(tokenizer: Any) -> str | None:
 
 def choose_template(template: Any) -> str | None:
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, Mapping)
+        }
     if isinstance(template, Mapping):
         template = template.get("default")
     return template if isinstance(template, str) else None
@@ -82,13 +99,16 @@ def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> 
     for messages, prompt in PROBES:
         ours = format_text(chat_format, messages, prompt)
         theirs = render_template(template, messages, prompt, bos_token)
-        # After the last message a ChatML template writes a line break, which here begins the next header.
+        # After the last message a ChatML template writes a line break, which here begins the next
+        # header.
         if theirs not in ((ours,) if prompt else (ours, ours + "\n")):
             return False
     return True
 
 
-def format_text(chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+def format_text(
+    chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]], prompt: bool
+) -> str:
     """What a format writes, as text."""
     checked = read_messages(messages, chat_format.abilities, type(chat_format).__name__)
     pieces = list(chat_format.opening())

@@ -1,10 +1,10 @@
 """How a sampled message ended.
 
-`bool(termination)` is `is_clean`. Callers of older interfaces get a success flag in this seat and write `if not ok:`;
-an enum that is always true would silently pass every truncated answer as good, and an exception there would end a run
-for a habit. What "clean" means is the same as in those callers: the message is whole, whether the model closed it
-with the format's stop sequence or, as base models do, with its end-of-sequence token. Ask `is_stop_sequence` for the
-stricter test.
+`bool(termination)` is `is_clean`. Callers of older interfaces get a success flag in this seat and
+write `if not ok:`; an enum that is always true would silently pass every truncated answer as good,
+and an exception there would end a run for a habit. What "clean" means is the same as in those
+callers: the message is whole, whether the model closed it with the format's stop sequence or, as
+base models do, with its end-of-sequence token. Ask `is_stop_sequence` for the stricter test.
 """
 
 from collections.abc import Sequence

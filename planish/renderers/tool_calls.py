@@ -1,8 +1,9 @@
-"""Tool calls as the Qwen families write them: JSON between `<tool_call>` tags, results between `<tool_response>` tags.
+"""Tool calls as the Qwen families write them: JSON between `<tool_call>` tags, results between
+`<tool_response>` tags.
 
-Arguments travel as the text of a JSON object, so that what a model wrote is rendered again as it was. A call that is
-no valid JSON of this form becomes an entry of `unparsed_tool_calls` with its text and the error, never an exception:
-what a model writes is data.
+Arguments travel as the text of a JSON object, so that what a model wrote is rendered again as it
+was. A call that is no valid JSON of this form becomes an entry of `unparsed_tool_calls` with its
+text and the error, never an exception: what a model writes is data.
 """
 
 import json
@@ -43,7 +44,9 @@ def tools_pieces(system: str, tools: Sequence[str]) -> tuple[Piece, ...]:
 
 
 def call_pieces(message: Checked) -> list[Piece]:
-    """An assistant message's calls, as they follow its text; unparsed ones as they were written, at the end."""
+    """An assistant message's calls, as they follow its text; unparsed ones as they were written, at
+    the end.
+    """
     pieces: list[Piece] = []
     for number, (name, arguments) in enumerate(message.calls):
         separator = "\n" if number or message.text else ""
@@ -74,14 +77,22 @@ def read_calls(pieces: Sequence[Piece]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     unparsed: list[dict[str, str]] = []
     while start < len(pieces):
-        end = next((at for at in range(start + 1, len(pieces)) if pieces[at] in (CALL, CALL_END)), len(pieces))
+        end = next(
+            (at for at in range(start + 1, len(pieces)) if pieces[at] in (CALL, CALL_END)),
+            len(pieces),
+        )
         inner = as_text(pieces[start + 1 : end])
         closed = end < len(pieces) and pieces[end] == CALL_END
         call, error = _read_call(inner) if closed else (None, "the call is not closed")
         if call is not None:
             calls.append(call)
         else:
-            unparsed.append({"raw_text": CALL.text + inner + (CALL_END.text if closed else ""), "error": str(error)})
+            unparsed.append(
+                {
+                    "raw_text": CALL.text + inner + (CALL_END.text if closed else ""),
+                    "error": str(error),
+                }
+            )
         after = end + 1 if closed else end
         start = next((at for at in range(after, len(pieces)) if pieces[at] == CALL), len(pieces))
         texts.append(as_text(pieces[after:start]).strip())
@@ -111,7 +122,9 @@ def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
     plain = PLAIN_CALL.fullmatch(inner)
     # With further keys or doubled names the pattern may match more than the arguments.
     verbatim = (
-        plain.group(1) if plain and set(call) == {"name", "arguments"} and _same(plain.group(1), arguments) else None
+        plain.group(1)
+        if plain and set(call) == {"name", "arguments"} and _same(plain.group(1), arguments)
+        else None
     )
     text = verbatim if verbatim is not None else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", "function": {"name": name, "arguments": text}}, None

@@ -28,10 +28,14 @@ def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
 
 
 def trained_messages(messages: Sequence[Checked], what: TrainOnWhat) -> list[bool]:
-    """One flag a message; ValueError if none would be trained or `trainable` is where it should not be."""
+    """One flag a message; ValueError if none would be trained or `trainable` is where it should not
+    be.
+    """
     _check_trainable(messages, what)
     assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    last_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+    last_user = max(
+        (index for index, message in enumerate(messages) if message.role == "user"), default=-1
+    )
     chosen: set[int] = set()
     match what:
         case TrainOnWhat.LAST_ASSISTANT_MESSAGE:
@@ -43,7 +47,11 @@ def trained_messages(messages: Sequence[Checked], what: TrainOnWhat) -> list[boo
         case TrainOnWhat.ALL_MESSAGES | TrainOnWhat.ALL_TOKENS:
             chosen = set(range(len(messages)))
         case TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES:
-            chosen = {index for index, message in enumerate(messages) if message.role in ("user", "system")}
+            chosen = {
+                index
+                for index, message in enumerate(messages)
+                if message.role in ("user", "system")
+            }
         case TrainOnWhat.CUSTOMIZED:
             chosen = {index for index, message in enumerate(messages) if message.trainable}
     if not chosen:

@@ -1,1 +1,3 @@
-"""Reinforcement learning on top of the primitives: environments, rollouts, advantages, one training loop, run files."""
+"""Reinforcement learning on top of the primitives: environments, rollouts, advantages, one training
+loop, run files.
+"""

@@ -1,4 +1,6 @@
-"""The options of a training run. Names and defaults are those of the public cookbooks; what is added is marked by its doc."""
+"""The options of a training run. Names and defaults are those of the public cookbooks; what is
+added is marked by its doc.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,9 @@ class KLReferenceConfig:
     """The policy that the KL penalty pulls to."""
 
     base_model: str
-    load_checkpoint_path: str | None = chz.field(default=None, doc="a checkpoint; none = the base model itself")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="a checkpoint; none = the base model itself"
+    )
 
 
 @chz.chz
@@ -34,15 +38,21 @@ class AsyncConfig:
     max_steps_off_policy: int = chz.field(
         doc="most training steps between the weights that played a group and its step"
     )
-    groups_per_batch: int | None = chz.field(default=None, doc="groups a training step; none = the data set's batches")
+    groups_per_batch: int | None = chz.field(
+        default=None, doc="groups a training step; none = the data set's batches"
+    )
 
 
 @chz.chz
 class StreamMinibatchConfig:
-    """Gradients are computed on groups that are done while others of the batch are still being played."""
+    """Gradients are computed on groups that are done while others of the batch are still being
+    played.
+    """
 
     num_minibatches: int = chz.field(doc="parts of a substep; each is one forward_backward")
-    groups_per_batch: int | None = chz.field(default=None, doc="groups a training step; none = the data set's batches")
+    groups_per_batch: int | None = chz.field(
+        default=None, doc="groups a training step; none = the data set's batches"
+    )
 
 
 @chz.chz
@@ -65,7 +75,9 @@ class Config:
     deterministic: bool | None = chz.field(default=None, doc="as in ServiceClient")
 
     # one step
-    temperature: float = chz.field(default=1.0, doc="of sampling; the loss is computed at the same one")
+    temperature: float = chz.field(
+        default=1.0, doc="of sampling; the loss is computed at the same one"
+    )
     advantage: str = chz.field(default="mean", doc=f"one of {', '.join(ADVANTAGES)}")
     remove_constant_reward_groups: bool = False
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
@@ -86,7 +98,9 @@ class Config:
     stream_minibatch_config: StreamMinibatchConfig | None = None
     rollout_error_tolerance: bool | RolloutStrategy | None = None
     termination: TerminationRewardPolicy | None = None
-    rollout_processes: int = chz.field(default=0, doc="processes that play environments; 0 = this one")
+    rollout_processes: int = chz.field(
+        default=0, doc="processes that play environments; 0 = this one"
+    )
 
     # tests
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
@@ -95,14 +109,22 @@ class Config:
 
     # files
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    rolling_save_every: int = chz.field(default=0, doc="steps between short-lived checkpoints; 0 = none")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    rolling_save_every: int = chz.field(
+        default=0, doc="steps between short-lived checkpoints; 0 = none"
+    )
     rolling_ttl_seconds: int = 7200
     num_groups_to_log: int = chz.field(default=4, doc="groups shown whole in the reports")
     rollout_json_export: bool = True
-    rollout_layout: Literal["flat", "folders"] = chz.field(default="flat", doc="one directory, or one an iteration")
+    rollout_layout: Literal["flat", "folders"] = chz.field(
+        default="flat", doc="one directory, or one an iteration"
+    )
     enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
-    loggers: Sequence[str] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    loggers: Sequence[str] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
     wandb_project: str | None = None
     wandb_name: str | None = None
 
@@ -114,7 +136,11 @@ class Config:
     @property
     def groups_per_batch(self) -> int | None:
         """Groups a step where they are not the data set's."""
-        sizes = {part.groups_per_batch for part in (self.async_config, self.stream_minibatch_config) if part} - {None}
+        sizes = {
+            part.groups_per_batch
+            for part in (self.async_config, self.stream_minibatch_config)
+            if part
+        } - {None}
         if len(sizes) > 1:
             raise UserError(
                 "groups_per_batch differs between async_config and stream_minibatch_config; give one number"
@@ -137,8 +163,12 @@ MAY_CHANGE = (
 
 
 def may_change(config: Config) -> tuple[str, ...]:
-    """Options that may differ when a run is resumed. A rate that falls until the last step fixes that step."""
-    return (*MAY_CHANGE, "max_steps", "num_epochs") if config.lr_schedule == "constant" else MAY_CHANGE
+    """Options that may differ when a run is resumed. A rate that falls until the last step fixes
+    that step.
+    """
+    return (
+        (*MAY_CHANGE, "max_steps", "num_epochs") if config.lr_schedule == "constant" else MAY_CHANGE
+    )
 
 
 def check(config: Config) -> None:
@@ -146,7 +176,9 @@ def check(config: Config) -> None:
     check_all_but_reference(config)
     _check_reference(config)
     if config.advantage == "none" and config.kl_penalty_coef == 0:
-        raise UserError("advantage=none with kl_penalty_coef=0: nothing would be learned; give one of them")
+        raise UserError(
+            "advantage=none with kl_penalty_coef=0: nothing would be learned; give one of them"
+        )
 
 
 def check_all_but_reference(config: Config) -> None:
@@ -170,7 +202,10 @@ def check_all_but_reference(config: Config) -> None:
         "num_substeps": (config.num_substeps >= 1, "a whole number of at least 1"),
         "grad_clip_norm": (0 <= config.grad_clip_norm < math.inf, "0 or more"),
         "num_epochs": (config.num_epochs >= 1, "a whole number of at least 1"),
-        "max_steps": (config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
+        "max_steps": (
+            config.max_steps is None or config.max_steps >= 1,
+            "a whole number of at least 1",
+        ),
         "eval_every": (config.eval_every >= 0, "a whole number, 0 for never"),
         "save_every": (config.save_every >= 0, "a whole number, 0 for only the last"),
         "rolling_save_every": (config.rolling_save_every >= 0, "a whole number, 0 for none"),
@@ -181,17 +216,24 @@ def check_all_but_reference(config: Config) -> None:
         "rollout_processes": (config.rollout_processes >= 0, "a whole number, 0 for this process"),
         "kl_discount_factor": (0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
         "kl_penalty_coef": (0 <= config.kl_penalty_coef < math.inf, "0 or more"),
-        "groups_per_batch": (config.groups_per_batch is None or config.groups_per_batch >= 1, "at least 1"),
+        "groups_per_batch": (
+            config.groups_per_batch is None or config.groups_per_batch >= 1,
+            "at least 1",
+        ),
     }
     for name, (holds, remedy) in rules.items():
         if not holds:
             raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
     if config.lag < 0:
-        raise UserError(f"max_steps_off_policy={config.lag}: give a whole number, 0 for synchronous")
+        raise UserError(
+            f"max_steps_off_policy={config.lag}: give a whole number, 0 for synchronous"
+        )
     complete_config(config.loss_fn, config.loss_fn_config)
     stream = config.stream_minibatch_config
     if stream is not None and stream.num_minibatches < 1:
-        raise UserError(f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1")
+        raise UserError(
+            f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1"
+        )
     require_loggers(config.loggers)
     strategy_from(config.rollout_error_tolerance)
     _check_unused(config)
@@ -199,8 +241,12 @@ def check_all_but_reference(config: Config) -> None:
 
 def _check_unused(config: Config) -> None:
     """UserError for options that nothing would read."""
-    if (config.wandb_project or config.wandb_name) and not {"wandb", "trackio"} & set(config.loggers):
-        raise UserError("wandb_project and wandb_name are for W&B and Trackio; give loggers=wandb or trackio too")
+    if (config.wandb_project or config.wandb_name) and not {"wandb", "trackio"} & set(
+        config.loggers
+    ):
+        raise UserError(
+            "wandb_project and wandb_name are for W&B and Trackio; give loggers=wandb or trackio too"
+        )
     if config.evaluator_builders and config.eval_every == 0:
         raise UserError(
             "evaluator_builders with eval_every=0: they would never run; give eval_every, the steps between"
@@ -210,12 +256,18 @@ def _check_unused(config: Config) -> None:
 def _check_reference(config: Config) -> None:
     if config.kl_penalty_coef == 0:
         if config.kl_reference_config is not None:
-            raise UserError("kl_reference_config is given, but kl_penalty_coef is 0; give a coefficient such as 0.01")
+            raise UserError(
+                "kl_reference_config is given, but kl_penalty_coef is 0; give a coefficient such as 0.01"
+            )
         if config.kl_discount_factor != 0:
-            raise UserError("kl_discount_factor is given, but kl_penalty_coef is 0; give a coefficient such as 0.01")
+            raise UserError(
+                "kl_discount_factor is given, but kl_penalty_coef is 0; give a coefficient such as 0.01"
+            )
         return
     if config.kl_reference_config is None:
-        raise UserError(f"kl_penalty_coef={config.kl_penalty_coef} needs kl_reference_config: the policy to stay near")
+        raise UserError(
+            f"kl_penalty_coef={config.kl_penalty_coef} needs kl_reference_config: the policy to stay near"
+        )
     if config.temperature != 1.0:
         raise UnsupportedError(
             f"kl_penalty_coef with temperature={config.temperature}: reference logprobs are those at temperature 1; "

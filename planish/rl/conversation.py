@@ -1,14 +1,15 @@
 """The conversation of an episode, as messages and as the tokens of the policy's prompt.
 
-Tokens are the truth: what the policy wrote stays in later prompts as it was written. Rendering the parsed messages again
-could give other tokens for the same text (a model may spell a word in pieces that the tokenizer would join) or another
-text (blanks around a tool call), and then the policy would be trained on positions that it never saw, and an episode of T
-turns would be T training sequences instead of one. So a prompt is the prompt before it, the sampled tokens, and the
-rendering of what is new (`Renderer.build_continuation`).
+Tokens are the truth: what the policy wrote stays in later prompts as it was written. Rendering the
+parsed messages again could give other tokens for the same text (a model may spell a word in pieces
+that the tokenizer would join) or another text (blanks around a tool call), and then the policy
+would be trained on positions that it never saw, and an episode of T turns would be T training
+sequences instead of one. So a prompt is the prompt before it, the sampled tokens, and the rendering
+of what is new (`Renderer.build_continuation`).
 
-That holds only while history is append-only. It is rendered anew where the format rewrites history (thinking that is
-left out of earlier turns), where the environment gives back other messages than it had, and where the answer ended so
-that nothing can follow it.
+That holds only while history is append-only. It is rendered anew where the format rewrites history
+(thinking that is left out of earlier turns), where the environment gives back other messages than
+it had, and where the answer ended so that nothing can follow it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,24 +27,34 @@ class Conversation:
         self.tokens = renderer.build_generation_prompt(self.messages).to_ints()
         self._renderer = renderer
         self._known = deepcopy(self.messages)
-        """The messages as the environment gave them last; without those that were put in by `insert`. A copy, since an
-        environment may edit its history in place."""
+        """The messages as the environment gave them last; without those that were put in by
+        `insert`. A copy, since an environment may edit its history in place.
+        """
         self._tool_calls = 0
 
     def numbered(self, answer: Mapping[str, Any]) -> Message:
-        """A parsed answer with an id for each tool call that has none, by which its result is known."""
+        """A parsed answer with an id for each tool call that has none, by which its result is
+        known.
+        """
         calls = answer.get("tool_calls")
         if not calls:
             return cast(Message, answer)
         first = self._tool_calls
         self._tool_calls += len(calls)
-        numbered = [{**call, "id": call.get("id") or f"call_{first + number}"} for number, call in enumerate(calls)]
+        numbered = [
+            {**call, "id": call.get("id") or f"call_{first + number}"}
+            for number, call in enumerate(calls)
+        ]
         return cast(Message, {**answer, "tool_calls": numbered})
 
     def replies(self, answer: Message, messages: Sequence[Message]) -> list[Message] | None:
-        """What follows the policy's answer in the environment's whole conversation; None if history is another now."""
+        """What follows the policy's answer in the environment's whole conversation; None if history
+        is another now.
+        """
         expected = [*self._known, answer]
-        return list(messages[len(expected) :]) if list(messages[: len(expected)]) == expected else None
+        return (
+            list(messages[len(expected) :]) if list(messages[: len(expected)]) == expected else None
+        )
 
     def update(self, answer: Message, sampled: Sequence[int], messages: Sequence[Message]) -> None:
         """Take the environment's whole conversation after the policy's answer."""

@@ -21,7 +21,9 @@ class Counters:
     @classmethod
     def of(cls, record: CheckpointRecord | None) -> Self:
         extra = record.extra if record else {}
-        return cls(Counter(extra.get("cumulative_tokens", {})), Counter(extra.get("rollout_errors", {})))
+        return cls(
+            Counter(extra.get("cumulative_tokens", {})), Counter(extra.get("rollout_errors", {}))
+        )
 
     def row(self) -> dict[str, dict[str, int]]:
         return {"cumulative_tokens": dict(self.tokens), "rollout_errors": dict(self.errors)}
@@ -33,7 +35,9 @@ class Counters:
         data_D: Sequence[TrainingSequence],
         errors_of_dropped: Sequence[RolloutError] = (),
     ) -> None:
-        """One step: the groups that were not dropped, all it had, what was trained on, and what failed in those dropped."""
+        """One step: the groups that were not dropped, all it had, what was trained on, and what
+        failed in those dropped.
+        """
         trained = sum(len(sequence.tokens_N) - 1 for sequence in data_D)
         self.step_tokens = Counter({**token_counts(rollouts), "trained": trained})
         self.tokens.update(self.step_tokens)

@@ -1,10 +1,12 @@
 """From trajectories to training data.
 
-Legend: P groups, G trajectories of a group, T turns of a trajectory, N tokens of a sequence, D sequences.
+Legend: P groups, G trajectories of a group, T turns of a trajectory, N tokens of a sequence, D
+sequences.
 
-A trajectory becomes one sequence as long as each observation begins with everything before it (the sequence-extension
-rule), and a new one begins where it does not. Sampled tokens and their logprobs are taken as they are; nothing is
-tokenised again. Rewards, advantages and masks stay with the sequence they belong to, in one object.
+A trajectory becomes one sequence as long as each observation begins with everything before it (the
+sequence-extension rule), and a new one begins where it does not. Sampled tokens and their logprobs
+are taken as they are; nothing is tokenised again. Rewards, advantages and masks stay with the
+sequence they belong to, in one object.
 """
 
 from collections.abc import Sequence
@@ -34,8 +36,9 @@ class TrainingSequence:
     """As `EnvGroupBuilder.teacher` says"""
 
     def datum(self, loss_fn: str) -> Datum:
-        """What the trainer is sent: position i reads token i and is scored on token i + 1. The mask goes along only where the
-        loss would otherwise count observed tokens."""
+        """What the trainer is sent: position i reads token i and is scored on token i + 1. The mask
+        goes along only where the loss would otherwise count observed tokens.
+        """
         inputs = {
             "target_tokens": self.tokens_N[1:],
             "logprobs": self.logprobs_N[1:],
@@ -72,7 +75,9 @@ def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[Trainin
     return data
 
 
-def _sequence(tokens: list[int], parts: Sequence[tuple[int, Transition]], advantage: float) -> TrainingSequence:
+def _sequence(
+    tokens: list[int], parts: Sequence[tuple[int, Transition]], advantage: float
+) -> TrainingSequence:
     logprobs_N = np.zeros(len(tokens), np.float32)
     mask_N = np.zeros(len(tokens), np.float32)
     start = 0
@@ -84,16 +89,22 @@ def _sequence(tokens: list[int], parts: Sequence[tuple[int, Transition]], advant
             mask_N[start:end] = 1.0
         start = end
     assert start == len(tokens)
-    return TrainingSequence(np.asarray(tokens, np.int64), logprobs_N, mask_N * np.float32(advantage), mask_N)
+    return TrainingSequence(
+        np.asarray(tokens, np.int64), logprobs_N, mask_N * np.float32(advantage), mask_N
+    )
 
 
-def compute_advantages(groups_P: Sequence[TrajectoryGroup], estimator: str = "mean") -> list[list[float]]:
+def compute_advantages(
+    groups_P: Sequence[TrajectoryGroup], estimator: str = "mean"
+) -> list[list[float]]:
     """Advantages [P][G] by one of `ADVANTAGES`."""
     return [ADVANTAGES[estimator](group.get_total_rewards()) for group in groups_P]
 
 
 def assemble_training_data(
-    groups_P: Sequence[TrajectoryGroup], advantages_P: Sequence[Sequence[float]], teacher: str | None = None
+    groups_P: Sequence[TrajectoryGroup],
+    advantages_P: Sequence[Sequence[float]],
+    teacher: str | None = None,
 ) -> list[TrainingSequence]:
     """The sequences of all trajectories, in order."""
     return [

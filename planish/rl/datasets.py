@@ -1,7 +1,8 @@
 """Data sets made of problems, or of other data sets.
 
-Every one of them is a function of the index: the same index gives the same batch in each process, so a run can be resumed
-at any of them. Nothing is remembered but what is cheap to make again, and no builder: one that keeps what it opened may be in one group only.
+Every one of them is a function of the index: the same index gives the same batch in each process,
+so a run can be resumed at any of them. Nothing is remembered but what is cheap to make again, and
+no builder: one that keeps what it opened may be in one group only.
 """
 
 import bisect
@@ -25,8 +26,9 @@ P = TypeVar("P")
 class ProblemDataset(RLDataset, Generic[P]):
     """A list of problems, each of which becomes a group by `make_group`.
 
-    Batches go on from one epoch to the next, so only the very last can be smaller than the others. With a seed each epoch has
-    an order of its own; the first one is that of `datasets.Dataset.shuffle(seed)`, in which published runs see their data.
+    Batches go on from one epoch to the next, so only the very last can be smaller than the others.
+    With a seed each epoch has an order of its own; the first one is that of
+    `datasets.Dataset.shuffle(seed)`, in which published runs see their data.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class ProblemDataset(RLDataset, Generic[P]):
         self.groups_per_batch = groups_per_batch
         self.num_epochs = num_epochs
         self.shuffle_seed = shuffle_seed
-        self._order = lru_cache(maxsize=2)(self._make_order)  # a batch touches two epochs at most, as a rule
+        # a batch touches two epochs at most, as a rule
+        self._order = lru_cache(maxsize=2)(self._make_order)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         _check_index(index, len(self))
@@ -103,17 +106,22 @@ class EpochCycledRLDataset(RLDataset):
 class GroupSequence:
     """The groups of a data set by their places.
 
-    All batches must have as many groups as the first but the last, which may have fewer; UserError names one that has not. So
-    the place of a group is known without the batches before it, and none is made but the first, the last and those asked for.
+    All batches must have as many groups as the first but the last, which may have fewer; UserError
+    names one that has not. So the place of a group is known without the batches before it, and none
+    is made but the first, the last and those asked for.
     """
 
     def __init__(self, dataset: RLDataset) -> None:
         if len(dataset) == 0:
-            raise UserError(f"{type(dataset).__name__} has no batches; give a data set with at least one")
+            raise UserError(
+                f"{type(dataset).__name__} has no batches; give a data set with at least one"
+            )
         self.dataset = dataset
         self._size = len(dataset.get_batch(0))
         if self._size == 0:
-            raise UserError(f"batch 0 of {type(dataset).__name__} has no groups; give at least one in each")
+            raise UserError(
+                f"batch 0 of {type(dataset).__name__} has no groups; give at least one in each"
+            )
         last = len(dataset) - 1
         self._len = last * self._size + len(self._batch(last))
 
@@ -157,7 +165,9 @@ class RebatchedRLDataset(RLDataset):
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         _check_index(index, len(self))
         first = index * self.groups_per_batch
-        return self._groups.groups_at(range(first, min(first + self.groups_per_batch, len(self._groups))))
+        return self._groups.groups_at(
+            range(first, min(first + self.groups_per_batch, len(self._groups)))
+        )
 
     def __len__(self) -> int:
         return -(-len(self._groups) // self.groups_per_batch)
@@ -166,9 +176,10 @@ class RebatchedRLDataset(RLDataset):
 class InterleavedRLDataset(RLDataset):
     """Batches that mix the groups of several data sets, in the proportion of `weights`.
 
-    Places are dealt out by Sainte-Laguë: each goes to the source with the largest weight / (2 x places so far + 1), so that
-    after any number of batches none of n sources is more than (n - 1) / 2 places from its share, or half a one. Within a batch the places are shuffled
-    by (seed, index). A source's groups come in its own order, and again from its first when it has run out.
+    Places are dealt out by Sainte-Laguë: each goes to the source with the largest weight / (2 x
+    places so far + 1), so that after any number of batches none of n sources is more than (n - 1) /
+    2 places from its share, or half a one. Within a batch the places are shuffled by (seed, index).
+    A source's groups come in its own order, and again from its first when it has run out.
     """
 
     def __init__(
@@ -193,7 +204,9 @@ class InterleavedRLDataset(RLDataset):
         places = self._places[first : first + self.groups_per_batch]
         groups_of = []
         for number, source in enumerate(self._sources):
-            groups_of.append(iter(source.groups_at([rank % len(source) for s, rank in places if s == number])))
+            groups_of.append(
+                iter(source.groups_at([rank % len(source) for s, rank in places if s == number]))
+            )
         groups = [next(groups_of[source]) for source, _ in places]
         order = random.Random(f"{self.seed}:{index}").sample(range(len(places)), len(places))
         return [groups[place] for place in order]
@@ -222,13 +235,16 @@ class ConcatenatedRLDataset(RLDataset):
 class InterleavedRLDatasetBuilder(RLDatasetBuilder):
     """Several data sets as one: `InterleavedRLDataset` of their training sets.
 
-    The test set is all their test sets, whole, one after the other, whatever the weights; metrics by tag tell them apart.
+    The test set is all their test sets, whole, one after the other, whatever the weights; metrics
+    by tag tell them apart.
     """
 
     sources: Sequence[RLDatasetBuilder]
     groups_per_batch: int
     total_batches: int
-    weights: Sequence[float] | None = chz.field(default=None, doc="shares of the sources; none = all alike")
+    weights: Sequence[float] | None = chz.field(
+        default=None, doc="shares of the sources; none = all alike"
+    )
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -237,7 +253,11 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
         pairs = [await source() for source in self.sources]
         tests = [test for _, test in pairs if test is not None]
         train = InterleavedRLDataset(
-            [train for train, _ in pairs], weights, self.groups_per_batch, self.total_batches, self.seed
+            [train for train, _ in pairs],
+            weights,
+            self.groups_per_batch,
+            self.total_batches,
+            self.seed,
         )
         return train, ConcatenatedRLDataset(tests) if tests else None
 
@@ -258,10 +278,14 @@ def check_weights(sources: Sequence[object], weights: Sequence[float]) -> None:
     if not sources:
         raise UserError("sources is empty; give at least one data set")
     if len(weights) != len(sources):
-        raise UserError(f"there are {len(sources)} sources and {len(weights)} weights; give one weight for each source")
+        raise UserError(
+            f"there are {len(sources)} sources and {len(weights)} weights; give one weight for each source"
+        )
     for weight in weights:
         if not 0 < weight < float("inf"):
-            raise UserError(f"weights={list(weights)}: give finite numbers above 0, or leave the source out")
+            raise UserError(
+                f"weights={list(weights)}: give finite numbers above 0, or leave the source out"
+            )
 
 
 def _at_least_one(**counts: int) -> None:

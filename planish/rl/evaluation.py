@@ -15,7 +15,9 @@ from planish.rl.types import EnvGroupBuilder, RLDataset
 
 
 class RLTestSetEvaluator(SamplingClientEvaluator):
-    """Plays every group of a data set once; answers NAME/env/all/... as training answers env/all/..."""
+    """Plays every group of a data set once; answers NAME/env/all/... as training answers
+    env/all/...
+    """
 
     def __init__(
         self,
@@ -33,7 +35,9 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         self.temperature = temperature
         self.num_groups_to_log = num_groups_to_log
         self.seed = seed
-        self.builders = [builder for index in range(len(dataset)) for builder in dataset.get_batch(index)]
+        self.builders = [
+            builder for index in range(len(dataset)) for builder in dataset.get_batch(index)
+        ]
 
     async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
         player = GroupPlayer(FailFast(), termination=None)
@@ -47,8 +51,12 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         sampler_step: int | None = None,
         playing: Stage | None = None,
     ) -> list[GroupRollout]:
-        """The rollouts of all groups that were not dropped, in order. `context_window`: as in TinkerTokenCompleter."""
-        policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature, context_window)
+        """The rollouts of all groups that were not dropped, in order. `context_window`: as in
+        TinkerTokenCompleter.
+        """
+        policy = TinkerTokenCompleter(
+            sampling_client, self.max_tokens, self.temperature, context_window
+        )
 
         async def one(group_idx: int, builder: EnvGroupBuilder) -> GroupRollout | None:
             return await player.play(
@@ -68,5 +76,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
     def metrics(self, groups: Sequence[GroupRollout]) -> dict[str, float]:
         """Of the groups that were played to their end, and how many were not, if any."""
         skipped = len(self.builders) - len(groups)
-        metrics = environment_metrics(groups) | ({"rollout_errors/groups_skipped": skipped} if skipped else {})
+        metrics = environment_metrics(groups) | (
+            {"rollout_errors/groups_skipped": skipped} if skipped else {}
+        )
         return {f"{self.name}/{key}": value for key, value in metrics.items()}

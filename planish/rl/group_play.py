@@ -1,13 +1,14 @@
 """The trajectories of one group, played at once under the rules of a strategy.
 
-A failed trajectory is played again in the environment at its place in a fresh group: `make_envs` is called again on the same
-builder, never twice at a time, and what else it made is left unplayed. So a builder that keeps what it made must keep all of
-it for `cleanup`, which comes once, at the very end. Environments that play with each other have no meaning one by one: a
-builder with `plays_together = True` has all of its environments cancelled and made anew when one of them fails, and its group
-is never a smaller one.
+A failed trajectory is played again in the environment at its place in a fresh group: `make_envs` is
+called again on the same builder, never twice at a time, and what else it made is left unplayed. So
+a builder that keeps what it made must keep all of it for `cleanup`, which comes once, at the very
+end. Environments that play with each other have no meaning one by one: a builder with
+`plays_together = True` has all of its environments cancelled and made anew when one of them fails,
+and its group is never a smaller one.
 
-Draws of the first attempt are those of a run without failures; each further attempt has its own, since the same draws may
-lead to the same failure.
+Draws of the first attempt are those of a run without failures; each further attempt has its own,
+since the same draws may lead to the same failure.
 """
 
 import asyncio
@@ -61,14 +62,18 @@ class GroupPlay:
         self._making = asyncio.Lock()
 
     async def play(self) -> list[Played]:
-        """What was played to its end, in the order of the environments; raises if that is too little."""
+        """What was played to its end, in the order of the environments; raises if that is too
+        little.
+        """
         envs = await self.again(self._make_envs)
         self.rules = self.strategy.rules(len(envs))
         if plays_together(self.builder):
             return await self._play_together(envs)
         with lone_error():
             async with asyncio.TaskGroup() as tasks:
-                playing = [tasks.create_task(self._play_one(index, env)) for index, env in enumerate(envs)]
+                playing = [
+                    tasks.create_task(self._play_one(index, env)) for index, env in enumerate(envs)
+                ]
         return [played for task in playing if (played := task.result()) is not None]
 
     async def again(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -88,7 +93,9 @@ class GroupPlay:
                     env = (await self._make_envs())[index]
                 played = await self._attempt(index, env, attempt)
             except Exception as error:
-                if not self._takes_retry(error, is_needed=self._successful < self.rules.min_successful):
+                if not self._takes_retry(
+                    error, is_needed=self._successful < self.rules.min_successful
+                ):
                     return self._leave_out(error)
             else:
                 self._successful += 1
@@ -102,7 +109,10 @@ class GroupPlay:
                     envs = await self._make_envs()
                 with lone_error():
                     async with asyncio.TaskGroup() as tasks:
-                        playing = [tasks.create_task(self._attempt(i, env, attempt)) for i, env in enumerate(envs)]
+                        playing = [
+                            tasks.create_task(self._attempt(i, env, attempt))
+                            for i, env in enumerate(envs)
+                        ]
             except Exception as error:
                 if not self._takes_retry(error):
                     raise
@@ -114,7 +124,9 @@ class GroupPlay:
         title = f"Trajectory {index}" + (f", attempt {attempt + 1}" if attempt else "")
         with located(title, self.builder), logtree.scope_header(title):
             async with time_limit("per_rollout_timeout", self.rules.timeout_seconds):
-                trajectory = await do_single_rollout(self._policy(index, attempt), env, on_turn=self.on_turn)
+                trajectory = await do_single_rollout(
+                    self._policy(index, attempt), env, on_turn=self.on_turn
+                )
         return Played(trajectory, env)
 
     def _policy(self, index: int, attempt: int) -> TokenCompleter:
@@ -132,7 +144,9 @@ class GroupPlay:
         if not envs:
             raise UserError(f"{name} gave no environments; give at least one")
         if self._size is not None and len(envs) != self._size:
-            raise UserError(f"{name} gave {len(envs)} environments, and {self._size} before; give as many each time")
+            raise UserError(
+                f"{name} gave {len(envs)} environments, and {self._size} before; give as many each time"
+            )
         self._size = len(envs)
         return envs
 
@@ -149,7 +163,10 @@ class GroupPlay:
         """Raise the error of a trajectory if the group cannot do without it."""
         self._left_out += 1
         assert self._size is not None
-        if isinstance(error, EngineClosedError) or self._size - self._left_out < self.rules.min_successful:
+        if (
+            isinstance(error, EngineClosedError)
+            or self._size - self._left_out < self.rules.min_successful
+        ):
             raise error
 
 
@@ -164,13 +181,17 @@ def plays_together(builder: EnvGroupBuilder) -> bool:
 
 
 def named(builder: EnvGroupBuilder) -> str:
-    """A builder for an error message: its class, and the beginning of what it holds. Not for each group: it may take time."""
+    """A builder for an error message: its class, and the beginning of what it holds. Not for each
+    group: it may take time.
+    """
     return textwrap.shorten(repr(builder), 200, placeholder=" ...")
 
 
 @contextmanager
 def located(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
-    """Errors that leave the block say where in which group it was; so does what would have ended the program, or a task unseen."""
+    """Errors that leave the block say where in which group it was; so does what would have ended
+    the program, or a task unseen.
+    """
     try:
         with only_errors():
             yield
@@ -181,7 +202,9 @@ def located(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
 
 @contextmanager
 def lone_error() -> Iterator[None]:
-    """Of the errors of a task group the first is raised, as it is; the others followed from it, or would have been next."""
+    """Of the errors of a task group the first is raised, as it is; the others followed from it, or
+    would have been next.
+    """
     try:
         yield
     except BaseExceptionGroup as group:

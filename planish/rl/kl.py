@@ -1,12 +1,15 @@
-"""Distances between policies, estimated on the tokens that were sampled, and advantages that make them smaller.
+"""Distances between policies, estimated on the tokens that were sampled, and advantages that make
+them smaller.
 
-Legend: D sequences, N tokens of a sequence. For a sampled token, q is its logprob under the policy that sampled it and l that
-under the other one. v1 = mean(q - l) is unbiased for KL(sampler || other) and may be negative in a sample; v2 = mean((q -
-l)^2) / 2 has a bias but little variance (Schulman, "Approximating KL divergence", 2020).
+Legend: D sequences, N tokens of a sequence. For a sampled token, q is its logprob under the policy
+that sampled it and l that under the other one. v1 = mean(q - l) is unbiased for KL(sampler ||
+other) and may be negative in a sample; v2 = mean((q - l)^2) / 2 has a bias but little variance
+(Schulman, "Approximating KL divergence", 2020).
 
-A `Pull` adds coefficient * (centre - (q - l)) to the advantage of each trained token: what the other policy finds likelier than
-the one that sampled becomes likelier. It is a number for each token, so it is added after rewards were compared within their
-groups. The KL penalty of a run is a pull to one reference; on-policy distillation (planish/distillation) is one to teachers.
+A `Pull` adds coefficient * (centre - (q - l)) to the advantage of each trained token: what the
+other policy finds likelier than the one that sampled becomes likelier. It is a number for each
+token, so it is added after rewards were compared within their groups. The KL penalty of a run is a
+pull to one reference; on-policy distillation (planish/distillation) is one to teachers.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +30,18 @@ class Pull(Protocol):
     span: ClassVar[str]
     """Name of the time that it takes, in the metrics."""
 
-    async def __call__(self, data_D: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], Metrics]:
+    async def __call__(
+        self, data_D: Sequence[TrainingSequence]
+    ) -> tuple[list[TrainingSequence], Metrics]:
         """The same data with other advantages, and what is to be said of them."""
         ...
 
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """Keeps the policy near a reference. The mean of q - l over the batch is its centre, so it adds nothing on average."""
+    """Keeps the policy near a reference. The mean of q - l over the batch is its centre, so it adds
+    nothing on average.
+    """
 
     reference: Any
     """A sampling client."""
@@ -42,7 +49,9 @@ class KLPenalty:
     discount: float
     span: ClassVar[str] = "kl_vs_base"
 
-    async def __call__(self, data_D: Sequence[TrainingSequence]) -> tuple[list[TrainingSequence], Metrics]:
+    async def __call__(
+        self, data_D: Sequence[TrainingSequence]
+    ) -> tuple[list[TrainingSequence], Metrics]:
         gaps_D = await gaps(data_D, lambda sequence: self.reference)
         mean = mean_gap(data_D, gaps_D)
         if mean is None:
@@ -54,9 +63,15 @@ class KLPenalty:
         return pulled_D, {"kl_policy_base": mean}
 
 
-def kl_metrics(name: str, data_D: Sequence[TrainingSequence], outputs_D: Sequence[ForwardBackwardOutput]) -> Metrics:
-    """{name}_v1 and {name}_v2 of the sampler against the logprobs that the trainer answered; {} without tokens."""
-    trained_D = [tensors["logprobs"].to_numpy() for output in outputs_D for tensors in output.loss_fn_outputs]
+def kl_metrics(
+    name: str, data_D: Sequence[TrainingSequence], outputs_D: Sequence[ForwardBackwardOutput]
+) -> Metrics:
+    """{name}_v1 and {name}_v2 of the sampler against the logprobs that the trainer answered; {}
+    without tokens.
+    """
+    trained_D = [
+        tensors["logprobs"].to_numpy() for output in outputs_D for tensors in output.loss_fn_outputs
+    ]
     gaps = [
         (sequence.logprobs_N[1:] - trained)[sequence.mask_N[1:] > 0]
         for sequence, trained in zip(data_D, trained_D, strict=True)
@@ -67,13 +82,20 @@ def kl_metrics(name: str, data_D: Sequence[TrainingSequence], outputs_D: Sequenc
     return {f"{name}_v1": float(gap.mean()), f"{name}_v2": float(0.5 * np.square(gap).mean())}
 
 
-async def gaps(data_D: Sequence[TrainingSequence], policy_of: Callable[[TrainingSequence], Any]) -> list[np.ndarray]:
-    """d = (q - l) * mask, [D][N], with l at temperature 1 of the sampling client that `policy_of` gives."""
+async def gaps(
+    data_D: Sequence[TrainingSequence], policy_of: Callable[[TrainingSequence], Any]
+) -> list[np.ndarray]:
+    """d = (q - l) * mask, [D][N], with l at temperature 1 of the sampling client that `policy_of`
+    gives.
+    """
 
     async def gap(sequence: TrainingSequence) -> np.ndarray:
-        scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))  # from the first trained token on
+        # from the first trained token on
+        scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))
         tokens = ModelInput.from_ints(sequence.tokens_N)
-        scores = await policy_of(sequence).compute_logprobs_async(tokens, prompt_logprobs_last_n=scored)
+        scores = await policy_of(sequence).compute_logprobs_async(
+            tokens, prompt_logprobs_last_n=scored
+        )
         other_N = np.array([0.0 if score is None else score for score in scores], np.float32)
         return (sequence.logprobs_N - other_N) * sequence.mask_N
 
@@ -87,11 +109,17 @@ def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -
 
 
 def pulled(
-    sequence: TrainingSequence, gap_N: np.ndarray, coefficient: float, discount: float, *, centre: float = 0.0
+    sequence: TrainingSequence,
+    gap_N: np.ndarray,
+    coefficient: float,
+    discount: float,
+    *,
+    centre: float = 0.0,
 ) -> TrainingSequence:
     """The sequence with advantage += coefficient * mask * (centre - d).
 
-    With `discount` > 0 the term of a token is replaced by the discounted sum of those from it on, over the trained tokens.
+    With `discount` > 0 the term of a token is replaced by the discounted sum of those from it on,
+    over the trained tokens.
     """
     term_N = coefficient * sequence.mask_N * (centre - gap_N)
     if discount > 0:

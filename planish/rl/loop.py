@@ -2,13 +2,15 @@
 
 Legend: P groups of a batch, G trajectories of a group.
 
-Synchronous training is asynchronous training with no lag. Batches are played in the data set's order. That of step j
-begins as soon as the weights have seen at least j - `max_steps_off_policy` steps, and is trained on in step j, so no group is
-ever older than that bound, none is thrown away and none is played twice; the price is that a step waits for the slowest
-group of its own batch. With lag 0 this is: publish, play, train.
+Synchronous training is asynchronous training with no lag. Batches are played in the data set's
+order. That of step j begins as soon as the weights have seen at least j - `max_steps_off_policy`
+steps, and is trained on in step j, so no group is ever older than that bound, none is thrown away
+and none is played twice; the price is that a step waits for the slowest group of its own batch.
+With lag 0 this is: publish, play, train.
 
-A run is resumed at a step's beginning. The rows and files of a step are written before the checkpoint that follows it is
-recorded, and rows of steps behind the newest checkpoint are dropped at a start, since those steps are done again.
+A run is resumed at a step's beginning. The rows and files of a step are written before the
+checkpoint that follows it is recorded, and rows of steps behind the newest checkpoint are dropped
+at a start, since those steps are done again.
 """
 
 import asyncio
@@ -97,7 +99,9 @@ class Loop:
                 await self.make_steps()
         except Interrupted:
             await self.save_unless_saved()
-            self.progress.say(f"stopped after {self.done} of {self.steps} steps; the same command goes on from there")
+            self.progress.say(
+                f"stopped after {self.done} of {self.steps} steps; the same command goes on from there"
+            )
             return False
         except Exception as error:
             await self.rescue(error)
@@ -108,7 +112,10 @@ class Loop:
 
     async def make_steps(self) -> None:
         strategy = strategy_from(self.config.rollout_error_tolerance)
-        async with RolloutPool.opened(self.config.rollout_processes) as pool, asyncio.TaskGroup() as tasks:
+        async with (
+            RolloutPool.opened(self.config.rollout_processes) as pool,
+            asyncio.TaskGroup() as tasks,
+        ):
             player = GroupPlayer(strategy, self.config.termination, pool)
             for step in range(self.start.batch, self.steps):
                 await self.step(step, player, tasks)
@@ -121,15 +128,22 @@ class Loop:
             with spans.measure("save_checkpoint"):
                 await self.save(save)
         with spans.measure("publish"):
-            sampling_client = await self.training_client.save_weights_and_get_sampling_client_async()
-        tests = await self.tests(step, sampling_client, player, spans) if self.is_test_due(step) else {}
+            sampling_client = (
+                await self.training_client.save_weights_and_get_sampling_client_async()
+            )
+        tests = (
+            await self.tests(step, sampling_client, player, spans) if self.is_test_due(step) else {}
+        )
         self.launch(step, sampling_client, player, tasks)
         batch = self.ahead[0]
-        self.update = TrainingStep(self.config, self.training_client, self.pull, self.learning_rate(step))
+        self.update = TrainingStep(
+            self.config, self.training_client, self.pull, self.learning_rate(step)
+        )
         rollouts = await train_on(self.update, batch.groups, self.interruption.guard, spans)
         self.ahead.popleft()
         batch.playing.close()
-        # What is submitted is done in any case; finished, it can be saved, whatever fails or is cancelled meanwhile.
+        # What is submitted is done in any case; finished, it can be saved, whatever fails or is
+        # cancelled meanwhile.
         await to_its_end(self.finish(step, self.update, batch, rollouts, tests, spans))
 
     async def finish(
@@ -163,15 +177,22 @@ class Loop:
 
     async def results(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
         """What is to be said of a step, once the trainer is done with it."""
-        with spans.measure("train"), self.progress.training(step, update.num_minibatches) as training:
+        with (
+            spans.measure("train"),
+            self.progress.training(step, update.num_minibatches) as training,
+        ):
             trained = await update.finish(training.advance)
         if self.config.compute_post_kl:
             with spans.measure("compute_post_kl"):
                 trained |= await update.post_update_kl()
         return trained
 
-    def launch(self, step: int, sampling_client: Any, player: GroupPlayer, tasks: asyncio.TaskGroup) -> None:
-        """Begin to play every batch that the weights of `step` may play and that was not begun before."""
+    def launch(
+        self, step: int, sampling_client: Any, player: GroupPlayer, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Begin to play every batch that the weights of `step` may play and that was not begun
+        before.
+        """
         policy = TinkerTokenCompleter(
             sampling_client, self.config.max_tokens, self.config.temperature, self.context_window
         )
@@ -205,29 +226,43 @@ class Loop:
             error.add_note(f"in batch {index} of {type(self.batches).__name__}")
             raise
         if not builders:
-            raise UserError(f"the data set's batch {index} has no groups; give at least one in each")
+            raise UserError(
+                f"the data set's batch {index} has no groups; give at least one in each"
+            )
         return builders
 
     def is_test_due(self, step: int) -> bool:
-        """Also at the step with which a finished run goes on: its row takes the place of the one that the run ended in."""
+        """Also at the step with which a finished run goes on: its row takes the place of the one
+        that the run ended in.
+        """
         goes_on = step == self.start.batch and self.start.was_finished
         return self.config.eval_every > 0 and (step % self.config.eval_every == 0 or goes_on)
 
-    async def tests(self, step: int, sampling_client: Any, player: GroupPlayer, spans: Spans) -> Metrics:
+    async def tests(
+        self, step: int, sampling_client: Any, player: GroupPlayer, spans: Spans
+    ) -> Metrics:
         metrics: Metrics = {}
         for evaluator in self.evaluators:
             with spans.measure("run_evals"):
-                found = await self.interruption.guard(self.test(step, evaluator, sampling_client, player))
+                found = await self.interruption.guard(
+                    self.test(step, evaluator, sampling_client, player)
+                )
             add_metrics(metrics, found, evaluator)
         return metrics
 
-    async def test(self, step: int, evaluator: Evaluator, sampling_client: Any, player: GroupPlayer) -> Metrics:
+    async def test(
+        self, step: int, evaluator: Evaluator, sampling_client: Any, player: GroupPlayer
+    ) -> Metrics:
         with asking(evaluator, step):
             if isinstance(evaluator, RLTestSetEvaluator):
                 return await self.test_on_environments(step, evaluator, sampling_client, player)
             name = evaluator_name(evaluator)
             with self.progress.evaluation(name):
-                client = self.training_client if isinstance(evaluator, TrainingClientEvaluator) else sampling_client
+                client = (
+                    self.training_client
+                    if isinstance(evaluator, TrainingClientEvaluator)
+                    else sampling_client
+                )
                 return checked_metrics(await evaluator(client), f"the evaluator {name}")
 
     async def test_on_environments(
@@ -235,7 +270,11 @@ class Loop:
     ) -> Metrics:
         with self.progress.evaluation(evaluator.name, len(evaluator.builders)) as playing:
             rollouts = await evaluator.play(
-                sampling_client, player, context_window=self.context_window, sampler_step=step, playing=playing
+                sampling_client,
+                player,
+                context_window=self.context_window,
+                sampler_step=step,
+                playing=playing,
             )
         await self.write_files(f"eval/{evaluator.name}", step, rollouts, None)
         return evaluator.metrics(rollouts)
@@ -247,17 +286,25 @@ class Loop:
         spans = Spans(self.trace)
         sampling_client = await self.training_client.save_weights_and_get_sampling_client_async()
         tests = await self.tests(self.steps, sampling_client, player, spans)
-        self.write_down(self.steps, {"progress/batch": self.steps, "progress/done_frac": 1.0, **tests}, spans)
+        self.write_down(
+            self.steps, {"progress/batch": self.steps, "progress/done_frac": 1.0, **tests}, spans
+        )
 
     def learning_rate(self, step: int) -> float:
         config = self.config
-        return learning_rate_at(step, self.steps, config.learning_rate, config.lr_schedule, config.warmup_steps)
+        return learning_rate_at(
+            step, self.steps, config.learning_rate, config.lr_schedule, config.warmup_steps
+        )
 
     def advantages(self, rollouts: Sequence[GroupRollout]) -> list[list[float]]:
         return compute_advantages([rollout.group for rollout in rollouts], self.config.advantage)
 
     async def write_files(
-        self, split: str, step: int, rollouts: Sequence[GroupRollout], advantages: list[list[float]] | None
+        self,
+        split: str,
+        step: int,
+        rollouts: Sequence[GroupRollout],
+        advantages: list[list[float]] | None,
     ) -> None:
         await to_its_end(asyncio.to_thread(self.files.write, split, step, rollouts, advantages))
 
@@ -273,10 +320,14 @@ class Loop:
         config, done = self.config, self.done
         if done == self.saved:
             return None
-        return self.checkpoints.due(done, save_every=config.save_every, rolling_save_every=config.rolling_save_every)
+        return self.checkpoints.due(
+            done, save_every=config.save_every, rolling_save_every=config.rolling_save_every
+        )
 
     async def save(self, save: SaveCheckpoint) -> CheckpointRecord:
-        """Save the steps that are done. What is begun is finished, whatever fails or is cancelled meanwhile."""
+        """Save the steps that are done. What is begun is finished, whatever fails or is cancelled
+        meanwhile.
+        """
 
         async def saving() -> CheckpointRecord:
             record = await asyncio.to_thread(save, self.done, self.counters.row())
@@ -291,7 +342,9 @@ class Loop:
             await self.save(self.checkpoints.state_only)
 
     async def rescue(self, error: Exception) -> None:
-        """Before an error ends the run, save the steps that are done, unless the weights are not theirs any more."""
+        """Before an error ends the run, save the steps that are done, unless the weights are not
+        theirs any more.
+        """
         if self.update is not None and await self.update.has_moved_weights():
             return
         try:
@@ -299,4 +352,6 @@ class Loop:
         except Exception as another:  # a disk or a server that is gone: the first error says more
             error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
         else:
-            self.progress.say(f"failed after {self.done} of {self.steps} steps; the same command goes on from there")
+            self.progress.say(
+                f"failed after {self.done} of {self.steps} steps; the same command goes on from there"
+            )

@@ -1,8 +1,9 @@
-"""Environments that read and write messages, and the adapter that lets a policy over tokens play them.
+"""Environments that read and write messages, and the adapter that lets a policy over tokens play
+them.
 
-A `MessageEnv` knows the conversation; `EnvFromMessageEnv` knows tokens. The adapter parses what was sampled, checks it in a
-fixed order, gives the message to the environment, and makes the next prompt by appending (planish/rl/conversation.py). One
-adapter and one environment play one episode.
+A `MessageEnv` knows the conversation; `EnvFromMessageEnv` knows tokens. The adapter parses what was
+sampled, checks it in a fixed order, gives the message to the environment, and makes the next prompt
+by appending (planish/rl/conversation.py). One adapter and one environment play one episode.
 
 A turn ends the episode when, in this order,
 
@@ -10,10 +11,12 @@ A turn ends the episode when, in this order,
 2. the answer has no proper end: parse_error, reward `failed_parse_reward`;
 3. the environment says so: its reward and its stop reason, completed if it gives none;
 4. the next prompt leaves no room for an answer: context_overflow, reward `context_overflow_reward`;
-5. one of the `rollout_limits` is reached: the turn's reward, and what `MessageEnv.stopped_by_limit` adds.
+5. one of the `rollout_limits` is reached: the turn's reward, and what `MessageEnv.stopped_by_limit`
+   adds.
 
-With a `ParseErrorPolicy`, answers whose tool calls are all unreadable come between 2 and 3. Metrics of a turn: those of the
-environment, parse_error (0 or 1), max_tokens_reached and context_overflow (1 where it happened).
+With a `ParseErrorPolicy`, answers whose tool calls are all unreadable come between 2 and 3. Metrics
+of a turn: those of the environment, parse_error (0 or 1), max_tokens_reached and context_overflow
+(1 where it happened).
 """
 
 import asyncio
@@ -51,7 +54,9 @@ class MessageStepResult:
     reward: float
     episode_done: bool
     next_messages: list[Message]
-    """The whole conversation, from its first message on, with the policy's answer and what follows it."""
+    """The whole conversation, from its first message on, with the policy's answer and what follows
+    it.
+    """
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
     next_stop_condition: StopCondition | None = None
@@ -72,14 +77,17 @@ class MessageEnv(ABC):
         """Take the policy's message."""
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
-        """Take a message that was cut off, without acting on it, so that the policy may go on; the whole conversation.
+        """Take a message that was cut off, without acting on it, so that the policy may go on; the
+        whole conversation.
 
-        None: this environment cannot go on after such a message. Asked with `terminate_on_length=False` only.
+        None: this environment cannot go on after such a message. Asked with
+        `terminate_on_length=False` only.
         """
         return None
 
     async def add_messages(self, messages: list[Message]) -> list[Message] | None:
-        """Take messages that the adapter puts in: an unreadable answer and the reply to it; the whole conversation.
+        """Take messages that the adapter puts in: an unreadable answer and the reply to it; the
+        whole conversation.
 
         None: the environment need not know of them, and the adapter keeps them.
         """
@@ -92,12 +100,14 @@ class MessageEnv(ABC):
     def timed_by(self, clock: asyncio.Timeout) -> None:  # noqa: B027  (an environment need not mind)
         """Told before each `step` what will end it when the time of the episode is up.
 
-        One that grades within `step` may stop the clock then (`clock.reschedule(None)`), so that an answer which came in time
-        is not lost to a slow grader.
+        One that grades within `step` may stop the clock then (`clock.reschedule(None)`), so that an
+        answer which came in time is not lost to a slow grader.
         """
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
-        """Run at most so many tool calls in the episode, then end it with the stop reason max_tool_calls."""
+        """Run at most so many tool calls in the episode, then end it with the stop reason
+        max_tool_calls.
+        """
         raise UserError(
             f"{type(self).__name__} does not count tool calls; leave max_tool_calls out of its rollout_limits"
         )
@@ -119,10 +129,11 @@ class EnvFromMessageEnv(Env):
         parse_error_policy: ParseErrorPolicy | None = None,
         rollout_limits: RolloutLimits | None = None,
     ) -> None:
-        """`max_trajectory_tokens` is what the model can read at most, `max_generation_tokens` the room to be left for an
-        answer. With `terminate_on_parse_error=False` an answer without a proper end is dropped and its prompt asked again,
-        with `terminate_on_length=False` one that was cut off stays and the next answer follows; both need a limit.
-        `parse_error_policy` takes the place of the two options on parse errors.
+        """`max_trajectory_tokens` is what the model can read at most, `max_generation_tokens` the
+        room to be left for an answer. With `terminate_on_parse_error=False` an answer without a
+        proper end is dropped and its prompt asked again, with `terminate_on_length=False` one that
+        was cut off stays and the next answer follows; both need a limit. `parse_error_policy` takes
+        the place of the two options on parse errors.
         """
         self.renderer = renderer
         self.message_env = message_env
@@ -140,14 +151,17 @@ class EnvFromMessageEnv(Env):
         self._unreadable_in_a_row = 0
         self._own_stop: StopCondition | None = None
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(
+        self,
+    ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         self._began = time.monotonic()
         messages = await self.message_env.initial_observation()
         self._conversation = Conversation(self.renderer, messages)
         with logtree.scope_header("Prompt"):
             logtree.conversation(messages)
         length = len(self._conversation.tokens)
-        # A start that took all of the time is for the rollout to end: the prompt is none the longer for it.
+        # A start that took all of the time is for the rollout to end: the prompt is none the longer
+        # for it.
         if self._overflows() or self._limit_reached() not in (None, StopReason.ROLLOUT_TIMEOUT):
             most = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
             return InitialObservationOverflow(
@@ -192,13 +206,21 @@ class EnvFromMessageEnv(Env):
         )
 
     async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
-        """The rollout ended the episode, by time, while the policy wrote: the environment's last reward and metrics."""
+        """The rollout ended the episode, by time, while the policy wrote: the environment's last
+        reward and metrics.
+        """
         return await self.message_env.stopped_by_limit(reason)
 
     async def _cut_off(self, turn: Turn) -> Outcome:
-        messages = None if self.terminate_on_length else await self.message_env.observe_truncated_response(turn.message)
+        messages = (
+            None
+            if self.terminate_on_length
+            else await self.message_env.observe_truncated_response(turn.message)
+        )
         if messages is None:
-            return Outcome(self.context_overflow_reward, StopReason.MAX_TOKENS, {"max_tokens_reached": 1.0})
+            return Outcome(
+                self.context_overflow_reward, StopReason.MAX_TOKENS, {"max_tokens_reached": 1.0}
+            )
         self._conversation.update(turn.message, turn.action, messages)
         logs: Logs = {"truncated_turn": "the answer was cut off; it stays, and the episode goes on"}
         return Outcome(0.0, logs=logs, next_stop_condition=self._own_stop)
@@ -250,7 +272,9 @@ class EnvFromMessageEnv(Env):
             return await self._stopped(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
         name = f"{type(self.message_env).__name__}.step"
         if not isinstance(step, MessageStepResult):
-            raise UserError(f"{name} gave a {type(step).__name__} in turn {self._turns}; give a MessageStepResult")
+            raise UserError(
+                f"{name} gave a {type(step).__name__} in turn {self._turns}; give a MessageStepResult"
+            )
         replies = self._conversation.replies(turn.message, step.next_messages)
         outcome = Outcome(
             step.reward,
@@ -271,7 +295,10 @@ class EnvFromMessageEnv(Env):
         if self._overflows():
             metrics = {**outcome.metrics, "context_overflow": 1.0}
             return replace(
-                outcome, reward=self.context_overflow_reward, stop=StopReason.CONTEXT_OVERFLOW, metrics=metrics
+                outcome,
+                reward=self.context_overflow_reward,
+                stop=StopReason.CONTEXT_OVERFLOW,
+                metrics=metrics,
             )
         reason = self._limit_reached()
         return outcome if reason is None else await self._stopped(outcome, reason)
@@ -279,7 +306,12 @@ class EnvFromMessageEnv(Env):
     async def _stopped(self, outcome: Outcome, reason: StopReason) -> Outcome:
         """The outcome of a turn that a limit makes the last one."""
         reward, metrics = await self.message_env.stopped_by_limit(reason)
-        return replace(outcome, reward=outcome.reward + reward, stop=reason, metrics={**outcome.metrics, **metrics})
+        return replace(
+            outcome,
+            reward=outcome.reward + reward,
+            stop=reason,
+            metrics={**outcome.metrics, **metrics},
+        )
 
     def _limit_reached(self) -> StopReason | None:
         return self.rollout_limits.reached(
@@ -292,7 +324,10 @@ class EnvFromMessageEnv(Env):
     def _overflows(self) -> bool:
         if self.max_trajectory_tokens is None:
             return False
-        return len(self._conversation.tokens) + (self.max_generation_tokens or 0) > self.max_trajectory_tokens
+        return (
+            len(self._conversation.tokens) + (self.max_generation_tokens or 0)
+            > self.max_trajectory_tokens
+        )
 
     def _seconds_left(self) -> float | None:
         seconds = self.rollout_limits.rollout_timeout_seconds

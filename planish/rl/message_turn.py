@@ -1,4 +1,6 @@
-"""One turn of an episode of messages: what the policy wrote, what it leads to, and how the report shows it."""
+"""One turn of an episode of messages: what the policy wrote, what it leads to, and how the report
+shows it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +37,9 @@ class Outcome:
     train_on_action: bool = True
     next_stop_condition: StopCondition | None = None
     replies: Sequence[Message] = ()
-    """What followed the policy's message; the whole conversation, where that is another than before. For the report."""
+    """What followed the policy's message; the whole conversation, where that is another than
+    before. For the report.
+    """
 
 
 def log_turn(number: int, turn: Turn, outcome: Outcome) -> None:
@@ -43,5 +47,10 @@ def log_turn(number: int, turn: Turn, outcome: Outcome) -> None:
     with logtree.scope_header(f"Turn {number}"):
         logtree.conversation([turn.message, *outcome.replies])
         logtree.table_from_dict(
-            {"reward": outcome.reward, **ends, "parse_error": outcome.is_parse_error, **outcome.metrics}
+            {
+                "reward": outcome.reward,
+                **ends,
+                "parse_error": outcome.is_parse_error,
+                **outcome.metrics,
+            }
         )

@@ -1,4 +1,5 @@
-"""Every metric that the training loop logs, each defined once. The table in docs/metrics.md is made from here.
+"""Every metric that the training loop logs, each defined once. The table in docs/metrics.md is made
+from here.
 
     python -m planish.rl.metric_definitions          rewrite the table
 
@@ -7,7 +8,14 @@ What patterns mean: planish/metric_definition.py.
 
 from pathlib import Path
 
-from planish.metric_definition import SPANS, MetricDefinition, Section, definition_in, rewrite, with_table
+from planish.metric_definition import (
+    SPANS,
+    MetricDefinition,
+    Section,
+    definition_in,
+    rewrite,
+    with_table,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN = "<!-- the table begins; python -m planish.rl.metric_definitions writes it -->"
@@ -54,7 +62,11 @@ REWARDS = Section(
             "rises",
             "rises while `judge/truth` does not: the policy has learned what the judge likes",
         ),
-        _M("env/<tag>/rubric/<name>", "score", "mean of the judge's scores for one criterion of the rubric"),
+        _M(
+            "env/<tag>/rubric/<name>",
+            "score",
+            "mean of the judge's scores for one criterion of the rubric",
+        ),
         _M(
             "env/<tag>/judge/asked_again",
             "fraction",
@@ -101,7 +113,11 @@ REWARDS = Section(
             "settles at what the task needs",
             "falls to 0: the policy answers without the tool; at its limit: episodes do not end",
         ),
-        _M("env/<tag>/tool_calls/<tool>", "", "the same for one tool: the calls of it that were answered"),
+        _M(
+            "env/<tag>/tool_calls/<tool>",
+            "",
+            "the same for one tool: the calls of it that were answered",
+        ),
         _M(
             "env/<tag>/tool_errors",
             "",
@@ -161,7 +177,11 @@ GROUPS = Section(
             "above about 0.2; falls as a task is mastered",
             "near 0: nothing to learn from, whatever the loss says",
         ),
-        _M("env/<tag>/by_group/frac_degenerate", "fraction", "1 - frac_mixed: groups whose rewards are all equal"),
+        _M(
+            "env/<tag>/by_group/frac_degenerate",
+            "fraction",
+            "1 - frac_mixed: groups whose rewards are all equal",
+        ),
         _M(
             "env/<tag>/by_group/frac_all_good",
             "fraction",
@@ -193,7 +213,13 @@ LENGTHS = Section(
             "tokens",
             "prompt tokens / turns. The whole prompt of each turn, so what was said in earlier turns counts again",
         ),
-        _M("env/<tag>/turns_per_episode", "turns", "turns / episodes", "", "at its limit: episodes do not end"),
+        _M(
+            "env/<tag>/turns_per_episode",
+            "turns",
+            "turns / episodes",
+            "",
+            "at its limit: episodes do not end",
+        ),
         _M("env/<tag>/total_episodes", "", "trajectories of the step"),
         _M("env/<tag>/total_turns", "", "turns of all trajectories"),
         _M("env/<tag>/total_ac_tokens", "tokens", "sampled tokens of all turns"),
@@ -300,9 +326,17 @@ OPTIMIZER = Section(
 PROGRESS = Section(
     "Progress, tokens, errors",
     (
-        _M("progress/batch", "", "index of the batch, from 0; the row of the last test has the number of batches"),
+        _M(
+            "progress/batch",
+            "",
+            "index of the batch, from 0; the row of the last test has the number of batches",
+        ),
         _M("progress/done_frac", "fraction", "(batch + 1) / batches of the run"),
-        _M("tokens/cumulative/<kind>", "tokens", "the sum of tokens/<kind> over the run, resumptions included"),
+        _M(
+            "tokens/cumulative/<kind>",
+            "tokens",
+            "the sum of tokens/<kind> over the run, resumptions included",
+        ),
         _M("tokens/sampled", "tokens", "tokens that the policy wrote for this step"),
         _M("tokens/prefill_cached", "tokens", "prompt tokens that the sampler had computed before"),
         _M("tokens/prefill_uncached", "tokens", "prompt tokens that it had to compute"),
@@ -311,8 +345,16 @@ PROGRESS = Section(
             "tokens",
             "positions trained on: tokens of the sequences, prompts included, less the last of each, which is only a target",
         ),
-        _M("tokens_per_second/sampled", "tokens/s", "rl_loop only: sampled tokens / seconds of sampling"),
-        _M("tokens_per_second/trained", "tokens/s", "rl_loop only: trained tokens / seconds of training"),
+        _M(
+            "tokens_per_second/sampled",
+            "tokens/s",
+            "rl_loop only: sampled tokens / seconds of sampling",
+        ),
+        _M(
+            "tokens_per_second/trained",
+            "tokens/s",
+            "rl_loop only: trained tokens / seconds of training",
+        ),
         _M(
             "rollout_errors/total",
             "",
@@ -352,8 +394,16 @@ LAG = Section(
         ),
         _M("async/staleness_min", "steps", "smallest age"),
         _M("async/staleness_mean", "steps", "mean age over groups"),
-        _M("training_client/step", "", "training steps behind the weights that the step begins with: progress/batch"),
-        _M("sampling_client/step_max", "", "training steps behind the newest weights that played a group of this step"),
+        _M(
+            "training_client/step",
+            "",
+            "training steps behind the weights that the step begins with: progress/batch",
+        ),
+        _M(
+            "sampling_client/step_max",
+            "",
+            "training steps behind the newest weights that played a group of this step",
+        ),
         _M("sampling_client/step_min", "", "the same of the oldest weights"),
         _M("sampling_client/step_mean", "", "the same, mean over groups"),
     ),
@@ -361,8 +411,16 @@ LAG = Section(
 TIME = Section(
     "Time",
     (
-        _M("time/total", "s", "the whole step, from saving what was done before it to writing its row"),
-        _M("time/sampling_time_mean", "s", "how long a group of the step was played, mean over groups"),
+        _M(
+            "time/total",
+            "s",
+            "the whole step, from saving what was done before it to writing its row",
+        ),
+        _M(
+            "time/sampling_time_mean",
+            "s",
+            "how long a group of the step was played, mean over groups",
+        ),
         _M(
             "time/sampling_time_max",
             "s",

@@ -13,7 +13,9 @@ from planish.rl.types import Metrics, Trajectory
 
 
 def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
-    """env/all/..., and env/<tag>/... for each tag if some tag covers a part of the groups only; {} without groups."""
+    """env/all/..., and env/<tag>/... for each tag if some tag covers a part of the groups only; {}
+    without groups.
+    """
     if not groups_P:
         return {}
     tagged: dict[str, list[GroupRollout]] = defaultdict(list)
@@ -22,7 +24,11 @@ def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
             tagged[tag].append(group)
     by_tag = tagged if any(len(groups) < len(groups_P) for groups in tagged.values()) else {}
     parts = {**by_tag, "all": groups_P}
-    return {f"env/{tag}/{name}": value for tag, groups in parts.items() for name, value in _of(groups).items()}
+    return {
+        f"env/{tag}/{name}": value
+        for tag, groups in parts.items()
+        for name, value in _of(groups).items()
+    }
 
 
 def _of(groups_P: Sequence[GroupRollout]) -> Metrics:
@@ -33,7 +39,12 @@ def _of(groups_P: Sequence[GroupRollout]) -> Metrics:
     observations = sum(turn.ob.length for turn in turns)
     constant_P = [rewards_G for rewards_G in rewards_P_G if is_constant(rewards_G)]
     good = sum(rewards_G[0] >= 0.5 for rewards_G in constant_P)
-    own = _means([*(turn.metrics for turn in turns), *(m for group in groups_P for m in group.group.metrics_G)])
+    own = _means(
+        [
+            *(turn.metrics for turn in turns),
+            *(m for group in groups_P for m in group.group.metrics_G),
+        ]
+    )
     return {
         **own,
         "reward/total": mean([reward for rewards_G in rewards_P_G for reward in rewards_G]),
@@ -62,16 +73,24 @@ def _means(dictionaries: Iterable[Metrics]) -> Metrics:
 
 
 def sampling_entropy(data_D: Sequence[TrainingSequence]) -> Metrics:
-    """optim/entropy: the mean of -logprob over the sampled tokens that are trained on, in nats; {} without any."""
+    """optim/entropy: the mean of -logprob over the sampled tokens that are trained on, in nats; {}
+    without any.
+    """
     tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
     if tokens == 0:
         return {}
-    return {"optim/entropy": -sum(float((sequence.logprobs_N * sequence.mask_N).sum()) for sequence in data_D) / tokens}
+    return {
+        "optim/entropy": -sum(
+            float((sequence.logprobs_N * sequence.mask_N).sum()) for sequence in data_D
+        )
+        / tokens
+    }
 
 
 def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
-    """training_client/step, sampling_client/step_... and async/staleness_...: how old the weights were that played the
-    groups of a step."""
+    """training_client/step, sampling_client/step_... and async/staleness_...: how old the weights
+    were that played the groups of a step.
+    """
     steps = [group.sampler_step for group in groups_P if group.sampler_step is not None]
     if not steps:
         return {}

@@ -34,9 +34,11 @@ class GroupPlayer:
         playing: Stage | None = None,
         errors_of_dropped: list[RolloutError] | None = None,
     ) -> GroupRollout | None:
-        """Play one group to its end; None if the strategy dropped it, and what failed in it is in `errors_of_dropped` then.
+        """Play one group to its end; None if the strategy dropped it, and what failed in it is in
+        `errors_of_dropped` then.
 
-        `batch` names what the group is part of, for error messages. `is_logged`: keep what the environments log.
+        `batch` names what the group is part of, for error messages. `is_logged`: keep what the
+        environments log.
         """
         failures: list[RolloutError] = []
         began = time.perf_counter()
@@ -63,4 +65,6 @@ class GroupPlayer:
                 errors_of_dropped += failures
             return None
         seconds = time.perf_counter() - began
-        return GroupRollout(group_idx, builder.logging_tags(), group, sampler_step, tree, seconds, builder.teacher())
+        return GroupRollout(
+            group_idx, builder.logging_tags(), group, sampler_step, tree, seconds, builder.teacher()
+        )

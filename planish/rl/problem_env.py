@@ -2,8 +2,9 @@
 
     reward = format_coef * (format - 1) + correct
 
-`format` is 1 if the answer is properly ended and `check_format` holds, so a wrong form costs `format_coef`, and a right form
-earns nothing by itself. An answer that cannot be judged counts as wrong, and as `unjudged` in the metrics.
+`format` is 1 if the answer is properly ended and `check_format` holds, so a wrong form costs
+`format_coef`, and a right form earns nothing by itself. An answer that cannot be judged counts as
+wrong, and as `unjudged` in the metrics.
 """
 
 import inspect
@@ -17,17 +18,29 @@ from planish.completers import StopCondition
 from planish.errors import PlanishError, UserError
 from planish.renderers import Message, Renderer, get_text_content
 from planish.renderers.renderer import Messages
-from planish.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, Observation, StepResult, StopReason
+from planish.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    EnvGroupBuilder,
+    Observation,
+    StepResult,
+    StopReason,
+)
 from planish.types import ModelInput
 
 
 class UnjudgedAnswerError(PlanishError):
-    """Raised by a `check_answer` that cannot say whether an answer is right. It counts as wrong; anything else that a check
-    raises is a fault of the program and ends the rollout."""
+    """Raised by a `check_answer` that cannot say whether an answer is right. It counts as wrong;
+    anything else that a check raises is a fault of the program and ends the rollout.
+    """
 
 
 def only_step(
-    renderer: Renderer, reward: float, extra: ActionExtra | None, metrics: Mapping[str, float] | None = None
+    renderer: Renderer,
+    reward: float,
+    extra: ActionExtra | None,
+    metrics: Mapping[str, float] | None = None,
 ) -> StepResult:
     """The end of an episode of one answer: cut off, or completed."""
     was_cut_off = extra is not None and extra.get("stop_reason") == "length"
@@ -51,8 +64,10 @@ class ProblemEnv(Env):
         format_coef: float = 0.1,
         require_stop_sequence_for_format: bool = True,
     ) -> None:
-        """`convo_prefix` comes before the question, such as a worked example. `require_stop_sequence_for_format=False`: an
-        answer that ends with the model's end-of-sequence token is also properly ended, as base models end theirs."""
+        """`convo_prefix` comes before the question, such as a worked example.
+        `require_stop_sequence_for_format=False`: an answer that ends with the model's
+        end-of-sequence token is also properly ended, as base models end theirs.
+        """
         self.renderer = renderer
         self.convo_prefix: list[Any] = list(convo_prefix or ())
         self.format_coef = format_coef
@@ -64,7 +79,9 @@ class ProblemEnv(Env):
 
     @abstractmethod
     def check_answer(self, sample_str: str) -> bool | Awaitable[bool]:
-        """Whether the text of the policy's message is right; no score. A check that takes long is an async method."""
+        """Whether the text of the policy's message is right; no score. A check that takes long is
+        an async method.
+        """
 
     @abstractmethod
     def check_format(self, sample_str: str) -> bool:
@@ -128,7 +145,9 @@ class ProblemEnv(Env):
 
 @dataclass(frozen=True)
 class ProblemGroupBuilder(EnvGroupBuilder):
-    """`num_envs` times the same question. It pickles if `env_thunk` does: give a functools.partial, not a lambda."""
+    """`num_envs` times the same question. It pickles if `env_thunk` does: give a functools.partial,
+    not a lambda.
+    """
 
     env_thunk: Callable[[], ProblemEnv]
     num_envs: int

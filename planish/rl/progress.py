@@ -1,8 +1,10 @@
-"""What a person sees of a training step while it goes on: what is sampled, trained on, tested and saved, and how fast.
+"""What a person sees of a training step while it goes on: what is sampled, trained on, tested and
+saved, and how fast.
 
-Stages overlap freely: with an asynchronous lag, step 13 is sampled while step 12 is trained on, and each is shown with its
-number. Bars on a terminal, a line now and then elsewhere (planish/console.py). The metrics of a finished step are printed
-by a log (planish/metric_logs.py), on the same console.
+Stages overlap freely: with an asynchronous lag, step 13 is sampled while step 12 is trained on, and
+each is shown with its number. Bars on a terminal, a line now and then elsewhere
+(planish/console.py). The metrics of a finished step are printed by a log (planish/metric_logs.py),
+on the same console.
 """
 
 from typing import Self
@@ -13,10 +15,12 @@ from planish.console import Stage, StepDisplay
 
 
 class TrainingProgress:
-    """The progress of a run of `steps` steps, `done` of which were done before; used as a context manager.
+    """The progress of a run of `steps` steps, `done` of which were done before; used as a context
+    manager.
 
-    What each method gives is a `Stage`, open until its `with` block ends: `stage.advance()` when one of its parts is done,
-    `stage.sampled(n)` when n tokens were sampled, from any task or thread.
+    What each method gives is a `Stage`, open until its `with` block ends: `stage.advance()` when
+    one of its parts is done, `stage.sampled(n)` when n tokens were sampled, from any task or
+    thread.
     """
 
     def __init__(self, steps: int, done: int = 0, console: Console | None = None) -> None:

@@ -2,10 +2,11 @@
 
     flat       train_iteration_000010.html, train_iteration_000010_logtree.json,
                train_iteration_000010_rollout_summaries.jsonl, eval_NAME_iteration_000010.html, ...
-    folders    iteration_000010/train.html, iteration_000010/train_logtree.json, iteration_000010/eval_NAME.html, ...
+    folders    iteration_000010/train.html, iteration_000010/train_logtree.json,
+               iteration_000010/eval_NAME.html, ...
 
-The summaries have a row for every trajectory; the page and the tree show the first groups in full. Each file is whole or
-absent, and an iteration that is done again replaces its files.
+The summaries have a row for every trajectory; the page and the tree show the first groups in full.
+Each file is whole or absent, and an iteration that is done again replaces its files.
 """
 
 import json
@@ -33,7 +34,9 @@ _NAME_IN_FOLDER = re.compile(_OF_SPLIT + _KIND)
 
 
 def split_label(split: str) -> str:
-    """How files name a split: "train", or "eval_NAME" for "eval/NAME" with "_" for all but letters, digits and "_.-"."""
+    """How files name a split: "train", or "eval_NAME" for "eval/NAME" with "_" for all but letters,
+    digits and "_.-".
+    """
     kind, _, name = split.partition("/")
     if split == "train":
         return split
@@ -74,14 +77,16 @@ class RolloutFiles:
     ) -> Path:
         """Write the files of one iteration; returns the page's path.
 
-        `split` is "train" or "eval/NAME". `advantages_P_G` goes with `groups`; None where nothing is trained. `sections`
-        are captured trees to show behind the groups.
+        `split` is "train" or "eval/NAME". `advantages_P_G` goes with `groups`; None where nothing
+        is trained. `sections` are captured trees to show behind the groups.
         """
         page_path = self.path(split, iteration, PAGE)
         title = title or f"{split} · iteration {iteration}"
         logged = groups[: self.num_groups_to_log]
         trace = iteration_trace(title, page_path, logged, self._texts, sections)
-        exported = [self.path(split, iteration, kind) for kind in (TREE, SUMMARIES) if self.json_export]
+        exported = [
+            self.path(split, iteration, kind) for kind in (TREE, SUMMARIES) if self.json_export
+        ]
         page = rollout_page(
             title,
             iteration,
@@ -119,7 +124,9 @@ class RolloutFiles:
     def _files_from(self, iteration: int) -> Iterator[Path]:
         if self.layout == "folders":
             for folder in self._folders_from(iteration):
-                yield from (path for path in folder.iterdir() if _NAME_IN_FOLDER.fullmatch(path.name))
+                yield from (
+                    path for path in folder.iterdir() if _NAME_IN_FOLDER.fullmatch(path.name)
+                )
             return
         for path in self.directory.glob("*_iteration_*"):
             found = _FLAT_NAME.fullmatch(path.name)
@@ -136,4 +143,6 @@ class RolloutFiles:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot make {path.parent} ({error}); free space or rights there") from error
+            raise StorageError(
+                f"cannot make {path.parent} ({error}); free space or rights there"
+            ) from error

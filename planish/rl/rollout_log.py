@@ -1,9 +1,10 @@
 """What the environments of a group logged, as the rollout page shows it.
 
-A section "Trajectory i" or "Trajectory i, attempt k" is what the environment at place i of the group logged in one attempt
-(planish/rl/group_play.py opens it). It is shown with its trajectory if that attempt was the one that counted; failed
-attempts, and all that belongs to no trajectory, are shown with the group. Sections fold; those that hold messages begin
-folded, since the tokens of the turns say the same. Messages that are on the page already are named and not drawn again.
+A section "Trajectory i" or "Trajectory i, attempt k" is what the environment at place i of the
+group logged in one attempt (planish/rl/group_play.py opens it). It is shown with its trajectory if
+that attempt was the one that counted; failed attempts, and all that belongs to no trajectory, are
+shown with the group. Sections fold; those that hold messages begin folded, since the tokens of the
+turns say the same. Messages that are on the page already are named and not drawn again.
 """
 
 import json
@@ -50,7 +51,9 @@ class GroupLog:
         nodes = _body(self.rest) if self.rest is not None and _says_something(self.rest) else []
         return self._drawn(nodes, "the group", f"g{self.group}", ())
 
-    def _drawn(self, nodes: Sequence[Node], name: str, anchor: str, answers: Sequence[str]) -> Markup:
+    def _drawn(
+        self, nodes: Sequence[Node], name: str, anchor: str, answers: Sequence[str]
+    ) -> Markup:
         link = Node("a", {"href": f"#{anchor}"}, [name])
         folded = (self._folded(node, link, answers) for node in nodes)
         return Markup("").join(to_html(node) for node in folded if node is not None)
@@ -70,7 +73,11 @@ class GroupLog:
         if len(children) < len(node.children):
             return None
         is_open = {} if any(inner.data for inner in node.walk()) else {"open": ""}
-        return Node("details", {"class": "section", **is_open}, [Node("summary", {}, [_title(node)]), *children[1:]])
+        return Node(
+            "details",
+            {"class": "section", **is_open},
+            [Node("summary", {}, [_title(node)]), *children[1:]],
+        )
 
     def _conversation(self, node: Node, here: Node, answers: Sequence[str]) -> Node | None:
         messages = node.data["messages"] if node.data else []
@@ -79,12 +86,18 @@ class GroupLog:
             if any(text in answer for answer in answers):
                 return None
         first = self.shown.setdefault(json.dumps(messages), here)
-        return node if first is here else Node("p", {"class": "note"}, ["The same messages as in ", first, "."])
+        return (
+            node
+            if first is here
+            else Node("p", {"class": "note"}, ["The same messages as in ", first, "."])
+        )
 
 
 def _is_plain_answer(message: dict[str, Any]) -> bool:
     return (
-        message.keys() == {"role", "content"} and message["role"] == "assistant" and isinstance(message["content"], str)
+        message.keys() == {"role", "content"}
+        and message["role"] == "assistant"
+        and isinstance(message["content"], str)
     )
 
 
@@ -113,7 +126,11 @@ def _title(node: Node) -> str:
 def _body(node: Node) -> list[Node]:
     """What a section holds below its heading."""
     inner = node.children[-1] if node.tag == "section" and node.children else node
-    return [child for child in inner.children if isinstance(child, Node)] if isinstance(inner, Node) else []
+    return (
+        [child for child in inner.children if isinstance(child, Node)]
+        if isinstance(inner, Node)
+        else []
+    )
 
 
 def _says_something(node: Node) -> bool:
@@ -121,4 +138,7 @@ def _says_something(node: Node) -> bool:
         return True
     if node.tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
         return False
-    return any(_says_something(child) if isinstance(child, Node) else child.strip() for child in node.children)
+    return any(
+        _says_something(child) if isinstance(child, Node) else child.strip()
+        for child in node.children
+    )

@@ -1,4 +1,6 @@
-"""What the head of a rollout page says about all groups of an iteration: a few numbers, and how rewards are spread."""
+"""What the head of a rollout page says about all groups of an iteration: a few numbers, and how
+rewards are spread.
+"""
 
 import math
 from collections import Counter
@@ -79,10 +81,18 @@ def histogram(rewards: Sequence[float], scale: Scale) -> list[Bar]:
         spans = [(value, value, count) for value, count in sorted(values.items())]
     else:
         width = (scale.high - scale.low) / MOST_BARS
-        counts = Counter(min(MOST_BARS - 1, int(scale.place(reward) * MOST_BARS)) for reward in rewards)
-        spans = [(scale.low + i * width, scale.low + (i + 1) * width, counts[i]) for i in range(MOST_BARS)]
+        counts = Counter(
+            min(MOST_BARS - 1, int(scale.place(reward) * MOST_BARS)) for reward in rewards
+        )
+        spans = [
+            (scale.low + i * width, scale.low + (i + 1) * width, counts[i])
+            for i in range(MOST_BARS)
+        ]
     highest = max((count for _, _, count in spans), default=1)
-    return [Bar(low, high, count, count / highest, scale.place((low + high) / 2)) for low, high, count in spans]
+    return [
+        Bar(low, high, count, count / highest, scale.place((low + high) / 2))
+        for low, high, count in spans
+    ]
 
 
 def short(value: float) -> str:
@@ -96,7 +106,9 @@ def short(value: float) -> str:
 
 
 def kind_of(rewards_G: Sequence[float]) -> str:
-    """Whether a group teaches anything: "mixed" if its rewards differ; by_group/... of the metrics counts the same way."""
+    """Whether a group teaches anything: "mixed" if its rewards differ; by_group/... of the metrics
+    counts the same way.
+    """
     if any(reward != rewards_G[0] for reward in rewards_G):
         return "mixed"
     return "all good" if rewards_G[0] >= 0.5 else "all bad"
@@ -113,27 +125,41 @@ def _kinds(rewards_P_G: Sequence[Sequence[float]]) -> str:
     if not any(len(rewards_G) > 1 for rewards_G in rewards_P_G):
         return ""
     kinds = Counter(kind_of(rewards_G) for rewards_G in rewards_P_G)
-    return ", ".join(f"{kinds[kind]} {kind}" for kind in ("mixed", "all good", "all bad") if kinds[kind])
+    return ", ".join(
+        f"{kinds[kind]} {kind}" for kind in ("mixed", "all good", "all bad") if kinds[kind]
+    )
 
 
 def _length_facts(trajectories: Sequence[Trajectory]) -> list[Fact]:
-    sampled = [sum(len(turn.ac.tokens) for turn in trajectory.transitions) for trajectory in trajectories]
+    sampled = [
+        sum(len(turn.ac.tokens) for turn in trajectory.transitions) for trajectory in trajectories
+    ]
     turns = [len(trajectory.transitions) for trajectory in trajectories]
     if not sampled:
         return []
-    facts = [Fact("tokens a trajectory", short(round(fmean(sampled), 1)), f"longest {max(sampled)}")]
+    facts = [
+        Fact("tokens a trajectory", short(round(fmean(sampled), 1)), f"longest {max(sampled)}")
+    ]
     if max(turns) > 1:
         facts.append(Fact("turns", short(round(fmean(turns), 2)), f"most {max(turns)}"))
     probability = token_probability(trajectories)
     if probability is not None:
-        note = f"geometric mean; mean logprob {short(math.log(probability))}" if probability else "geometric mean"
+        note = (
+            f"geometric mean; mean logprob {short(math.log(probability))}"
+            if probability
+            else "geometric mean"
+        )
         facts.append(Fact("token probability", f"{100 * probability:.1f} %", note))
     return facts
 
 
 def token_probability(trajectories: Sequence[Trajectory]) -> float | None:
     """Geometric mean of the probabilities of all sampled tokens; None where the policy gave none."""
-    turns = [turn.ac.maybe_logprobs or () for trajectory in trajectories for turn in trajectory.transitions]
+    turns = [
+        turn.ac.maybe_logprobs or ()
+        for trajectory in trajectories
+        for turn in trajectory.transitions
+    ]
     tokens = sum(map(len, turns))
     return math.exp(math.fsum(map(math.fsum, turns)) / tokens) if tokens else None
 
@@ -141,9 +167,14 @@ def token_probability(trajectories: Sequence[Trajectory]) -> float | None:
 def _ending_facts(trajectories: Sequence[Trajectory], groups: Sequence[GroupRollout]) -> list[Fact]:
     ends = Counter(ending(trajectory) for trajectory in trajectories)
     others = ", ".join(f"{count} {end}" for end, count in ends.most_common() if end != "completed")
-    facts = [Fact("completed", f"{ends['completed']} of {len(trajectories)}", others)] if ends else []
+    facts = (
+        [Fact("completed", f"{ends['completed']} of {len(trajectories)}", others)] if ends else []
+    )
     failed = sum(len(rollout.group.rollout_errors) for rollout in groups)
-    return [*facts, *([Fact("failed attempts", str(failed), "retried or left out")] if failed else [])]
+    return [
+        *facts,
+        *([Fact("failed attempts", str(failed), "retried or left out")] if failed else []),
+    ]
 
 
 def ending(trajectory: Trajectory) -> str:
@@ -164,7 +195,11 @@ def _metric_facts(groups: Sequence[GroupRollout]) -> list[Fact]:
         metrics
         for rollout in groups
         for metrics in (
-            *(turn.metrics for trajectory in rollout.group.trajectories_G for turn in trajectory.transitions),
+            *(
+                turn.metrics
+                for trajectory in rollout.group.trajectories_G
+                for turn in trajectory.transitions
+            ),
             *rollout.group.metrics_G,
         )
     ]
@@ -174,7 +209,10 @@ def _metric_facts(groups: Sequence[GroupRollout]) -> list[Fact]:
 def pooled(dictionaries: Sequence[Metrics]) -> dict[str, float]:
     """The mean of each name over the dictionaries that have it."""
     names = dict.fromkeys(name for metrics in dictionaries for name in metrics)
-    return {name: fmean([metrics[name] for metrics in dictionaries if name in metrics]) for name in names}
+    return {
+        name: fmean([metrics[name] for metrics in dictionaries if name in metrics])
+        for name in names
+    }
 
 
 def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

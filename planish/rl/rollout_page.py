@@ -1,8 +1,9 @@
 """The rollout page: one iteration's groups, trajectories and tokens, for a person to read.
 
-The page needs no other file and no network, and runs no script but its own: a content security policy says so, because
-what it shows was written by a model. Text stands in the page as text, so that a browser can search it; the script adds
-colours, and reads the numbers of each token from three short attributes instead of one element a token.
+The page needs no other file and no network, and runs no script but its own: a content security
+policy says so, because what it shows was written by a model. Text stands in the page as text, so
+that a browser can search it; the script adds colours, and reads the numbers of each token from
+three short attributes instead of one element a token.
 """
 
 import hashlib
@@ -46,7 +47,9 @@ def _in_order(trajectory: TrajectoryView) -> str:
     return repr(float(trajectory.reward)) if math.isfinite(trajectory.reward) else "-1e308"
 
 
-_PAGES.filters.update(short=short, number=number, signed=_signed, opened=_begins_open, sortable=_in_order)
+_PAGES.filters.update(
+    short=short, number=number, signed=_signed, opened=_begins_open, sortable=_in_order
+)
 _SCRIPT = _PAGES.loader.get_source(_PAGES, "rollout_page.js")[0] if _PAGES.loader else ""
 _SCRIPT_HASH = b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 

@@ -1,11 +1,13 @@
-"""The process that plays groups, as seen from inside: environments here, the policy in the process that trains.
+"""The process that plays groups, as seen from inside: environments here, the policy in the process
+that trains.
 
-It lives as long as its socket. When the other end says that nothing more will come, or is gone, every group is cancelled,
-its builder cleans up, and the process ends. If the other process is gone and that takes longer than GRACE_SECONDS, say
-because an environment computes without end, the process is ended from a thread.
+It lives as long as its socket. When the other end says that nothing more will come, or is gone,
+every group is cancelled, its builder cleans up, and the process ends. If the other process is gone
+and that takes longer than GRACE_SECONDS, say because an environment computes without end, the
+process is ended from a thread.
 
-Ctrl-C is for the process that trains, which then closes the socket; here it does nothing. Processes that environments start
-get it as usual.
+Ctrl-C is for the process that trains, which then closes the socket; here it does nothing. Processes
+that environments start get it as usual.
 """
 
 import asyncio
@@ -46,7 +48,8 @@ from planish.types import ModelInput
 
 def main(end: socket.socket) -> None:
     """Serve the other end until it closes."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which programs started here would inherit
+    # not SIG_IGN, which programs started here would inherit
+    signal.signal(signal.SIGINT, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -125,7 +128,8 @@ class Player:
         try:
             outcome = await self.outcome(unpickled(play), play)
             await self.wire.send(Done(play.group, pickled(outcome, play)))
-        except asyncio.CancelledError as error:  # by the other end, which then ignores this, or by the environment
+        except asyncio.CancelledError as error:
+            # by the other end, which then ignores this, or by the environment
             self.wire.post(Failed(play.group, PackedError.of(error)))
             raise
         except Exception as error:
@@ -135,11 +139,18 @@ class Player:
 
     async def outcome(self, task: Task, play: Play) -> Outcome:
         policy = RemotePolicy(self, play.group)
-        listening = logtree.capture(play.builder_name) if play.is_logged else logtree.scope_disable()
+        listening = (
+            logtree.capture(play.builder_name) if play.is_logged else logtree.scope_disable()
+        )
         failures: list[RolloutError] = []
         with listening as tree:
             group = await do_group_rollout(
-                task.builder, policy, task.strategy, task.termination, seed=play.seed, failures=failures
+                task.builder,
+                policy,
+                task.strategy,
+                task.termination,
+                seed=play.seed,
+                failures=failures,
             )
         if tree is None:
             return Outcome(group, failures, [])

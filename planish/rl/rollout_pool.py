@@ -1,21 +1,25 @@
-"""Groups played in other processes, for environments that are heavy: they compute, block, or may crash.
+"""Groups played in other processes, for environments that are heavy: they compute, block, or may
+crash.
 
     async with RolloutPool(4) as pool:
         group = await pool.do_group_rollout(builder, policy, seed=1)
 
-A group gives the same as in `do_group_rollout`, which is what runs in the other process. Only the policy stays here: calls
-of it travel over a socket and are answered by the policy that was given, whatever it is, so one engine serves all processes
-and nothing of it has to be pickled. Builders do: they are plain data. What a builder changes in itself while it makes
-environments stays in the process where it does so.
+A group gives the same as in `do_group_rollout`, which is what runs in the other process. Only the
+policy stays here: calls of it travel over a socket and are answered by the policy that was given,
+whatever it is, so one engine serves all processes and nothing of it has to be pickled. Builders do:
+they are plain data. What a builder changes in itself while it makes environments stays in the
+process where it does so.
 
-A process plays any number of groups at once; a new one goes to the process with the fewest. A process that dies takes its
-groups with it. To the strategy that is a failure of those groups like any other, and another process takes its place.
-Processes start afresh (the "spawn" method of multiprocessing, whatever the program's own is): a fork of a process in which
-an engine runs would copy locks that its threads hold, and might wait for them for ever. So a script that uses a pool begins
-its work under `if __name__ == "__main__":`.
+A process plays any number of groups at once; a new one goes to the process with the fewest. A
+process that dies takes its groups with it. To the strategy that is a failure of those groups like
+any other, and another process takes its place. Processes start afresh (the "spawn" method of
+multiprocessing, whatever the program's own is): a fork of a process in which an engine runs would
+copy locks that its threads hold, and might wait for them for ever. So a script that uses a pool
+begins its work under `if __name__ == "__main__":`.
 
-When the pool is left, groups under way are cancelled and their builders clean up; a process that takes longer than ten
-seconds is killed. If this process is killed, the others notice and end as well.
+When the pool is left, groups under way are cancelled and their builders clean up; a process that
+takes longer than ten seconds is killed. If this process is killed, the others notice and end as
+well.
 """
 
 import asyncio
@@ -109,7 +113,13 @@ class RolloutPool:
         deaths: list[RolloutError] = []
         while True:
             draws = derived_seed(seed, len(deaths)) if seed is not None and deaths else seed
-            play = Play(next(self._numbers), task, type(builder).__qualname__, draws, is_logged=logs is not None)
+            play = Play(
+                next(self._numbers),
+                task,
+                type(builder).__qualname__,
+                draws,
+                is_logged=logs is not None,
+            )
             try:
                 outcome = await (await self._idlest()).play(play, policy, on_turn)
             except ProcessDiedError as error:
@@ -133,7 +143,8 @@ class RolloutPool:
         async with self._choosing:
             if not self._processes:
                 raise UserError("a RolloutPool plays only in its `async with` block")
-            while ended := [process for process in self._processes if process.has_ended]:  # another may die meanwhile
+            while ended := [process for process in self._processes if process.has_ended]:
+                # another may die meanwhile
                 self._processes[self._processes.index(ended[0])] = await RolloutProcess.start()
                 await ended[0].close()
             return min(self._processes, key=lambda process: process.groups)
@@ -164,7 +175,9 @@ def pickled(task: Task, builder: EnvGroupBuilder) -> bytes:
 
 
 def unpicklable_part(value: Any, name: str, seen: frozenset[int] = frozenset()) -> str | None:
-    """The innermost attribute or item of `value` that does not pickle, by its path; None if `value` pickles."""
+    """The innermost attribute or item of `value` that does not pickle, by its path; None if `value`
+    pickles.
+    """
     if id(value) in seen or pickles(value):
         return None
     for part, inner in parts_of(value, name):
@@ -184,10 +197,15 @@ def pickles(value: Any) -> bool:
 
 def parts_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, partial):
-        yield from ((f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords"))
+        yield from (
+            (f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords")
+        )
     elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
     elif not isinstance(value, (type, FunctionType)):
-        yield from ((f"{name}.{attribute}", item) for attribute, item in getattr(value, "__dict__", {}).items())
+        yield from (
+            (f"{name}.{attribute}", item)
+            for attribute, item in getattr(value, "__dict__", {}).items()
+        )

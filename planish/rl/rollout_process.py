@@ -1,7 +1,9 @@
-"""A process that plays groups, as seen from the one that trains: it is started, talked to, watched, and ended.
+"""A process that plays groups, as seen from the one that trains: it is started, talked to, watched,
+and ended.
 
-Every group that is under way ends: with what came of it, or, if the process dies, with ProcessDiedError. The end of the
-process is seen by a thread that waits for it, since its socket may live on in processes that environments have forked.
+Every group that is under way ends: with what came of it, or, if the process dies, with
+ProcessDiedError. The end of the process is seen by a thread that waits for it, since its socket may
+live on in processes that environments have forked.
 """
 
 import asyncio
@@ -63,15 +65,20 @@ class RolloutProcess:
         self._is_ready = False
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._attending = asyncio.create_task(self._attend())
-        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(asyncio.get_running_loop(),), daemon=True
+        ).start()
 
     @classmethod
     async def start(cls) -> Self:
         here, there = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(target=rollout_player.main, args=(there,))
+        process = multiprocessing.get_context("spawn").Process(
+            target=rollout_player.main, args=(there,)
+        )
         with interrupts_held_back(), there:
             process.start()
-        # Not a daemon, which could not start processes of its own; so it must be gone before the interpreter waits for it.
+        # Not a daemon, which could not start processes of its own; so it must be gone before the
+        # interpreter waits for it.
         atexit.register(process.kill)
         return cls(process, await Wire.over(here))
 
@@ -96,7 +103,9 @@ class RolloutProcess:
             await self._wire.send(play)
             with lone_error():
                 async with asyncio.TaskGroup() as tasks:
-                    last = await Conversation(self._wire, inbox, tasks, {0: policy}, on_turn).to_the_end()
+                    last = await Conversation(
+                        self._wire, inbox, tasks, {0: policy}, on_turn
+                    ).to_the_end()
         finally:
             del self._inboxes[play.group]
             self._wire.post(Cancel(play.group))  # nothing happens if it is done
@@ -109,7 +118,9 @@ class RolloutProcess:
                 raise reason
 
     async def close(self) -> None:
-        """Let the groups clean up and the process end; kill it if that takes too long, or if this is cancelled."""
+        """Let the groups clean up and the process end; kill it if that takes too long, or if this
+        is cancelled.
+        """
         self._wire.end()
         try:
             await asyncio.wait([self._exited], timeout=GRACE_SECONDS)
@@ -189,7 +200,8 @@ class Conversation:
         bound = {} if request.max_tokens is None else {"max_tokens": request.max_tokens}
         try:
             answer = await self.policy_of(request)(request.model_input, request.stop, **bound)
-        except asyncio.CancelledError as error:  # by the other side, which then ignores this, or within the policy
+        except asyncio.CancelledError as error:
+            # by the other side, which then ignores this, or within the policy
             self.wire.post(SampleFailed(request.call, PackedError.of(error)))
             raise
         except Exception as error:
@@ -202,7 +214,9 @@ class Conversation:
             del self.calls[request.call]
 
     def policy_of(self, request: Sample) -> TokenCompleter:
-        """The policy that a call is for; one object for all calls of a seeded one, since it counts them."""
+        """The policy that a call is for; one object for all calls of a seeded one, since it counts
+        them.
+        """
         if request.policy not in self.policies:
             policy = self.policies[0]
             for seed in request.seeds:

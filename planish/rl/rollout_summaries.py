@@ -1,4 +1,6 @@
-"""One row of numbers for each trajectory: *_rollout_summaries.jsonl, for programs that filter, count and plot."""
+"""One row of numbers for each trajectory: *_rollout_summaries.jsonl, for programs that filter,
+count and plot.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,12 +12,18 @@ from planish.rl.types import Transition
 SCHEMA_VERSION = 1
 
 
-def summary_rows(split: str, iteration: int, groups: Iterable[GroupRollout]) -> Iterator[dict[str, Any]]:
+def summary_rows(
+    split: str, iteration: int, groups: Iterable[GroupRollout]
+) -> Iterator[dict[str, Any]]:
     """The rows of all trajectories of all groups, as JSON holds them."""
     for rollout in groups:
         group = rollout.group
         played = zip(
-            group.trajectories_G, group.get_total_rewards(), group.final_rewards_G, group.metrics_G, strict=True
+            group.trajectories_G,
+            group.get_total_rewards(),
+            group.final_rewards_G,
+            group.metrics_G,
+            strict=True,
         )
         for traj_idx, (trajectory, total, final, metrics) in enumerate(played):
             yield plain(
@@ -30,7 +38,9 @@ def summary_rows(split: str, iteration: int, groups: Iterable[GroupRollout]) -> 
                     "total_reward": total,
                     "final_reward": final,
                     "trajectory_metrics": metrics,
-                    "steps": [_step(index, turn) for index, turn in enumerate(trajectory.transitions)],
+                    "steps": [
+                        _step(index, turn) for index, turn in enumerate(trajectory.transitions)
+                    ],
                     "final_ob_len": trajectory.final_ob.length,
                 }
             )

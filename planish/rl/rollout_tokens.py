@@ -1,8 +1,9 @@
 """Tokens as a person reads them: which text each one is, and which are controls.
 
-Text comes from decoding, never from the vocabulary file. A token is decoded behind another one, since some tokenizers drop
-the space before a first word. Where a character is split over several tokens, those are one piece and show the character
-once; bytes that make no character show as U+FFFD. Pieces are kept for the whole run, so a token is decoded once.
+Text comes from decoding, never from the vocabulary file. A token is decoded behind another one,
+since some tokenizers drop the space before a first word. Where a character is split over several
+tokens, those are one piece and show the character once; bytes that make no character show as
+U+FFFD. Pieces are kept for the whole run, so a token is decoded once.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,9 @@ class Piece:
 
 
 class TokenTexts:
-    """The pieces of one tokenizer (of `transformers`, or with its `encode`, `decode` and `added_tokens_decoder`)."""
+    """The pieces of one tokenizer (of `transformers`, or with its `encode`, `decode` and
+    `added_tokens_decoder`).
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -82,7 +85,9 @@ class TokenTexts:
         return piece
 
     def _joined(self, tokens: Sequence[int], start: int) -> Piece:
-        """The piece that begins with the incomplete token at `start`; that token alone if no character comes of it."""
+        """The piece that begins with the incomplete token at `start`; that token alone if no
+        character comes of it.
+        """
         for end in range(start + 1, min(start + LONGEST_PIECE, len(tokens)) + 1):
             last = self._known.get(tokens[end - 1]) or self._learn(tokens[end - 1])
             if REPLACEMENT not in last.text:
@@ -99,4 +104,6 @@ class TokenTexts:
         return self._decode([*self._before, *tokens])[self._behind :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

@@ -1,11 +1,12 @@
-"""The tree of an iteration, *_logtree.json: what the environments logged, and the numbers of every turn.
+"""The tree of an iteration, *_logtree.json: what the environments logged, and the numbers of every
+turn.
 
     body > title, subtitle, then for each group that is logged
       section "Group i" > what its environments logged while it was played
                         > "Trajectory Details" > "Trajectory i Episode" > "Episode Details" > "Turn k", and totals
 
-Invariant: a reader that looks for conversations finds every rollout. Environments usually log theirs; for a group in which
-none did, each turn holds one made of its tokens.
+Invariant: a reader that looks for conversations finds every rollout. Environments usually log
+theirs; for a group in which none did, each turn holds one made of its tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,8 +44,9 @@ def number(value: Any) -> str:
 
 
 def new_tokens(seen: Sequence[int], observation: Observation) -> tuple[list[int], bool]:
-    """The tokens of an observation behind those the policy has `seen`; all of them, and False, if it does not go on from
-    those."""
+    """The tokens of an observation behind those the policy has `seen`; all of them, and False, if
+    it does not go on from those.
+    """
     tokens = observation.to_ints()
     goes_on = tokens[: len(seen)] == list(seen)
     return (tokens[len(seen) :], True) if goes_on else (tokens, False)
@@ -58,7 +60,9 @@ def _group_section(rollout: GroupRollout, texts: TokenTexts) -> Node:
     says_nothing = not any(node.data for node in tree.walk())
     details, body = section("Trajectory Details", 3)
     group = rollout.group
-    for index, (trajectory, final) in enumerate(zip(group.trajectories_G, group.final_rewards_G, strict=True)):
+    for index, (trajectory, final) in enumerate(
+        zip(group.trajectories_G, group.final_rewards_G, strict=True)
+    ):
         episode = _episode(index, trajectory, final, texts if says_nothing else None)
         body.children.append(episode)
     heading, inner = tree.children
@@ -68,7 +72,9 @@ def _group_section(rollout: GroupRollout, texts: TokenTexts) -> Node:
     return Node(tree.tag, {**tree.attrs, "data-group": str(rollout.group_idx)}, [heading, contents])
 
 
-def _episode(index: int, trajectory: Trajectory, final_reward: float, texts: TokenTexts | None) -> Node:
+def _episode(
+    index: int, trajectory: Trajectory, final_reward: float, texts: TokenTexts | None
+) -> Node:
     episode, body = section(f"Trajectory {index} Episode", 4)
     details, turns = section("Episode Details", 5)
     seen: list[int] = []
@@ -91,7 +97,11 @@ def _turn(index: int, transition: Transition, new: Sequence[int], texts: TokenTe
     turn, body = section(f"Turn {index}", 6)
     if texts is not None:
         body.children.append(_conversation(texts.text(new), texts.text(transition.ac.tokens)))
-    sizes = {"ob_len": transition.ob.length, "ac_len": len(transition.ac.tokens), "step_reward": transition.reward}
+    sizes = {
+        "ob_len": transition.ob.length,
+        "ac_len": len(transition.ac.tokens),
+        "step_reward": transition.reward,
+    }
     body.children.append(_table(sizes, "Step stats"))
     if transition.metrics:
         metrics, table = section("Step Metrics", 6)
@@ -104,7 +114,9 @@ def _turn(index: int, transition: Transition, new: Sequence[int], texts: TokenTe
 
 def _conversation(prompt: str, answer: str) -> Node:
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return Node("div", {"class": "lt-conversation"}, data={"type": "conversation", "messages": messages})
+    return Node(
+        "div", {"class": "lt-conversation"}, data={"type": "conversation", "messages": messages}
+    )
 
 
 def _diagnostics(logs: Logs) -> Node:
@@ -112,7 +124,10 @@ def _diagnostics(logs: Logs) -> Node:
     for name, value in logs.items():
         text = str(value)
         if "\n" in text or len(text) > SHORT_LOG:
-            folded: list[Node | str] = [Node("summary", {}, [name]), Node("pre", {"class": "lt-details-body"}, [text])]
+            folded: list[Node | str] = [
+                Node("summary", {}, [name]),
+                Node("pre", {"class": "lt-details-body"}, [text]),
+            ]
             body.children.append(Node("details", {"class": "lt-details"}, folded))
         else:
             body.children.append(Node("p", {"class": "lt-p"}, [f"{name}: {text}"]))

@@ -1,6 +1,8 @@
-"""What a rollout page shows of a group, its trajectories and their turns: text, numbers, and what to say of them.
+"""What a rollout page shows of a group, its trajectories and their turns: text, numbers, and what
+to say of them.
 
-A prompt that all trajectories of a group begin with is shown once; a turn shows only what is new to the policy.
+A prompt that all trajectories of a group begin with is shown once; a turn shows only what is new to
+the policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that the policy sampled. The strings have one number a piece (sizes) or a token (others), between spaces."""
+    """Tokens that the policy sampled. The strings have one number a piece (sizes) or a token
+    (others), between spaces.
+    """
 
     text: str
     sizes: str
@@ -110,14 +114,23 @@ class GroupView:
         return max(rewards) - min(rewards)
 
 
-def group_view(rollout: GroupRollout, advantages_G: Sequence[float] | None, texts: TokenTexts) -> GroupView:
+def group_view(
+    rollout: GroupRollout, advantages_G: Sequence[float] | None, texts: TokenTexts
+) -> GroupView:
     group = rollout.group
     rewards_G = group.get_total_rewards()
     advantages = [None] * len(rewards_G) if advantages_G is None else advantages_G
     log = GroupLog.of(rollout.tree, rollout.group_idx, len(rewards_G))
     prompt = _first_tokens(group.trajectories_G[0])
     views: list[TrajectoryView] = []
-    played = zip(group.trajectories_G, rewards_G, group.final_rewards_G, advantages, group.metrics_G, strict=True)
+    played = zip(
+        group.trajectories_G,
+        rewards_G,
+        group.final_rewards_G,
+        advantages,
+        group.metrics_G,
+        strict=True,
+    )
     for number, (trajectory, reward, final, advantage, metrics) in enumerate(played):
         turns = _turns(trajectory, prompt, texts)
         view = TrajectoryView(
@@ -129,7 +142,9 @@ def group_view(rollout: GroupRollout, advantages_G: Sequence[float] | None, text
             ending=ending(trajectory),
             turns=turns,
             after=_after(trajectory, texts),
-            metrics=own_metrics(pooled([*(turn.metrics for turn in trajectory.transitions), metrics])),
+            metrics=own_metrics(
+                pooled([*(turn.metrics for turn in trajectory.transitions), metrics])
+            ),
             group_metrics=metrics,
             probability=token_probability([trajectory]),
             log=log.of_trajectory(number, [turn.answer.text for turn in turns]),
@@ -180,7 +195,9 @@ def _turns(trajectory: Trajectory, prompt: Sequence[int], texts: TokenTexts) -> 
     return turns
 
 
-def _turn(transition: Transition, reading: Reading | None, goes_on: bool, texts: TokenTexts) -> Turn:
+def _turn(
+    transition: Transition, reading: Reading | None, goes_on: bool, texts: TokenTexts
+) -> Turn:
     return Turn(
         reading=reading,
         goes_on=goes_on,

@@ -1,11 +1,11 @@
 """What the process that trains and the processes that play groups say to each other.
 
-A message is a pickled dataclass behind its length, on a socket pair that only the two ends hold: nobody else can write to it,
-which is what makes unpickling safe. Groups and calls are told apart by number, so any number of them are under way on one
-socket.
+A message is a pickled dataclass behind its length, on a socket pair that only the two ends hold:
+nobody else can write to it, which is what makes unpickling safe. Groups and calls are told apart by
+number, so any number of them are under way on one socket.
 
-An error crosses with its type, its message, its notes, and the text of its traceback as its cause. One that cannot be
-pickled crosses as a RolloutProcessError that names it.
+An error crosses with its type, its message, its notes, and the text of its traceback as its cause.
+One that cannot be pickled crosses as a RolloutProcessError that names it.
 """
 
 import asyncio
@@ -60,7 +60,8 @@ class PackedError:
 
     def unpacked(self) -> Exception:
         error: Any = None
-        with suppress(Exception):  # also one that pickles may not come back: its class may want other arguments
+        with suppress(Exception):
+            # also one that pickles may not come back: its class may want other arguments
             error = pickle.loads(self.pickled)
         if not isinstance(error, Exception):
             error = RolloutProcessError(self.summary)
@@ -124,7 +125,8 @@ class Sample:
     group: int
     call: int
     policy: int
-    """0 is the group's policy itself; any other number is one that was seeded, in turn, by `seeds`."""
+    """0 is the group's policy itself; any other number is one that was seeded, in turn, by `seeds`.
+    """
     seeds: tuple[int, ...]
     model_input: ModelInput
     stop: StopCondition
@@ -179,7 +181,9 @@ class Wire:
         return cls(*await asyncio.open_connection(sock=end, limit=BUFFER_BYTES))
 
     def post(self, message: Any) -> None:
-        """Send without waiting; what is posted after `end`, or after the other end is gone, is lost."""
+        """Send without waiting; what is posted after `end`, or after the other end is gone, is
+        lost.
+        """
         payload = pickle.dumps(message)
         if not self._has_ended and not self._writer.is_closing():
             self._writer.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
@@ -187,7 +191,8 @@ class Wire:
     async def send(self, message: Any) -> None:
         """Send, and wait while the other end is behind."""
         self.post(message)
-        with suppress(ConnectionError):  # the reader learns of it, and whoever waits for an answer learns it there
+        with suppress(ConnectionError):
+            # the reader learns of it, and whoever waits for an answer learns it there
             await self._writer.drain()
 
     async def receive(self) -> Any | None:

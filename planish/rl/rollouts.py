@@ -1,13 +1,15 @@
-"""Groups of episodes: all environments of a group are played at once, graded together, and given back.
+"""Groups of episodes: all environments of a group are played at once, graded together, and given
+back.
 
 Legend: G trajectories of a group.
 
-Whatever happens, also when the group is cancelled, `EnvGroupBuilder.cleanup` is called once, after everything else, and
-runs to its end. An error keeps its type; a note says in which trajectory of which group it happened. A cancellation that an
-environment lets out without having been asked to end is an error like others.
+Whatever happens, also when the group is cancelled, `EnvGroupBuilder.cleanup` is called once, after
+everything else, and runs to its end. An error keeps its type; a note says in which trajectory of
+which group it happened. A cancellation that an environment lets out without having been asked to
+end is an error like others.
 
-With a seed, a group's draws are a function of (seed, index of the trajectory, attempt): trajectory g is played by
-`policy.seeded(derived_seed(seed, g))`, whatever the others do.
+With a seed, a group's draws are a function of (seed, index of the trajectory, attempt): trajectory
+g is played by `policy.seeded(derived_seed(seed, g))`, whatever the others do.
 """
 
 import asyncio
@@ -65,16 +67,20 @@ async def do_group_rollout(
     on_turn: OnTurn | None = None,
     failures: list[RolloutError] | None = None,
 ) -> TrajectoryGroup | None:
-    """Play and grade one group; None if the strategy dropped it. The strategy is FailFast() if none is given.
+    """Play and grade one group; None if the strategy dropped it. The strategy is FailFast() if none
+    is given.
 
-    Attempts that fail are added to `failures`, also where the group is dropped; those of a group are its `rollout_errors` too.
-    With `termination.zero_reward_on_limit`, the reward of the group holds what bounds the total of a trajectory by 0.
+    Attempts that fail are added to `failures`, also where the group is dropped; those of a group
+    are its `rollout_errors` too. With `termination.zero_reward_on_limit`, the reward of the group
+    holds what bounds the total of a trajectory by 0.
     """
     play = GroupPlay(builder, policy, strategy or FailFast(), seed, on_turn)
     try:
         async with cleaned_up(builder, play.rules):
             played_G = await play.play()
-            grades_G = await play.again(lambda: graded(builder, played_G, termination or TerminationRewardPolicy()))
+            grades_G = await play.again(
+                lambda: graded(builder, played_G, termination or TerminationRewardPolicy())
+            )
     except Exception as error:
         if not play.rules.drops_group or not is_chance(error):
             raise
@@ -91,10 +97,14 @@ async def do_group_rollout(
     )
 
 
-async def graded(builder: EnvGroupBuilder, played_G: list[Played], termination: TerminationRewardPolicy) -> list[Grade]:
+async def graded(
+    builder: EnvGroupBuilder, played_G: list[Played], termination: TerminationRewardPolicy
+) -> list[Grade]:
     """What the group adds to the reward of each trajectory, within the bounds of `termination`."""
     skipped_G = [termination.skips_grading(played.trajectory.stop_reason) for played in played_G]
-    graded_G = [played for played, is_skipped in zip(played_G, skipped_G, strict=True) if not is_skipped]
+    graded_G = [
+        played for played, is_skipped in zip(played_G, skipped_G, strict=True) if not is_skipped
+    ]
     answers: list[Grade] = []
     if graded_G:
         with located("compute_group_rewards", builder):
@@ -104,8 +114,13 @@ async def graded(builder: EnvGroupBuilder, played_G: list[Played], termination: 
                 )
         answers = checked_grades(given, builder, len(graded_G))
     remaining = iter(answers)
-    grades_G: list[Grade] = [(0.0, {}) if is_skipped else next(remaining) for is_skipped in skipped_G]
-    return [bounded(grade, played, termination) for grade, played in zip(grades_G, played_G, strict=True)]
+    grades_G: list[Grade] = [
+        (0.0, {}) if is_skipped else next(remaining) for is_skipped in skipped_G
+    ]
+    return [
+        bounded(grade, played, termination)
+        for grade, played in zip(grades_G, played_G, strict=True)
+    ]
 
 
 def bounded(grade: Grade, played: Played, termination: TerminationRewardPolicy) -> Grade:
@@ -118,7 +133,9 @@ def bounded(grade: Grade, played: Played, termination: TerminationRewardPolicy) 
 
 
 def checked_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
-    """What a builder's `compute_group_rewards` gave; UserError if it is no reward for each trajectory."""
+    """What a builder's `compute_group_rewards` gave; UserError if it is no reward for each
+    trajectory.
+    """
     name = f"compute_group_rewards of {type(builder).__qualname__}"
     wanted = "give one (reward, metrics) for each trajectory"
     if not isinstance(given, list | tuple):
@@ -127,22 +144,31 @@ def checked_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grad
         raise UserError(f"{name} gave {len(given)} rewards for {size} trajectories; {wanted}")
     grades: list[Grade] = []
     for index, grade in enumerate(given):
-        if not isinstance(grade, list | tuple) or len(grade) != 2 or not isinstance(grade[1], Mapping):
+        if (
+            not isinstance(grade, list | tuple)
+            or len(grade) != 2
+            or not isinstance(grade[1], Mapping)
+        ):
             raise UserError(f"{name} gave {grade!r} for trajectory {index}; {wanted}")
         try:
             reward = float(grade[0])
         except (TypeError, ValueError):
-            raise UserError(f"{name} gave the reward {grade[0]!r} for trajectory {index}; give a number") from None
+            raise UserError(
+                f"{name} gave the reward {grade[0]!r} for trajectory {index}; give a number"
+            ) from None
         if not math.isfinite(reward):
-            raise NonFiniteError(f"{name} gave the reward {reward} for trajectory {index}; give a finite number")
+            raise NonFiniteError(
+                f"{name} gave the reward {reward} for trajectory {index}; give a finite number"
+            )
         grades.append((reward, checked_metrics(grade[1], f"{name}, of trajectory {index},")))
     return grades
 
 
 @asynccontextmanager
 async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
-    """Call `cleanup` after the block, once. An error of it does not hide one of the block, and does not undo a group where
-    failures are tolerated."""
+    """Call `cleanup` after the block, once. An error of it does not hide one of the block, and does
+    not undo a group where failures are tolerated.
+    """
 
     async def cleaning() -> None:
         with located("cleanup", builder):

@@ -1,18 +1,22 @@
 """One episode: the policy and an environment take turns until the environment is done.
 
-What the rollout adds to the environment's word: the reason why the episode ended, as `Trajectory.stop_reason` and as
-metrics stop/REASON of the last turn (1 for the one that holds, 0 for the others, so that their means are shares of the
-episodes), and the part of an environment's `rollout_limits` that only the caller of the policy can keep:
+What the rollout adds to the environment's word: the reason why the episode ended, as
+`Trajectory.stop_reason` and as metrics stop/REASON of the last turn (1 for the one that holds, 0
+for the others, so that their means are shares of the episodes), and the part of an environment's
+`rollout_limits` that only the caller of the policy can keep:
 
 * each answer gets the tokens that `RolloutLimits.turn_tokens` leaves it;
-* `sampling_turn_timeout_seconds`: a policy that takes longer for an answer has failed, by TimeoutError;
-* `rollout_timeout_seconds` ends the episode also before the policy writes, or while it does. The answer under way is lost, the
-  turns before it are kept, and an environment with a method `stopped_by_limit(reason)` gives the reward and metrics of the end.
+* `sampling_turn_timeout_seconds`: a policy that takes longer for an answer has failed, by
+  TimeoutError;
+* `rollout_timeout_seconds` ends the episode also before the policy writes, or while it does. The
+  answer under way is lost, the turns before it are kept, and an environment with a method
+  `stopped_by_limit(reason)` gives the reward and metrics of the end.
 
-An end without an action, which is that one or a first prompt that is too long, is a turn without tokens: its reward counts,
-and nothing is trained on it.
+An end without an action, which is that one or a first prompt that is too long, is a turn without
+tokens: its reward counts, and nothing is trained on it.
 
-The rollout opens no scope and starts no task of its own, so what an environment logs stands where it is called.
+The rollout opens no scope and starts no task of its own, so what an environment logs stands where
+it is called.
 """
 
 import asyncio
@@ -44,14 +48,18 @@ OnTurn = Callable[[TokensWithLogprobs], None]
 """Told of each answer of the policy as soon as it is there; it must return at once."""
 
 
-async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn | None = None) -> Trajectory:
+async def do_single_rollout(
+    policy: TokenCompleter, env: Env, *, on_turn: OnTurn | None = None
+) -> Trajectory:
     """Play `env` to its end. Errors of the environment and the policy are raised as they are."""
     turns = PolicyTurns(policy, getattr(env, "rollout_limits", None))
     first = await env.initial_observation()
     if isinstance(first, InitialObservationOverflow):
         name = f"{type(env).__name__}.initial_observation"
         reward, metrics = checked_reward(first.reward, name), checked_metrics(first.metrics, name)
-        end = end_without_action(ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs)
+        end = end_without_action(
+            ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs
+        )
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
     if not isinstance(first, tuple) or len(first) != 2:
         raise UserError(
@@ -76,7 +84,9 @@ async def do_single_rollout(policy: TokenCompleter, env: Env, *, on_turn: OnTurn
         result = checked_result(result, env, len(transitions) + 1)
         transitions.append(played(observation, action, result))
         if result.episode_done:
-            return Trajectory(transitions, result.next_observation, result.stop_reason or StopReason.COMPLETED)
+            return Trajectory(
+                transitions, result.next_observation, result.stop_reason or StopReason.COMPLETED
+            )
         observation, stop = result.next_observation, result.next_stop_condition
 
 
@@ -91,7 +101,9 @@ class PolicyTurns:
         self._sampled_tokens = 0
         self._began = time.monotonic()
 
-    async def answer(self, observation: Observation, stop: StopCondition) -> TokensWithLogprobs | None:
+    async def answer(
+        self, observation: Observation, stop: StopCondition
+    ) -> TokensWithLogprobs | None:
         """The policy's next action; None if the time of the episode is over."""
         if self.limits is None:
             return await self.policy(observation, stop)
@@ -110,7 +122,9 @@ class PolicyTurns:
                 return None
             if turn.expired():
                 seconds = self.limits.sampling_turn_timeout_seconds
-                raise TimeoutError(f"the policy gave no answer in sampling_turn_timeout_seconds={seconds}") from None
+                raise TimeoutError(
+                    f"the policy gave no answer in sampling_turn_timeout_seconds={seconds}"
+                ) from None
             raise
         self._sampled_tokens += len(action.tokens)
         return action
@@ -124,7 +138,9 @@ class PolicyTurns:
 def accepts_extra(env: Env) -> bool:
     """Whether `env.step` can be told more than the tokens. Environments of older programs cannot."""
     parameters = inspect.signature(env.step).parameters
-    return "extra" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return "extra" in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
 
 
 def checked_result(result: Any, env: Env, turn: int) -> StepResult:
@@ -136,9 +152,13 @@ def checked_result(result: Any, env: Env, turn: int) -> StepResult:
     reward = checked_reward(result.reward, name, f" in turn {turn}")
     is_done = checked_done(result.episode_done, name, f" in turn {turn}")
     if not is_done:
-        check_observation(result.next_observation, f"{name} gave a next_observation, in turn {turn}, that")
+        check_observation(
+            result.next_observation, f"{name} gave a next_observation, in turn {turn}, that"
+        )
     if result.stop_reason is not None and result.stop_reason not in set(StopReason):
-        raise UserError(f"{name} gave stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}")
+        raise UserError(
+            f"{name} gave stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}"
+        )
     metrics = checked_metrics(result.metrics, f"{name}, in turn {turn},")
     return replace(result, reward=reward, episode_done=is_done, metrics=metrics)
 
@@ -151,7 +171,9 @@ def check_observation(observation: Any, what: str) -> None:
 
 
 def checked_done(episode_done: Any, name: str, where: str) -> bool:
-    """Whether the episode is over; UserError for None, which is no answer, and for text, which Python takes for True."""
+    """Whether the episode is over; UserError for None, which is no answer, and for text, which
+    Python takes for True.
+    """
     value = episode_done.item() if hasattr(episode_done, "item") else episode_done
     if value not in (0, 1):
         raise UserError(f"{name} gave episode_done={episode_done!r}{where}; give True or False")
@@ -159,7 +181,9 @@ def checked_done(episode_done: Any, name: str, where: str) -> bool:
 
 
 def checked_reward(reward: Any, name: str, where: str = "") -> float:
-    """What `name` gave as a reward; UserError, NonFiniteError if it is a number, unless it is a finite one."""
+    """What `name` gave as a reward; UserError, NonFiniteError if it is a number, unless it is a
+    finite one.
+    """
     try:
         value = float(reward)
     except (TypeError, ValueError):
@@ -204,7 +228,9 @@ async def timed_out(env: Env, observation: Observation) -> Transition:
     reward, metrics = (0.0, {}) if grade is None else await grade(reason)
     logs: Logs = {"rollout_timeout": "the time was up before the answer was there"}
     name = f"{type(env).__name__}.stopped_by_limit"
-    return end_without_action(observation, checked_reward(reward, name), reason, checked_metrics(metrics, name), logs)
+    return end_without_action(
+        observation, checked_reward(reward, name), reason, checked_metrics(metrics, name), logs
+    )
 
 
 def stop_metrics(reason: StopReason) -> Metrics:

@@ -26,7 +26,8 @@ from planish.timing import TraceFile
 
 
 async def main(config: Config, service_client: Any = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the run directory.
+    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    run directory.
 
     After Ctrl-C the run is saved where it can be resumed, and KeyboardInterrupt is raised.
     """
@@ -68,11 +69,17 @@ async def train(config: Config, service_client: Any, pull: Pull | None = None) -
             user_metadata=origin_metadata(config.recipe_name, config.renderer_name),
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
-            more = "max_steps" if config.max_steps is not None and config.max_steps < len(batches) else "num_epochs"
+            more = (
+                "max_steps"
+                if config.max_steps is not None and config.max_steps < len(batches)
+                else "num_epochs"
+            )
             remedy = f"; give more {more} to go on" if more in may_change(config) else ""
             print(f"{run.path}: all {start.batch} steps are done{remedy}")
             return run.path
-        is_finished = await _train(config, service_client, batches, steps, evaluators, run, start, pull)
+        is_finished = await _train(
+            config, service_client, batches, steps, evaluators, run, start, pull
+        )
     if not is_finished:
         raise KeyboardInterrupt
     return run.path
@@ -98,8 +105,12 @@ async def _train(
     )
     run.resume_at(start.batch)
     files.remove_from(start.batch)
-    write_whole(run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()]))
-    checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client)
+    write_whole(
+        run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
+    )
+    checkpoints = RunCheckpoints.after(
+        start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client
+    )
     with (
         TrainingProgress(steps, start.batch) as progress,
         open_metric_logs(
@@ -122,7 +133,9 @@ async def _train(
             checkpoints,
             evaluators,
             pull=pull if pull is not None else await kl_penalty(config, service_client),
-            context_window=(await service_client.get_server_capabilities_async()).context_of(config.model_name),
+            context_window=(await service_client.get_server_capabilities_async()).context_of(
+                config.model_name
+            ),
             progress=progress,
             log=log,
             trace=trace,
@@ -134,25 +147,37 @@ async def _train(
 def planned(train_set: RLDataset, config: Config) -> RLDataset:
     """The batches of all epochs, with as many groups as the options ask for.
 
-    The first epoch has the data set's own order and each further one an order of its own, however many there are, so that a
-    run can go on with more.
+    The first epoch has the data set's own order and each further one an order of its own, however
+    many there are, so that a run can go on with more.
     """
-    dataset = train_set if config.groups_per_batch is None else RebatchedRLDataset(train_set, config.groups_per_batch)
+    dataset = (
+        train_set
+        if config.groups_per_batch is None
+        else RebatchedRLDataset(train_set, config.groups_per_batch)
+    )
     if config.num_epochs == 1:
         return dataset
-    return ConcatenatedRLDataset([dataset, EpochCycledRLDataset(dataset, config.num_epochs - 1, config.seed)])
+    return ConcatenatedRLDataset(
+        [dataset, EpochCycledRLDataset(dataset, config.num_epochs - 1, config.seed)]
+    )
 
 
 def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
-    """The test of the data set, if it has one, and those of the options; none if they are never due."""
+    """The test of the data set, if it has one, and those of the options; none if they are never
+    due.
+    """
     if config.eval_every == 0:
         return []
     evaluators = [builder() for builder in config.evaluator_builders]
     if test_set is not None:
         evaluators = [test_evaluator(config, test_set), *evaluators]
-    labels = [split_label(f"eval/{e.name}") for e in evaluators if isinstance(e, RLTestSetEvaluator)]
+    labels = [
+        split_label(f"eval/{e.name}") for e in evaluators if isinstance(e, RLTestSetEvaluator)
+    ]
     if len(set(labels)) < len(labels):
-        raise UserError(f"evaluator_builders: several tests write files as {labels}; give each a name of its own")
+        raise UserError(
+            f"evaluator_builders: several tests write files as {labels}; give each a name of its own"
+        )
     return evaluators
 
 

@@ -2,10 +2,11 @@
 
 Legend: P groups of a batch, S substeps, M minibatches of a substep, D sequences.
 
-The batch is cut by groups: S substeps, each ended by an optimizer step, each cut into M minibatches, each one
-forward_backward. Gradients add up over the minibatches of a substep. What is cut is fixed by the order of the groups alone,
-never by which was done first, so the same seed gives the same sums. Operations are submitted before their results are
-waited for, and the engine works through them in order.
+The batch is cut by groups: S substeps, each ended by an optimizer step, each cut into M
+minibatches, each one forward_backward. Gradients add up over the minibatches of a substep. What is
+cut is fixed by the order of the groups alone, never by which was done first, so the same seed gives
+the same sums. Operations are submitted before their results are waited for, and the engine works
+through them in order.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,9 @@ T = TypeVar("T")
 
 
 def loss_config(config: Config) -> dict[str, float] | None:
-    """The loss's options; rollouts at another temperature are on-policy only if the loss scales its logits alike."""
+    """The loss's options; rollouts at another temperature are on-policy only if the loss scales its
+    logits alike.
+    """
     given = dict(config.loss_fn_config or {})
     if config.temperature != 1.0:
         given.setdefault("temperature", config.temperature)
@@ -60,7 +63,9 @@ class TrainingStep:
         config = self.config
         data = [sequence.datum(config.loss_fn) for sequence in data_D]
         self._pending.append(
-            await self.training_client.forward_backward_async(data, config.loss_fn, loss_fn_config=loss_config(config))
+            await self.training_client.forward_backward_async(
+                data, config.loss_fn, loss_fn_config=loss_config(config)
+            )
         )
         self.data_D += data_D
         self._since_update += 1
@@ -98,7 +103,9 @@ class TrainingStep:
         return metrics | kl.kl_metrics("optim/kl_sample_train", self.data_D, outputs)
 
     async def has_moved_weights(self) -> bool:
-        """Whether an optimizer step was applied, as far as is known; waits for those under way. A UserError says that none was."""
+        """Whether an optimizer step was applied, as far as is known; waits for those under way. A
+        UserError says that none was.
+        """
         for pending in self._updates:
             try:
                 await pending
@@ -119,7 +126,9 @@ class TrainingStep:
         )
         return kl.kl_metrics("kl_pre_post", self.data_D, [await pending])
 
-    async def pulled(self, pull: kl.Pull, data_P_D: list[list[TrainingSequence]]) -> list[list[TrainingSequence]]:
+    async def pulled(
+        self, pull: kl.Pull, data_P_D: list[list[TrainingSequence]]
+    ) -> list[list[TrainingSequence]]:
         """The data of each group with what `pull` does to their advantages."""
         pulled_D, self._pull_metrics = await pull(flat(data_P_D))
         remaining = iter(pulled_D)
@@ -127,7 +136,9 @@ class TrainingStep:
 
 
 def training_data(rollout: GroupRollout | None, config: Config) -> list[TrainingSequence]:
-    """The sequences that a group gives; none of one that was dropped, or that is constant and to be removed."""
+    """The sequences that a group gives; none of one that was dropped, or that is constant and to be
+    removed.
+    """
     if rollout is None:
         return []
     if config.remove_constant_reward_groups and is_constant(rollout.group.get_total_rewards()):
@@ -144,7 +155,8 @@ async def train_on(
 ) -> list[GroupRollout]:
     """Submit a whole step on groups that may still be played; returns those that were not dropped.
 
-    `guard` waits for one group and may raise, to leave the step undone; it is asked until the first update only.
+    `guard` waits for one group and may raise, to leave the step undone; it is asked until the first
+    update only.
     """
     config = step.config
     rollouts_P: list[GroupRollout | None] = []
@@ -160,7 +172,9 @@ async def train_on(
             for substep in split(range(len(groups_P)), config.num_substeps):
                 for minibatch in split(substep, config.stream_minibatch_config.num_minibatches):
                     await wait_for(minibatch[-1] + 1)
-                    await step.forward_backward(flat(training_data(rollouts_P[i], config) for i in minibatch))
+                    await step.forward_backward(
+                        flat(training_data(rollouts_P[i], config) for i in minibatch)
+                    )
                 await step.update()
     else:
         with spans.measure("sampling"):
@@ -188,7 +202,9 @@ def split(items: Sequence[T], parts: int) -> Iterator[Sequence[T]]:
 
 
 def summed(outputs: Sequence[ForwardBackwardOutput]) -> Metrics:
-    """The metrics of several calls as one: "name:sum" added up, "name:mean" averaged by their sequences, else the extreme."""
+    """The metrics of several calls as one: "name:sum" added up, "name:mean" averaged by their
+    sequences, else the extreme.
+    """
     by_name: dict[str, list[tuple[float, int]]] = {}
     for output in outputs:
         for name, value in output.metrics.items():

@@ -1,13 +1,16 @@
-"""The nouns of reinforcement learning: environments, what a policy does in them, and where they come from.
+"""The nouns of reinforcement learning: environments, what a policy does in them, and where they
+come from.
 
 Legend: G trajectories of a group, T turns of a trajectory, P groups of a batch.
 
-An `Env` is used once: it is made, played to its end and dropped. An `EnvGroupBuilder` makes the environments of one
-group, whose rewards are compared with each other; it carries plain data, so it pickles and can be sent to another process.
-An `RLDataset` is a sequence of batches of builders. Names and fields are those of the public cookbooks, so environments
-written for them need another import only.
+An `Env` is used once: it is made, played to its end and dropped. An `EnvGroupBuilder` makes the
+environments of one group, whose rewards are compared with each other; it carries plain data, so it
+pickles and can be sent to another process. An `RLDataset` is a sequence of batches of builders.
+Names and fields are those of the public cookbooks, so environments written for them need another
+import only.
 
-Control does not flow through metrics: why a trajectory ended, and whether a turn is trained on, are fields of their own.
+Control does not flow through metrics: why a trajectory ended, and whether a turn is trained on, are
+fields of their own.
 """
 
 from abc import ABC, abstractmethod
@@ -70,7 +73,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class InitialObservationOverflow:
-    """In place of a first observation: the prompt is too long. Nothing is sampled; the reward still counts in its group."""
+    """In place of a first observation: the prompt is too long. Nothing is sampled; the reward still
+    counts in its group.
+    """
 
     reward: float = 0.0
     metrics: Metrics = field(default_factory=dict)
@@ -81,7 +86,9 @@ class Env(ABC):
     """One episode. Its methods may await; state lives in the object."""
 
     @abstractmethod
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(
+        self,
+    ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         """The prompt of the first turn, and where the policy is to stop."""
 
     @abstractmethod
@@ -155,24 +162,31 @@ class EnvGroupBuilder(ABC):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """A reward and metrics for each trajectory, once all have ended; 0 and none if not overridden."""
+        """A reward and metrics for each trajectory, once all have ended; 0 and none if not
+        overridden.
+        """
         return [(0.0, {}) for _ in trajectory_group]
 
     async def cleanup(self) -> None:  # noqa: B027  (nothing to do is the usual case)
-        """Give back what `make_envs` took. Called once after every group, also when it failed or was cancelled."""
+        """Give back what `make_envs` took. Called once after every group, also when it failed or
+        was cancelled.
+        """
 
     def logging_tags(self) -> list[str]:
         """Names under which this group's metrics are reported beside env/all."""
         return []
 
     def teacher(self) -> str | None:
-        """Name of the policy whose logprobs teach this group, in on-policy distillation; None = it has no teacher."""
+        """Name of the policy whose logprobs teach this group, in on-policy distillation; None = it
+        has no teacher.
+        """
         return None
 
 
 class RLDataset(ABC):
-    """Batches of groups. The same index gives the same batch, so that a run can be resumed; its builders are made anew each
-    time, since two batches may be played at once."""
+    """Batches of groups. The same index gives the same batch, so that a run can be resumed; its
+    builders are made anew each time, since two batches may be played at once.
+    """
 
     @abstractmethod
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]: ...
@@ -182,13 +196,17 @@ class RLDataset(ABC):
         """Number of batches."""
 
     def data_size(self) -> int:
-        """Problems, or batches if it does not say: a run goes on only with as many as it began with."""
+        """Problems, or batches if it does not say: a run goes on only with as many as it began
+        with.
+        """
         return len(self)
 
 
 @chz.chz
 class RLDatasetBuilder(ABC):
-    """The options of a dataset; calling it gives the dataset for training and, if there is one, for tests."""
+    """The options of a dataset; calling it gives the dataset for training and, if there is one, for
+    tests.
+    """
 
     @abstractmethod
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]: ...

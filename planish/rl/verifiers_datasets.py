@@ -20,7 +20,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 @chz.chz
 class VerifiersDatasetBuilder(RLDatasetBuilder):
-    """The environment `env_id`, an installed package or any module with a function `load_environment`."""
+    """The environment `env_id`, an installed package or any module with a function
+    `load_environment`.
+    """
 
     env_id: str
     model_name: str
@@ -29,7 +31,8 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
     batch_size: int = chz.field(default=8, doc="rows a step")
     group_size: int = chz.field(default=8, doc="rollouts of each row")
     eval_problems: int | None = chz.field(
-        default=None, doc="rows a test; none = the environment's eval data if it has any; where it has none, held out"
+        default=None,
+        doc="rows a test; none = the environment's eval data if it has any; where it has none, held out",
     )
     max_prompt_tokens: int | None = chz.field(default=None, doc="a longer prompt ends a rollout")
     seed: int = chz.field(default=0, doc="of the order of the data")
@@ -48,7 +51,9 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
         if self.eval_problems == 0 or (tests is None and self.eval_problems is None):
             return train, []
         if tests is not None:
-            count = len(tests) if self.eval_problems is None else min(self.eval_problems, len(tests))
+            count = (
+                len(tests) if self.eval_problems is None else min(self.eval_problems, len(tests))
+            )
             return train, tests.select(range(count))
         count = self.eval_problems or 0
         if count >= len(train):

@@ -1,13 +1,16 @@
-"""Environments of the verifiers library as environments of planish: https://github.com/PrimeIntellect-ai/verifiers.
+"""Environments of the verifiers library as environments of planish:
+https://github.com/PrimeIntellect-ai/verifiers.
 
-There an environment drives: it asks a model and goes on with the answer. Here the loop drives. So a rollout of verifiers
-runs in a task of its own, and its model is a seat at which `VerifiersEnv` waits: the prompt that the rollout asks comes out as the
-observation, the action goes in as the answer. What holds for every environment of planish holds for these: seeds, retries,
-reports, tests, other processes.
+There an environment drives: it asks a model and goes on with the answer. Here the loop drives. So a
+rollout of verifiers runs in a task of its own, and its model is a seat at which `VerifiersEnv`
+waits: the prompt that the rollout asks comes out as the observation, the action goes in as the
+answer. What holds for every environment of planish holds for these: seeds, retries, reports, tests,
+other processes.
 
-Tokens are the truth: a next prompt begins with the tokens that were sampled, not with the text that they made (planish/rl/conversation.py);
-only if an environment rewrites its history is a prompt rendered anew. Rewards and metrics are the rubric's, of the whole group at once.
-Rewards that an environment gives to single turns have no place in that and are not used.
+Tokens are the truth: a next prompt begins with the tokens that were sampled, not with the text that
+they made (planish/rl/conversation.py); only if an environment rewrites its history is a prompt
+rendered anew. Rewards and metrics are the rubric's, of the whole group at once. Rewards that an
+environment gives to single turns have no place in that and are not used.
 """
 
 import asyncio
@@ -41,7 +44,9 @@ _STOPS = {
     "prompt_too_long": StopReason.CONTEXT_OVERFLOW,
     "max_total_completion_tokens_reached": StopReason.MAX_SAMPLED_TOKENS,
 }
-"""verifiers' stop conditions that are limits. An end by any other is the environment's own: completed."""
+"""verifiers' stop conditions that are limits. An end by any other is the environment's own:
+completed.
+"""
 
 
 @dataclass
@@ -56,7 +61,9 @@ class Played:
 
 
 class Seat:
-    """The place of the model in one rollout of verifiers. One question at a time; others wait for their turn."""
+    """The place of the model in one rollout of verifiers. One question at a time; others wait for
+    their turn.
+    """
 
     def __init__(self, renderer: Renderer, max_prompt_tokens: int | None) -> None:
         self.asked: asyncio.Queue[list[int]] = asyncio.Queue()
@@ -76,7 +83,10 @@ class Seat:
             told = [read_message(message) for message in asked.messages]
             tools = [read_tool(tool) for tool in asked.tools]
             conversation = self._gone_on(told, tools)
-            if self._max_prompt_tokens is not None and len(conversation.tokens) > self._max_prompt_tokens:
+            if (
+                self._max_prompt_tokens is not None
+                and len(conversation.tokens) > self._max_prompt_tokens
+            ):
                 raise PromptTooLong
             self.messages = conversation.messages
             self._action = asyncio.get_running_loop().create_future()
@@ -97,12 +107,18 @@ class Seat:
         return True
 
     def _gone_on(self, told: list[Message], tools: Sequence[Any]) -> Conversation:
-        """The conversation with what is new appended; a new one where it is not the old one gone on."""
+        """The conversation with what is new appended; a new one where it is not the old one gone
+        on.
+        """
         played, conversation = self._played, self._conversation
         if played is not None and conversation is not None and tools == played.tools:
             size = len(played.told)
             if told[:size] == played.told:
-                conversation.update(played.answer, played.action, [*conversation.messages, played.answer, *told[size:]])
+                conversation.update(
+                    played.answer,
+                    played.action,
+                    [*conversation.messages, played.answer, *told[size:]],
+                )
                 return conversation
         return Conversation(self._renderer, offered(self._renderer, told, tools))
 
@@ -115,7 +131,11 @@ def _as_told(fields: Mapping[str, Any]) -> Message:
         message["content"] = [{"type": "thinking", "thinking": fields["reasoning_content"]}, *text]
     if fields["tool_calls"]:
         message["tool_calls"] = [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["arguments"]}}
+            {
+                "type": "function",
+                "id": call["id"],
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
             for call in fields["tool_calls"]
         ]
     return message  # type: ignore[return-value]
@@ -125,9 +145,15 @@ class VerifiersEnv(Env):
     """One rollout of an environment of verifiers on one row of its data."""
 
     def __init__(
-        self, environment: Any, row: Mapping[str, Any], renderer: Renderer, max_prompt_tokens: int | None = None
+        self,
+        environment: Any,
+        row: Mapping[str, Any],
+        renderer: Renderer,
+        max_prompt_tokens: int | None = None,
     ) -> None:
-        """`environment`: a verifiers.Environment, which many rollouts may share. `max_prompt_tokens`: a longer prompt ends the rollout."""
+        """`environment`: a verifiers.Environment, which many rollouts may share.
+        `max_prompt_tokens`: a longer prompt ends the rollout.
+        """
         self.environment = environment
         self.state: Any = None
         """verifiers' state, when the rollout is over."""
@@ -137,15 +163,21 @@ class VerifiersEnv(Env):
         self._rollout: asyncio.Task[Any] | None = None
         self._turns = 0
 
-    async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(
+        self,
+    ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         client = policy_client(self._seat.ask)
-        self._rollout = asyncio.create_task(self.environment.rollout(dict(self._row), client, MODEL, {}))
+        self._rollout = asyncio.create_task(
+            self.environment.rollout(dict(self._row), client, MODEL, {})
+        )
         prompt = await self._next_prompt()
         with logtree.scope_header("Prompt"):
             logtree.conversation(self._seat.messages)
         if prompt is None:
             why = self.state.get("stop_condition") or "the end"
-            return InitialObservationOverflow(logs={"rollout": f"it came to {why} without asking the policy"})
+            return InitialObservationOverflow(
+                logs={"rollout": f"it came to {why} without asking the policy"}
+            )
         return ModelInput.from_ints(prompt), self._renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
@@ -174,7 +206,9 @@ class VerifiersEnv(Env):
             await asyncio.gather(self._rollout, return_exceptions=True)
 
     async def _next_prompt(self) -> list[int] | None:
-        """The tokens of the next prompt; None when the rollout is over. Its errors are raised as they are."""
+        """The tokens of the next prompt; None when the rollout is over. Its errors are raised as
+        they are.
+        """
         assert self._rollout is not None
         asking = asyncio.ensure_future(self._seat.asked.get())
         try:
@@ -202,7 +236,9 @@ class VerifiersEnv(Env):
 
 @dataclass(frozen=True)
 class VerifiersGroup(EnvGroupBuilder):
-    """`num_envs` rollouts of one row. It pickles if its two functions do: give functools.partial, not a lambda."""
+    """`num_envs` rollouts of one row. It pickles if its two functions do: give functools.partial,
+    not a lambda.
+    """
 
     load: Callable[[], Any]
     """The verifiers.Environment; called in the process that plays."""
@@ -219,7 +255,10 @@ class VerifiersGroup(EnvGroupBuilder):
 
     async def make_envs(self) -> Sequence[Env]:
         environment, renderer = self.load(), self.make_renderer()
-        envs = [VerifiersEnv(environment, self.row, renderer, self.max_prompt_tokens) for _ in range(self.num_envs)]
+        envs = [
+            VerifiersEnv(environment, self.row, renderer, self.max_prompt_tokens)
+            for _ in range(self.num_envs)
+        ]
         self._made.extend(envs)
         return envs
 
@@ -227,7 +266,11 @@ class VerifiersGroup(EnvGroupBuilder):
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         """What the rubric says of the group. A rollout in which the policy was not asked gets 0."""
-        states = [env.state for env in env_group if isinstance(env, VerifiersEnv) and env.state["trajectory"]]
+        states = [
+            env.state
+            for env in env_group
+            if isinstance(env, VerifiersEnv) and env.state["trajectory"]
+        ]
         if states:
             environment = self.load()
             if environment.score_rollouts:

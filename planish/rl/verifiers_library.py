@@ -1,6 +1,8 @@
-"""The verifiers library (extra `planish[verifiers]`), loaded when it is first needed: its import takes seconds.
+"""The verifiers library (extra `planish[verifiers]`), loaded when it is first needed: its import
+takes seconds.
 
-Written against verifiers 0.3: `Environment`, its rubrics, and the `Client` through which an environment asks a model.
+Written against verifiers 0.3: `Environment`, its rubrics, and the `Client` through which an
+environment asks a model.
 """
 
 import functools
@@ -64,11 +66,15 @@ def require_verifiers() -> None:
 
 @functools.lru_cache(maxsize=8)
 def load_environment(env_id: str, env_args: str) -> Any:
-    """verifiers.load_environment(env_id, **env_args), with `env_args` as JSON; once in each process. UserError if it cannot be."""
+    """verifiers.load_environment(env_id, **env_args), with `env_args` as JSON; once in each
+    process. UserError if it cannot be.
+    """
     require_verifiers()
     verifiers = importlib.import_module("verifiers")  # a second or more
     if threading.current_thread() is not threading.main_thread():
-        raise UserError("an environment of verifiers sets up signals, so it must be loaded in the main thread")
+        raise UserError(
+            "an environment of verifiers sets up signals, so it must be loaded in the main thread"
+        )
     with _own_signals():
         try:
             environment = verifiers.load_environment(env_id, **json.loads(env_args))
@@ -86,9 +92,13 @@ def check_environment(environment: Any, name: str) -> None:
     verifiers = importlib.import_module("verifiers")
     if not isinstance(environment, verifiers.Environment):
         kind = f"{type(environment).__module__}.{type(environment).__qualname__}"
-        raise UnsupportedError(f"{name} is a {kind}; planish plays verifiers.Environment (SingleTurnEnv, ToolEnv, ...)")
+        raise UnsupportedError(
+            f"{name} is a {kind}; planish plays verifiers.Environment (SingleTurnEnv, ToolEnv, ...)"
+        )
     if environment.message_type != "chat":
-        raise UnsupportedError(f"{name} has message_type={environment.message_type!r}; planish plays chat environments")
+        raise UnsupportedError(
+            f"{name} has message_type={environment.message_type!r}; planish plays chat environments"
+        )
 
 
 @contextmanager
@@ -103,7 +113,9 @@ def _own_signals() -> Iterator[None]:
 
 @functools.cache
 def _client_type() -> type:
-    clients, errors, types = (importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types"))
+    clients, errors, types = (
+        importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types")
+    )
 
     class PolicyClient(clients.Client):
         """The policy as the model of an environment."""
@@ -112,7 +124,9 @@ def _client_type() -> type:
             super().__init__(ask)
 
         def setup_client(self, config: Any) -> Any:
-            raise UnsupportedError("the policy has no address; an environment's other models need clients of their own")
+            raise UnsupportedError(
+                "the policy has no address; an environment's other models need clients of their own"
+            )
 
         async def to_native_tool(self, tool: Any) -> Any:
             return tool
@@ -125,7 +139,9 @@ def _client_type() -> type:
         ) -> Told:
             check_sampling(sampling_args)
             if model != MODEL:
-                raise UnsupportedError(f"the environment asks for the model {model!r}; the policy is all there is")
+                raise UnsupportedError(
+                    f"the environment asks for the model {model!r}; the policy is all there is"
+                )
             try:
                 return await self.client(Asked(prompt, tools or []))
             except PromptTooLong as error:
@@ -149,7 +165,10 @@ def _client_type() -> type:
                     total_tokens=response.prompt_tokens + written,
                 ),
                 message=types.ResponseMessage(
-                    **{**response.fields, "tool_calls": calls and [types.ToolCall(**call) for call in calls]},
+                    **{
+                        **response.fields,
+                        "tool_calls": calls and [types.ToolCall(**call) for call in calls],
+                    },
                     finish_reason=finish,
                     is_truncated=response.is_cut_off,
                 ),

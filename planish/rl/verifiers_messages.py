@@ -1,7 +1,8 @@
-"""Messages of the verifiers library as those of planish's renderers, and answers of the policy the other way.
+"""Messages of the verifiers library as those of planish's renderers, and answers of the policy the
+other way.
 
-verifiers' messages are pydantic objects with the fields of OpenAI's API; what is read of them here are attributes, so this
-module does not need the library.
+verifiers' messages are pydantic objects with the fields of OpenAI's API; what is read of them here
+are attributes, so this module does not need the library.
 """
 
 import json
@@ -24,7 +25,11 @@ def read_message(given: Any) -> Message:
         calls = getattr(given, "tool_calls", None)
         if calls:
             message["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
                 for call in calls
             ]
     if role == "tool":
@@ -33,10 +38,19 @@ def read_message(given: Any) -> Message:
 
 
 def read_tool(given: Any) -> ToolSpec:
-    return cast(ToolSpec, {"name": given.name, "description": given.description, "parameters": dict(given.parameters)})
+    return cast(
+        ToolSpec,
+        {
+            "name": given.name,
+            "description": given.description,
+            "parameters": dict(given.parameters),
+        },
+    )
 
 
-def offered(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
+def offered(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
+) -> list[Message]:
     """The conversation with the tools in front of it, as the renderer's format offers them."""
     if not tools:
         return list(messages)
@@ -56,20 +70,31 @@ def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     text = "".join(part["text"] for part in parts if part["type"] == "text")
     spoiled = [call["raw_text"] for call in message.get("unparsed_tool_calls", ())]
     calls = [
-        {"id": call["id"], "name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        {
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+        }
         for call in message.get("tool_calls", ())
     ]
     return {
         "content": "\n".join(filter(None, [text, *spoiled])),
-        "reasoning_content": "".join(part["thinking"] for part in parts if part["type"] == "thinking") or None,
+        "reasoning_content": "".join(
+            part["thinking"] for part in parts if part["type"] == "thinking"
+        )
+        or None,
         "tool_calls": calls or None,
     }
 
 
 def check_sampling(arguments: Mapping[str, Any]) -> None:
-    """UnsupportedError for what an environment asks of the sampler: temperature, length and seeds are the run's."""
+    """UnsupportedError for what an environment asks of the sampler: temperature, length and seeds
+    are the run's.
+    """
     asked = {
-        name: value for name, value in arguments.items() if value not in (None, {}, []) and (name, value) != ("n", 1)
+        name: value
+        for name, value in arguments.items()
+        if value not in (None, {}, []) and (name, value) != ("n", 1)
     }
     if asked:
         raise UnsupportedError(
@@ -85,6 +110,8 @@ def _text(content: Any) -> str:
     for part in content:
         fields = part if isinstance(part, Mapping) else part.model_dump()
         if fields.get("type") != "text":
-            raise UnsupportedError(f"a message has content of type {fields.get('type')!r}; planish's models read text")
+            raise UnsupportedError(
+                f"a message has content of type {fields.get('type')!r}; planish's models read text"
+            )
         texts.append(fields["text"])
     return "".join(texts)

@@ -2,8 +2,9 @@
 
     reward = weighted mean of the judge's scores, each from 0 to 1
 
-An answer that is cut off or has no proper end is not shown to the judge and gets `unfinished_reward`. Where a program can tell whether a
-criterion is met (`Criterion.truth_regex`), the metrics say how far the judge is to be trusted; the reward is the judge's alone.
+An answer that is cut off or has no proper end is not shown to the judge and gets
+`unfinished_reward`. Where a program can tell whether a criterion is met (`Criterion.truth_regex`),
+the metrics say how far the judge is to be trusted; the reward is the judge's alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +76,9 @@ def grade_metrics(grade: Grade, answer: str) -> Metrics:
     ]
     if told:
         metrics["judge/truth"] = mean([float(is_met) for _, is_met in told])
-        metrics["judge/agreement"] = mean([1 - abs(score - float(is_met)) for score, is_met in told])
+        metrics["judge/agreement"] = mean(
+            [1 - abs(score - float(is_met)) for score, is_met in told]
+        )
     for name, kind in (("judge/score_if_met", True), ("judge/score_if_not_met", False)):
         scores = [score for score, is_met in told if is_met is kind]
         if scores:
@@ -122,10 +125,16 @@ class RubricDatasetBuilder(RLDatasetBuilder):
 
     model_name: str
     renderer_name: str | None = None
-    rows: Callable[[], RubricRows] = chz.field(doc="gives the rows; a function of its own arguments alone")
+    rows: Callable[[], RubricRows] = chz.field(
+        doc="gives the rows; a function of its own arguments alone"
+    )
     grader: Grader
-    judge_name: str = chz.field(doc="which judge it is, for config.json: a run that goes on keeps its judge")
-    unfinished_reward: float = chz.field(default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end")
+    judge_name: str = chz.field(
+        doc="which judge it is, for config.json: a run that goes on keeps its judge"
+    )
+    unfinished_reward: float = chz.field(
+        default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end"
+    )
     batch_size: int = chz.field(default=16, doc="questions a step")
     group_size: int = chz.field(default=8, doc="answers to each question")
     seed: int = chz.field(default=0, doc="of the order of the data")
@@ -135,11 +144,17 @@ class RubricDatasetBuilder(RLDatasetBuilder):
         if not rows.train:
             raise UserError("rows: there are none to train on; give at least one")
         train = ProblemDataset(
-            rows.train, partial(self._group, self.group_size), self.batch_size, shuffle_seed=self.seed
+            rows.train,
+            partial(self._group, self.group_size),
+            self.batch_size,
+            shuffle_seed=self.seed,
         )
         test = list(rows.test)
         return train, ProblemDataset(test, partial(self._group, 1), len(test)) if test else None
 
     def _group(self, size: int, row: RubricRow) -> RubricGroupBuilder:
-        shared: dict[str, Any] = {"grader": self.grader, "unfinished_reward": self.unfinished_reward}
+        shared: dict[str, Any] = {
+            "grader": self.grader,
+            "unfinished_reward": self.unfinished_reward,
+        }
         return RubricGroupBuilder(self.model_name, self.renderer_name, row, size=size, **shared)

@@ -1,13 +1,15 @@
 """A judge reads an answer and a criterion, and says how well one meets the other.
 
-An answer is written by a policy that is paid by the judge, so it is shown as material that cannot speak for itself: every line of the
-conversation is quoted by "> ", whatever line breaks it has, and what is not quoted comes from here and does not depend on the answer.
-The criterion and how to write the score come behind it. The score is read from the judge's reply alone, never from a line that the
-judge quotes; of several scores the last counts. That keeps an answer from forging the frame, not from persuading a weak judge:
-measure the judge (`Criterion.truth_regex`), and read what earns most.
+An answer is written by a policy that is paid by the judge, so it is shown as material that cannot
+speak for itself: every line of the conversation is quoted by "> ", whatever line breaks it has, and
+what is not quoted comes from here and does not depend on the answer. The criterion and how to write
+the score come behind it. The score is read from the judge's reply alone, never from a line that the
+judge quotes; of several scores the last counts. That keeps an answer from forging the frame, not
+from persuading a weak judge: measure the judge (`Criterion.truth_regex`), and read what earns most.
 
-A reply without a score is answered once with the request for one. If there is none in the second reply either, the answer is not
-graded: UnreadableVerdictError, which is to the rollout what any failure of an environment is. No answer gets 0 for a judge that fails.
+A reply without a score is answered once with the request for one. If there is none in the second
+reply either, the answer is not graded: UnreadableVerdictError, which is to the rollout what any
+failure of an environment is. No answer gets 0 for a judge that fails.
 """
 
 import asyncio
@@ -58,7 +60,9 @@ class Grade:
 
 @dataclass(frozen=True)
 class Grader:
-    """`judge` may be any model: behind an endpoint (planish.chat_endpoint), or one that a sampling client holds."""
+    """`judge` may be any model: behind an endpoint (planish.chat_endpoint), or one that a sampling
+    client holds.
+    """
 
     judge: MessageCompleter
 
@@ -66,7 +70,10 @@ class Grader:
         """All criteria are asked at once."""
         with lone_error():
             async with asyncio.TaskGroup() as tasks:
-                asking = [tasks.create_task(self._verdict(row, answer, criterion)) for criterion in row.criteria]
+                asking = [
+                    tasks.create_task(self._verdict(row, answer, criterion))
+                    for criterion in row.criteria
+                ]
         return Grade(tuple(task.result() for task in asking))
 
     async def _verdict(self, row: RubricRow, answer: str, criterion: Criterion) -> Verdict:
@@ -86,7 +93,9 @@ class Grader:
         return Verdict(criterion, score, reply, was_asked_again=True)
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: a run copies its options to write them down, and a connection to an engine cannot be copied."""
+        """Itself: a run copies its options to write them down, and a connection to an engine cannot
+        be copied.
+        """
         return self
 
 
@@ -102,7 +111,11 @@ def judge_prompt(messages: Sequence[Message], answer: str, criterion: Criterion)
 def _question(messages: Sequence[Message], answer: str, criterion: Criterion) -> Message:
     parts = [OPENING]
     parts += [f"{message['role']}:\n{quoted(get_text_content(message))}" for message in messages]
-    parts += [f"answer:\n{quoted(answer)}", f"Rubric: {criterion.rubric_str}", criterion.instruction]
+    parts += [
+        f"answer:\n{quoted(answer)}",
+        f"Rubric: {criterion.rubric_str}",
+        criterion.instruction,
+    ]
     return {"role": "user", "content": "\n\n".join(parts)}
 
 

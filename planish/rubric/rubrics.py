@@ -4,8 +4,9 @@ A row of rubric data is a conversation and its criteria:
 
     {"messages": [...], "rubric_items": [{"rubric_str": "Is the answer polite?", "weight": 2}, ...]}
 
-Files of the public cookbooks, with "convo" for "messages", are read as they are. An item may have, besides its text, the fields of
-`Criterion`; anything else in it is refused, since a misspelt weight would be a silent one.
+Files of the public cookbooks, with "convo" for "messages", are read as they are. An item may have,
+besides its text, the fields of `Criterion`; anything else in it is refused, since a misspelt weight
+would be a silent one.
 """
 
 import math
@@ -38,17 +39,25 @@ class Criterion:
     """In the metrics: rubric/NAME. Those of a row that have none are called 1, 2, ..."""
     weight: float = 1.0
     score_range: tuple[float, float] = (0.0, 1.0)
-    """(worst, best) of the scores that the judge is to give; [1, 0] for something that an answer should not do."""
+    """(worst, best) of the scores that the judge is to give; [1, 0] for something that an answer
+    should not do.
+    """
     word_scores: Mapping[str, float] | None = None
     """Words for scores, such as {"Yes": 1, "No": 0}, where the judge is to write no number."""
     extraction_regex: str = SCORE_TAG
-    """Finds the score in the judge's reply: group 1, or the whole match. Of several matches the last counts."""
+    """Finds the score in the judge's reply: group 1, or the whole match. Of several matches the
+    last counts.
+    """
     grader_output_format_instruction: str = ""
     """Tells the judge how to write its score; "" = made from the above."""
     examples: tuple[Example, ...] = ()
-    """What the judge is shown first, as if it had been asked before: a small judge that would keep to no form keeps to theirs."""
+    """What the judge is shown first, as if it had been asked before: a small judge that would keep
+    to no form keeps to theirs.
+    """
     truth_regex: str | None = None
-    """Where a program can tell too: an answer in which this is found meets the criterion. No part of the reward; it measures the judge."""
+    """Where a program can tell too: an answer in which this is found meets the criterion. No part
+    of the reward; it measures the judge.
+    """
 
     @property
     def instruction(self) -> str:
@@ -60,7 +69,8 @@ class Criterion:
         return f"Write your score, a number from {low:g} to {high:g}, between <score> and </score>."
 
     def read_score(self, reply: str) -> float | None:
-        """The judge's score, from 0 for the worst to 1 for the best; None if there is none, or one that was not asked for.
+        """The judge's score, from 0 for the worst to 1 for the best; None if there is none, or one
+        that was not asked for.
 
         Lines that the judge quotes do not count.
         """
@@ -68,7 +78,9 @@ class Criterion:
         found = list(re.finditer(self.extraction_regex, own, re.DOTALL))
         if not found:
             return None
-        score = self._number((found[-1].group(1) if found[-1].re.groups else found[-1].group()) or "")
+        score = self._number(
+            (found[-1].group(1) if found[-1].re.groups else found[-1].group()) or ""
+        )
         if score is None:
             return None
         worst, best = self.score_range
@@ -106,10 +118,15 @@ def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
     items = row["rubric_items"]
     if not isinstance(items, Sequence) or isinstance(items, str) or not items:
         raise UserError(f'{where}, "rubric_items": give a list with at least one criterion')
-    criteria = [_criterion(item, number, f"{where}, rubric item {number}") for number, item in enumerate(items, 1)]
+    criteria = [
+        _criterion(item, number, f"{where}, rubric item {number}")
+        for number, item in enumerate(items, 1)
+    ]
     names = [criterion.name for criterion in criteria]
     if len(set(names)) < len(names):
-        raise UserError(f"{where}: two rubric items are called alike ({', '.join(names)}); give each a name of its own")
+        raise UserError(
+            f"{where}: two rubric items are called alike ({', '.join(names)}); give each a name of its own"
+        )
     return RubricRow(tuple(messages), tuple(criteria))
 
 
@@ -118,17 +135,25 @@ def _messages(value: Any, where: str) -> list[Message]:
         raise UserError(f"{where}: give a list of messages with at least one in it")
     for number, message in enumerate(value, 1):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            raise UserError(f"{where}: message {number} has no role of {', '.join(ROLES)}; give one")
+            raise UserError(
+                f"{where}: message {number} has no role of {', '.join(ROLES)}; give one"
+            )
         if not isinstance(message.get("content"), str):
             raise UserError(f"{where}: the content of message {number} is no text; give one")
     if value[-1]["role"] == "assistant":
-        raise UserError(f"{where}: the last message is an answer; leave it out, the policy is to write it")
+        raise UserError(
+            f"{where}: the last message is an answer; leave it out, the policy is to write it"
+        )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def _criterion(item: Any, number: int, where: str) -> Criterion:
     known = {field.name for field in fields(Criterion)}
-    if not isinstance(item, Mapping) or not isinstance(item.get("rubric_str"), str) or not item["rubric_str"].strip():
+    if (
+        not isinstance(item, Mapping)
+        or not isinstance(item.get("rubric_str"), str)
+        or not item["rubric_str"].strip()
+    ):
         raise UserError(f'{where}: there is no text "rubric_str"; say what is asked of the answer')
     given = {name: value for name, value in item.items() if value is not None}
     unknown = sorted(given.keys() - known)
@@ -145,13 +170,17 @@ def _criterion(item: Any, number: int, where: str) -> Criterion:
 
 def _examples(value: Any, where: str) -> tuple[Example, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UserError(f'{where}: examples={value!r}: give a list of {{"answer": ..., "reply": ...}}')
+        raise UserError(
+            f'{where}: examples={value!r}: give a list of {{"answer": ..., "reply": ...}}'
+        )
     return tuple(_example(example, where) for example in value)
 
 
 def _example(value: Any, where: str) -> Example:
     if not isinstance(value, Mapping) or set(value) != {"answer", "reply"}:
-        raise UserError(f'{where}: examples={value!r}: give a list of {{"answer": ..., "reply": ...}}')
+        raise UserError(
+            f'{where}: examples={value!r}: give a list of {{"answer": ..., "reply": ...}}'
+        )
     answer, reply = value["answer"], value["reply"]
     if not isinstance(answer, str) or not isinstance(reply, str):
         raise UserError(f"{where}: examples={value!r}: answers and replies are texts")
@@ -164,10 +193,22 @@ def _check(criterion: Criterion, where: str) -> None:
     rules = {
         "name": ("/" not in criterion.name and bool(criterion.name.strip()), "a text without /"),
         "weight": (_is_number(criterion.weight) and criterion.weight > 0, "a number above 0"),
-        "score_range": (_is_range(criterion.score_range), "two different numbers, the worst score and the best"),
-        "word_scores": (words is None or _are_word_scores(words), "at least two words with a number each"),
-        "extraction_regex": (_is_pattern(criterion.extraction_regex), "a regular expression with at most one group"),
-        "truth_regex": (criterion.truth_regex is None or _is_pattern(criterion.truth_regex), "a regular expression"),
+        "score_range": (
+            _is_range(criterion.score_range),
+            "two different numbers, the worst score and the best",
+        ),
+        "word_scores": (
+            words is None or _are_word_scores(words),
+            "at least two words with a number each",
+        ),
+        "extraction_regex": (
+            _is_pattern(criterion.extraction_regex),
+            "a regular expression with at most one group",
+        ),
+        "truth_regex": (
+            criterion.truth_regex is None or _is_pattern(criterion.truth_regex),
+            "a regular expression",
+        ),
         "grader_output_format_instruction": (
             isinstance(criterion.grader_output_format_instruction, str)
             and (bool(criterion.grader_output_format_instruction) or not has_own_form),
@@ -179,8 +220,12 @@ def _check(criterion: Criterion, where: str) -> None:
             raise UserError(f"{where}: {name}={getattr(criterion, name)!r}: give {remedy}")
     for example in criterion.examples:
         if criterion.read_score(example.reply) is None:
-            raise UserError(f"{where}: the example's reply {example.reply!r} has no score that can be read; give one")
-    if words is not None and not all(0 <= share <= 1 for share in _shares(criterion, words.values())):
+            raise UserError(
+                f"{where}: the example's reply {example.reply!r} has no score that can be read; give one"
+            )
+    if words is not None and not all(
+        0 <= share <= 1 for share in _shares(criterion, words.values())
+    ):
         raise UserError(
             f"{where}: word_scores={words!r} leave score_range={criterion.score_range}; give one that holds them"
         )
@@ -196,7 +241,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_range(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value)) and value[0] != value[1]
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(map(_is_number, value))
+        and value[0] != value[1]
+    )
 
 
 def _are_word_scores(words: Any) -> bool:

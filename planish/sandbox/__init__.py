@@ -1,6 +1,7 @@
 """Programs of a model, run where a hostile one can do no harm; docs/sandbox.md says why that is so.
 
-`Sandbox.run` runs a Python program; a `StdinTest` or `FunctionTest` runs one and compares what comes out.
+`Sandbox.run` runs a Python program; a `StdinTest` or `FunctionTest` runs one and compares what
+comes out.
 """
 
 from planish.sandbox.errors import SandboxError, SandboxUnavailableError

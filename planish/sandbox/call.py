@@ -1,7 +1,9 @@
-"""Runs in the sandbox as main.py: calls a function of solution.py with the arguments of call.json, prints what it returned.
+"""Runs in the sandbox as main.py: calls a function of solution.py with the arguments of call.json,
+prints what it returned.
 
-What the solution prints goes to standard error, so standard output holds one JSON value: {"returned": plain(result)}. A solution may
-write there as well, and then says what its function would return; the answer that is expected is not here to be found.
+What the solution prints goes to standard error, so standard output holds one JSON value:
+{"returned": plain(result)}. A solution may write there as well, and then says what its function
+would return; the answer that is expected is not here to be found.
 """
 
 import ast
@@ -13,7 +15,9 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it; tuples are lists, sets and mappings come in one order. TypeError for other objects."""
+    """A value as JSON can hold it; tuples are lists, sets and mappings come in one order. TypeError
+    for other objects.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

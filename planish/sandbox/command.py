@@ -1,4 +1,6 @@
-"""The command line of one sandbox: what bubblewrap is asked for, and the limits that the program's first process sets."""
+"""The command line of one sandbox: what bubblewrap is asked for, and the limits that the program's
+first process sets.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,8 +41,17 @@ def sandbox_command(
     file_descriptors: Mapping[str, int],
     arguments: Sequence[str],
 ) -> list[str]:
-    """bubblewrap, /start.py, the interpreter and /program/main.py. `file_descriptors`: the files to be there, by their paths."""
-    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    """bubblewrap, /start.py, the interpreter and /program/main.py. `file_descriptors`: the files to
+    be there, by their paths.
+    """
+    options = [
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
     options += ["--uid", USER, "--gid", USER, "--hostname", "sandbox", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         options += ["--setenv", name, value]

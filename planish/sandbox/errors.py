@@ -4,7 +4,9 @@ from planish.errors import PlanishError, UserError
 
 
 class SandboxUnavailableError(UserError):
-    """This machine lacks something that the sandbox needs; the message says what to install or to allow. Nothing was run."""
+    """This machine lacks something that the sandbox needs; the message says what to install or to
+    allow. Nothing was run.
+    """
 
 
 class SandboxError(PlanishError):

@@ -23,8 +23,9 @@ class Limits:
     output_bytes: int = MIB
     """Of standard output, and of standard error."""
     processes: int = 1
-    """1: the program itself, with up to 32 threads. More: so many processes and threads in all, each of which has an equal
-    share of the memory."""
+    """1: the program itself, with up to 32 threads. More: so many processes and threads in all,
+    each of which has an equal share of the memory.
+    """
     scratch_bytes: int = 0
     """Of files under /tmp, which are gone with the run; 0: there is no place to write to."""
 

@@ -1,9 +1,12 @@
-"""One process of bubblewrap from start to end: input given, output held up to a limit, everything killed in time.
+"""One process of bubblewrap from start to end: input given, output held up to a limit, everything
+killed in time.
 
-It ends by itself, or `end` kills it: when its time is up, when it prints too much, when its caller is cancelled. What is killed
-is the first process of the program's namespace, with which the kernel kills all others; bubblewrap outside then ends by itself.
-Killed first, it might leave a namespace behind that it has just made, so its telling of the process's number is waited for.
-Output is read until its pipes close; then the first process is waited for, which goes when no other of the program is left.
+It ends by itself, or `end` kills it: when its time is up, when it prints too much, when its caller
+is cancelled. What is killed is the first process of the program's namespace, with which the kernel
+kills all others; bubblewrap outside then ends by itself. Killed first, it might leave a namespace
+behind that it has just made, so its telling of the process's number is waited for. Output is read
+until its pipes close; then the first process is waited for, which goes when no other of the program
+is left.
 """
 
 import asyncio
@@ -58,10 +61,16 @@ class SandboxProcess:
         self._is_to_end = False
         self._has_ended = False
         self._first: int | None = None
-        """A handle of the first process within, which no later process of the same number can be taken for."""
+        """A handle of the first process within, which no later process of the same number can be
+        taken for.
+        """
 
-    async def finish(self, process: asyncio.subprocess.Process, status: int, stdin: bytes, wall_seconds: float) -> None:
-        """Until nothing of the program is left. `status`: where bubblewrap writes what it knows, to be read without waiting."""
+    async def finish(
+        self, process: asyncio.subprocess.Process, status: int, stdin: bytes, wall_seconds: float
+    ) -> None:
+        """Until nothing of the program is left. `status`: where bubblewrap writes what it knows, to
+        be read without waiting.
+        """
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

@@ -1,8 +1,9 @@
 """Tests of programs: what goes in and what must come out.
 
-What must come out stays on this side. A program gets its input, or the arguments of one call, and what it prints or returns is
-compared here; so it cannot read the answer, and ending early, tampering with the caller or printing a verdict only makes
-another answer. Each test is a run of its own, in a sandbox of its own: nothing is left from one to the next.
+What must come out stays on this side. A program gets its input, or the arguments of one call, and
+what it prints or returns is compared here; so it cannot read the answer, and ending early,
+tampering with the caller or printing a verdict only makes another answer. Each test is a run of its
+own, in a sandbox of its own: nothing is left from one to the next.
 """
 
 import json
@@ -53,8 +54,8 @@ class TestResult:
 class StdinTest:
     """A program reads `stdin` and must print `stdout`.
 
-    Lines are compared word by word, whatever blanks there are; empty lines at the end do not count. A number that is expected
-    with a decimal point may differ by 1e-6.
+    Lines are compared word by word, whatever blanks there are; empty lines at the end do not count.
+    A number that is expected with a decimal point may differ by 1e-6.
     """
 
     stdin: str
@@ -68,10 +69,11 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class FunctionTest:
-    """A function, or a method of the class `Solution`, is called with `arguments` and must return `returned`.
+    """A function, or a method of the class `Solution`, is called with `arguments` and must return
+    `returned`.
 
-    Both are made of None, booleans, numbers, texts, lists, tuples, sets and mappings. A tuple may be returned for a list; a
-    float may differ by 1e-6; True is not 1.
+    Both are made of None, booleans, numbers, texts, lists, tuples, sets and mappings. A tuple may
+    be returned for a list; a float may differ by 1e-6; True is not 1.
     """
 
     function: str
@@ -97,7 +99,9 @@ class FunctionTest:
         except (ValueError, RecursionError, KeyError, TypeError):
             # The driver writes nothing else: the program did, or ended before.
             return TestResult(outcome_of(done, lambda: False), done, "")
-        return TestResult(outcome_of(done, lambda: same_value(returned, plain(self.returned))), done, answer)
+        return TestResult(
+            outcome_of(done, lambda: same_value(returned, plain(self.returned))), done, answer
+        )
 
 
 ProgramTest = StdinTest | FunctionTest
@@ -143,7 +147,9 @@ def same_value(returned: Any, expected: Any) -> bool:
     if isinstance(returned, list) and isinstance(expected, list):
         return len(returned) == len(expected) and all(map(same_value, returned, expected))
     if isinstance(returned, dict) and isinstance(expected, dict):
-        return returned.keys() == expected.keys() and all(same_value(returned[key], expected[key]) for key in expected)
+        return returned.keys() == expected.keys() and all(
+            same_value(returned[key], expected[key]) for key in expected
+        )
     return type(returned) is type(expected) and returned == expected
 
 
@@ -161,7 +167,9 @@ def is_literal(value: Any) -> bool:
     if type(value) is float:
         return math.isfinite(value)
     if isinstance(value, Mapping):
-        return type(value) is dict and all(is_literal(part) for pair in value.items() for part in pair)
+        return type(value) is dict and all(
+            is_literal(part) for pair in value.items() for part in pair
+        )
     if type(value) is set and not value:
         return False
     return type(value) in (list, tuple, set) and all(map(is_literal, value))

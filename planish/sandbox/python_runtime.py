@@ -1,7 +1,9 @@
-"""The files of a Python interpreter, and nothing else, at places that say nothing about this machine.
+"""The files of a Python interpreter, and nothing else, at places that say nothing about this
+machine.
 
-A sandbox has the interpreter in /python/bin, its standard library without installed packages in /python/lib, and the shared
-libraries that these load. What `ldd` names is all there is: no shell, no other program, no configuration.
+A sandbox has the interpreter in /python/bin, its standard library without installed packages in
+/python/lib, and the shared libraries that these load. What `ldd` names is all there is: no shell,
+no other program, no configuration.
 """
 
 import json
@@ -44,19 +46,27 @@ class PythonRuntime:
 
 @cache
 def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
-    """The files of `python`, or of the interpreter that runs this; if another user must read them and cannot, of the system's."""
-    candidates = [python] if python else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
+    """The files of `python`, or of the interpreter that runs this; if another user must read them
+    and cannot, of the system's.
+    """
+    candidates = (
+        [python] if python else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
+    )
     closed: list[str] = []
     for candidate in candidates:
         if shutil.which(candidate) is None:
             continue
         runtime = runtime_of(candidate)
-        unreadable = next((path for path, _ in runtime.binds if for_other_user and not is_open_to_all(path)), None)
+        unreadable = next(
+            (path for path, _ in runtime.binds if for_other_user and not is_open_to_all(path)), None
+        )
         if unreadable is None:
             return runtime
         closed.append(unreadable)
     if not closed:
-        raise UserError(f"python={python}: there is no such interpreter; give the path of a Python of 3.10 or later")
+        raise UserError(
+            f"python={python}: there is no such interpreter; give the path of a Python of 3.10 or later"
+        )
     raise SandboxUnavailableError(
         f"planish runs as root, its sandbox as an ordinary user, and that one cannot read {closed[0]}; run planish as an "
         "ordinary user, or install a Python that all users can read (Debian, Ubuntu: apt-get install python3)"
@@ -65,7 +75,9 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
 
 def runtime_of(python: str) -> PythonRuntime:
     try:
-        told = subprocess.run([python, "-I", "-c", ASK], capture_output=True, check=True, text=True, timeout=60).stdout
+        told = subprocess.run(
+            [python, "-I", "-c", ASK], capture_output=True, check=True, text=True, timeout=60
+        ).stdout
         parts = json.loads(told)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(
@@ -77,7 +89,9 @@ def runtime_of(python: str) -> PythonRuntime:
     extensions = sorted(str(path) for path in (library / "lib-dynload").glob("*.so"))
     binds = [(parts["executable"], executable), (str(library), there)]
     binds += shared_libraries([parts["executable"], *extensions])
-    return PythonRuntime(binds, [f"{there}/{name}" for name in PACKAGES if (library / name).is_dir()], executable)
+    return PythonRuntime(
+        binds, [f"{there}/{name}" for name in PACKAGES if (library / name).is_dir()], executable
+    )
 
 
 def shared_libraries(files: Sequence[str]) -> list[tuple[str, str]]:
@@ -91,7 +105,9 @@ def shared_libraries(files: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _read_listing(listed: str) -> Iterator[tuple[str, str]]:
-    """Lines are "NAME => PATH (ADDRESS)" or, for the linker, "PATH (ADDRESS)"; the kernel's own part has no path."""
+    """Lines are "NAME => PATH (ADDRESS)" or, for the linker, "PATH (ADDRESS)"; the kernel's own
+    part has no path.
+    """
     for words in map(str.split, listed.splitlines()):
         if len(words) >= 3 and words[1] == "=>" and words[2].startswith("/"):
             yield words[2], f"{LIBRARIES}/{Path(words[0]).name}"

@@ -1,12 +1,14 @@
 """Python programs, each in a sandbox of its own, many at once.
 
-bubblewrap makes the sandbox: namespaces of its own for users, processes, network, IPC, host name and control groups; a file
-system that holds a Python runtime and is read only; no environment; no capabilities; a filter of system calls
-(planish/sandbox/system_calls.py). Limits are set within (planish/sandbox/start.py). Under root, bubblewrap runs as nobody, since
-the kernel does not count the processes of root.
+bubblewrap makes the sandbox: namespaces of its own for users, processes, network, IPC, host name
+and control groups; a file system that holds a Python runtime and is read only; no environment; no
+capabilities; a filter of system calls (planish/sandbox/system_calls.py). Limits are set within
+(planish/sandbox/start.py). Under root, bubblewrap runs as nobody, since the kernel does not count
+the processes of root.
 
-Invariants: nothing is ever run without all of this, and a machine that cannot do it is refused. When `run` returns, fails or is
-cancelled, every process of the program is dead. All that a program can tell is what it prints.
+Invariants: nothing is ever run without all of this, and a machine that cannot do it is refused.
+When `run` returns, fails or is cancelled, every process of the program is dead. All that a program
+can tell is what it prints.
 """
 
 import asyncio
@@ -60,14 +62,20 @@ class Execution:
 class Sandbox:
     """Runs programs within `limits`, at most `concurrency` of them at once in an event loop.
 
-    Making one refuses a machine that lacks what it needs (SandboxUnavailableError); `check` also tries whether it holds.
+    Making one refuses a machine that lacks what it needs (SandboxUnavailableError); `check` also
+    tries whether it holds.
     """
 
     def __init__(
-        self, limits: Limits | None = None, *, concurrency: int | None = None, python: str | None = None
+        self,
+        limits: Limits | None = None,
+        *,
+        concurrency: int | None = None,
+        python: str | None = None,
     ) -> None:
-        """`concurrency`: by default one for each processor. `python`: the interpreter, by default the one that runs this or,
-        where that is closed to other users, the system's."""
+        """`concurrency`: by default one for each processor. `python`: the interpreter, by default
+        the one that runs this or, where that is closed to other users, the system's.
+        """
         self.limits = limits or Limits()
         self.concurrency = (os.cpu_count() or 1) if concurrency is None else concurrency
         if self.concurrency < 1:
@@ -83,7 +91,9 @@ class Sandbox:
         self._filter = compiled_filter(self.limits.processes > 1)
         self._is_root = os.geteuid() == 0
         self._runtime = find_runtime(python, self._is_root)
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
 
     async def run(
         self,
@@ -100,7 +110,9 @@ class Sandbox:
         contents = {START: START_SOURCE}
         for name, text in {**(files or {}), "main.py": source}.items():
             if "/" in name or name in ("", ".", ".."):
-                raise UserError(f"files: {name!r} is not the name of a file; give names without a directory")
+                raise UserError(
+                    f"files: {name!r} is not the name of a file; give names without a directory"
+                )
             contents[f"{PROGRAM}/{name}"] = text.encode("utf-8", "surrogatepass")
         if any("\0" in argument for argument in arguments):
             raise UserError("arguments: a program's arguments cannot hold a NUL character")
@@ -111,7 +123,8 @@ class Sandbox:
         """SandboxUnavailableError unless a program that tries to get out is held."""
         try:
             done = await self.run(
-                SELF_TEST, arguments=[str(self.limits.processes), str(bool(self.limits.scratch_bytes))]
+                SELF_TEST,
+                arguments=[str(self.limits.processes), str(bool(self.limits.scratch_bytes))],
             )
         except SandboxError as error:
             raise SandboxUnavailableError(f"{error}; {ALLOW_NAMESPACES}") from error
@@ -128,10 +141,12 @@ class Sandbox:
                 "Update the kernel, bubblewrap and libseccomp"
             )
 
-    async def _run(self, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]) -> Execution:
+    async def _run(
+        self, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]
+    ) -> Execution:
         process = SandboxProcess(self.limits.output_bytes)
-        # A task of its own, which no cancellation breaks off: between the start of a process and its end there is no place
-        # where it may be forgotten.
+        # A task of its own, which no cancellation breaks off: between the start of a process and
+        # its end there is no place where it may be forgotten.
         work = asyncio.create_task(self._execute(process, contents, stdin, arguments))
         try:
             return await asyncio.shield(work)
@@ -141,11 +156,17 @@ class Sandbox:
                 await asyncio.wait([work])
 
     async def _execute(
-        self, process: SandboxProcess, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]
+        self,
+        process: SandboxProcess,
+        contents: Mapping[str, bytes],
+        stdin: bytes,
+        arguments: Sequence[str],
     ) -> Execution:
         began = time.monotonic()
         with contextlib.ExitStack() as held:
-            descriptors = {path: held.enter_context(memory_file(content)) for path, content in contents.items()}
+            descriptors = {
+                path: held.enter_context(memory_file(content)) for path, content in contents.items()
+            }
             filter_descriptor = held.enter_context(memory_file(self._filter))
             status_read, status_write = held.enter_context(status_pipe())
             command = sandbox_command(
@@ -157,11 +178,15 @@ class Sandbox:
                 file_descriptors=descriptors,
                 arguments=arguments,
             )
-            started = await self._start(command, [*descriptors.values(), filter_descriptor, status_write])
+            started = await self._start(
+                command, [*descriptors.values(), filter_descriptor, status_write]
+            )
             await process.finish(started, status_read, stdin, self.limits.wall_seconds)
         exit_code = process.exit_code if process.ending is Ending.EXITED else None
         if process.ending is Ending.EXITED and exit_code is None:
-            raise SandboxError(f"bubblewrap could not make the sandbox ({last_line(bytes(process.stderr.held))})")
+            raise SandboxError(
+                f"bubblewrap could not make the sandbox ({last_line(bytes(process.stderr.held))})"
+            )
         seconds = time.monotonic() - began
         # The kernel kills who ignores its signal, a second of CPU time later.
         ignored = exit_code == SIGNAL_KILLED and seconds >= self.limits.cpu_seconds + 1
@@ -173,8 +198,12 @@ class Sandbox:
             seconds,
         )
 
-    async def _start(self, command: Sequence[str], descriptors: Sequence[int]) -> asyncio.subprocess.Process:
-        as_nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self._is_root else {}
+    async def _start(
+        self, command: Sequence[str], descriptors: Sequence[int]
+    ) -> asyncio.subprocess.Process:
+        as_nobody: dict[str, Any] = (
+            {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self._is_root else {}
+        )
         try:
             return await asyncio.create_subprocess_exec(
                 *command,
@@ -191,7 +220,9 @@ class Sandbox:
             raise SandboxError(f"bubblewrap did not start ({error})") from error
 
     def _slot(self) -> asyncio.Semaphore:
-        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
+        return self._slots.setdefault(
+            asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency)
+        )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Runs in the sandbox, before the program: sets the limits that the kernel keeps, then becomes the program.
+"""Runs in the sandbox, before the program: sets the limits that the kernel keeps, then becomes the
+program.
 
-Whoever wanted the program may be dead already, too early for bubblewrap to have noticed: then nobody reads what it prints,
-nobody would end it, and it does not begin.
+Whoever wanted the program may be dead already, too early for bubblewrap to have noticed: then
+nobody reads what it prints, nobody would end it, and it does not begin.
 
     python -I -S start.py '{"RLIMIT_CPU": [4, 5], ...}' PYTHON ARGUMENT...
 """

@@ -1,8 +1,10 @@
-"""The system calls that a program in the sandbox has: what Python needs to compute, read and print. All others do not exist.
+"""The system calls that a program in the sandbox has: what Python needs to compute, read and print.
+All others do not exist.
 
-The list is one of what is allowed, so a call that a future kernel adds is refused too. There are no sockets, no shared memory
-that outlives its process, no tracing, no mounts, no keys, no namespaces; and no second process unless `processes` asks for it.
-The filter itself is compiled by libseccomp, which knows the numbers of the calls on each architecture.
+The list is one of what is allowed, so a call that a future kernel adds is refused too. There are no
+sockets, no shared memory that outlives its process, no tracing, no mounts, no keys, no namespaces;
+and no second process unless `processes` asks for it. The filter itself is compiled by libseccomp,
+which knows the numbers of the calls on each architecture.
 """
 
 import ctypes
@@ -39,7 +41,8 @@ PROCESS = """
 """
 ALLOWED = tuple(" ".join((FILES, MEMORY, TIME, WAITING, SIGNALS, THREADS, PROCESS)).split())
 FORKS = ("fork", "vfork")
-# Programs meet these: "not permitted" says more to them than "not implemented", which is what all others get.
+# Programs meet these: "not permitted" says more to them than "not implemented", which is what all
+# others get.
 NOT_PERMITTED = ("socket", "socketpair", "ptrace", "mount", "unshare", "setuid")
 TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)
 """ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX. Every other one speaks to a driver."""
@@ -54,7 +57,9 @@ EQUAL, MASKED_EQUAL = 4, 7
 
 
 class Comparison(ctypes.Structure):
-    """struct scmp_arg_cmp: `argument operation first (second)`; for MASKED_EQUAL, `argument & first == second`."""
+    """struct scmp_arg_cmp: `argument operation first (second)`; for MASKED_EQUAL, `argument & first
+    == second`.
+    """
 
     _fields_ = (
         ("argument", ctypes.c_uint),
@@ -91,13 +96,17 @@ def compiled_filter(allow_processes: bool) -> bytes:
 
 
 class SystemCallRules:
-    """A filter of libseccomp that is being made: what no rule names fails as a call that does not exist."""
+    """A filter of libseccomp that is being made: what no rule names fails as a call that does not
+    exist.
+    """
 
     def __init__(self) -> None:
         self._library = seccomp_library()
         self._context = self._library.seccomp_init(REFUSE | errno.ENOSYS)
         if not self._context:
-            raise SandboxUnavailableError("libseccomp cannot make a filter for this kernel; update libseccomp")
+            raise SandboxUnavailableError(
+                "libseccomp cannot make a filter for this kernel; update libseccomp"
+            )
 
     def add(self, action: int, call: str, *comparisons: Comparison) -> None:
         """A call that this architecture does not have is left out."""
@@ -105,7 +114,9 @@ class SystemCallRules:
         if number < 0:
             return
         array = (Comparison * len(comparisons))(*comparisons)
-        code = self._library.seccomp_rule_add_array(self._context, action, number, len(comparisons), array)
+        code = self._library.seccomp_rule_add_array(
+            self._context, action, number, len(comparisons), array
+        )
         if code != 0:
             raise SandboxUnavailableError(
                 f"libseccomp refuses the rule for {call} ({os.strerror(-code)}); update libseccomp"
@@ -129,7 +140,9 @@ class SystemCallRules:
 
 @cache
 def seccomp_library() -> ctypes.CDLL:
-    found: Sequence[str] = [name for name in ("libseccomp.so.2", ctypes.util.find_library("seccomp")) if name]
+    found: Sequence[str] = [
+        name for name in ("libseccomp.so.2", ctypes.util.find_library("seccomp")) if name
+    ]
     for name in found:
         try:
             library = ctypes.CDLL(name)

@@ -1,6 +1,8 @@
-"""Every request, seen from outside of the application: a record in the log, and a measurement of how long it took.
+"""Every request, seen from outside of the application: a record in the log, and a measurement of
+how long it took.
 
-Requests are told apart by the pattern of their route, never by their path, so that ids neither fill the metrics nor the log.
+Requests are told apart by the pattern of their route, never by their path, so that ids neither fill
+the metrics nor the log.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from planish.server.answers import Tenant
 from planish.server.logs import fields
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
-_REPEATED = ("/retrieve_future", "/session_heartbeat", "/healthz", "/readyz", "/metrics", "/telemetry")
+_REPEATED = (
+    "/retrieve_future",
+    "/session_heartbeat",
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/telemetry",
+)
 _POLL_AGAIN = 408
 _CLOSED = 499
 """As proxies call it: the client went away before it had the answer."""
@@ -40,7 +49,9 @@ class RequestMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.open = Gauge("planish_http_requests_open", "Requests that are being answered", registry=registry)
+        self.open = Gauge(
+            "planish_http_requests_open", "Requests that are being answered", registry=registry
+        )
 
 
 @dataclass
@@ -63,7 +74,9 @@ class _Seen:
 class Access:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, authenticate: Callable[[str | None], Tenant]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: RequestMetrics, authenticate: Callable[[str | None], Tenant]
+    ) -> None:
         """`authenticate` tells the tenant of a key; PlanishError if it is nobody's."""
         self._app = app
         self._metrics = metrics
@@ -96,11 +109,19 @@ class Access:
         level = logging.DEBUG if is_expected and route.endswith(_REPEATED) else logging.INFO
         if _log.isEnabledFor(level):
             _log.log(
-                level, "%s %s %d", scope["method"], route, seen.status, extra=fields(**self._described(scope, seen))
+                level,
+                "%s %s %d",
+                scope["method"],
+                route,
+                seen.status,
+                extra=fields(**self._described(scope, seen)),
             )
 
     def _described(self, scope: Scope, seen: _Seen) -> dict[str, object]:
-        described: dict[str, object] = {"status": seen.status, "milliseconds": round(seen.seconds * 1000, 1)}
+        described: dict[str, object] = {
+            "status": seen.status,
+            "milliseconds": round(seen.seconds * 1000, 1),
+        }
         described["bytes"] = seen.size
         with suppress(PlanishError):
             described["tenant"] = self._authenticate(given_key(Headers(scope=scope))).name

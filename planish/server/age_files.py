@@ -1,7 +1,9 @@
-"""Files that only the holders of a key can read: encrypted by age (age-encryption.org) as they are sent.
+"""Files that only the holders of a key can read: encrypted by age (age-encryption.org) as they are
+sent.
 
-A client that saves external weights may name recipients. Their names are kept in the checkpoint's metadata, and no way of downloading it gives its
-files in plain. On this server's own disk it is as any other checkpoint, since whoever reads that disk has the model's state too.
+A client that saves external weights may name recipients. Their names are kept in the checkpoint's
+metadata, and no way of downloading it gives its files in plain. On this server's own disk it is as
+any other checkpoint, since whoever reads that disk has the model's state too.
 """
 
 from __future__ import annotations
@@ -35,16 +37,20 @@ class CheckpointFiles:
         return [name + SUFFIX if self.recipients else name for name in self.paths]
 
     def open(self, name: str) -> BinaryIO:
-        """One of `names`, to be read from its beginning. KeyError for another name, FileNotFoundError when it was deleted."""
+        """One of `names`, to be read from its beginning. KeyError for another name,
+        FileNotFoundError when it was deleted.
+        """
         if not self.recipients:
             return open(self.paths[name], "rb")
         return encrypted(self.paths[name.removesuffix(SUFFIX)], self.recipients)
 
 
 def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
-    """What a checkpoint's metadata say of its recipients: age1... keys or public keys of SSH, at most ten.
+    """What a checkpoint's metadata say of its recipients: age1... keys or public keys of SSH, at
+    most ten.
 
-    UserError for what is no such key, UnsupportedError where the package that encrypts is not installed.
+    UserError for what is no such key, UnsupportedError where the package that encrypts is not
+    installed.
     """
     if not recipients:
         return {}
@@ -52,7 +58,9 @@ def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
         raise UserError(f"{_FIELD} names {len(recipients)} keys; give at most {_MOST}")
     for index, recipient in enumerate(recipients):
         if not isinstance(recipient, str) or "\n" in recipient:
-            raise UserError(f"{_FIELD}[{index}] is no text of one line; give an age1... key or a public key of SSH")
+            raise UserError(
+                f"{_FIELD}[{index}] is no text of one line; give an age1... key or a public key of SSH"
+            )
         _recipient(recipient, f"{_FIELD}[{index}]")
     return {_FIELD: "\n".join(recipients)}
 
@@ -82,10 +90,14 @@ def _recipient(text: str, name: str) -> Any:
     try:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError as error:
-        raise UserError(f"{name}={text[:100]!r}: {error}; give an age1... key or a public key of SSH") from None
+        raise UserError(
+            f"{name}={text[:100]!r}: {error}; give an age1... key or a public key of SSH"
+        ) from None
 
 
 def _pyrage() -> Any:
     if find_spec("pyrage") is None:
-        raise UnsupportedError(f"{_FIELD}: this server has no pyrage to encrypt with; install planish[age] there")
+        raise UnsupportedError(
+            f"{_FIELD}: this server has no pyrage to encrypt with; install planish[age] there"
+        )
     return importlib.import_module("pyrage")  # it has no types

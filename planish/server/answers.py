@@ -33,10 +33,14 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Done:
-    """The result, as the wire has it: protobuf (ForwardBackwardOutput, SampleResponse) or a JSON object, by `media`."""
+    """The result, as the wire has it: protobuf (ForwardBackwardOutput, SampleResponse) or a JSON
+    object, by `media`.
+    """
 
     kind: str
-    """create_model, load_weights, forward, forward_backward, optim_step, save_weights, save_weights_for_sampler, unload_model, sample."""
+    """create_model, load_weights, forward, forward_backward, optim_step, save_weights,
+    save_weights_for_sampler, unload_model, sample.
+    """
     media: Media
     content: bytes
 

@@ -10,7 +10,8 @@
     routes_downloads      files of checkpoints and tokenizers
     routes_refused        what is not offered, and why
 
-Nothing here decides anything: a route decodes a body, calls one method of the core, and encodes what it returns.
+Nothing here decides anything: a route decodes a body, calls one method of the core, and encodes
+what it returns.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ STOP_SECONDS = 30
 _log = logging.getLogger("planish.server")
 
 
-def create_app(core: ServerCore, settings: HttpSettings | None = None, more: Sequence[Route] = ()) -> Starlette:
-    """Its lifespan starts and stops the core; `app.state.http.stopping` sends those away who wait for results.
+def create_app(
+    core: ServerCore, settings: HttpSettings | None = None, more: Sequence[Route] = ()
+) -> Starlette:
+    """Its lifespan starts and stops the core; `app.state.http.stopping` sends those away who wait
+    for results.
 
     `more`: routes of other protocols (openai_routes.routes, metrics_page.metrics_route).
     """
@@ -89,7 +93,9 @@ def create_app(core: ServerCore, settings: HttpSettings | None = None, more: Seq
 
 
 async def healthz(request: Request) -> Response:
-    """Whether the process does its work, or has to be started again; anybody may ask. The SDK asks it too, under /api/v1."""
+    """Whether the process does its work, or has to be started again; anybody may ask. The SDK asks
+    it too, under /api/v1.
+    """
     healthy = request.app.state.http.core.healthy()
     return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
 
@@ -101,15 +107,18 @@ async def readyz(request: Request) -> Response:
         return answered({"status": "stopping"}, 503)
     if await asyncio.to_thread(state.core.disk_is_full):
         return answered({"status": "disk full"}, 503)
-    return answered({"status": "loading"}, 503) if state.is_loading else answered({"status": "ready"})
+    return (
+        answered({"status": "loading"}, 503) if state.is_loading else answered({"status": "ready"})
+    )
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"[:200]
-    detail = {404: f"there is no endpoint {what}", 405: f"{what}: this path takes another method"}.get(
-        error.status_code, error.detail
-    )
+    detail = {
+        404: f"there is no endpoint {what}",
+        405: f"{what}: this path takes another method",
+    }.get(error.status_code, error.detail)
     if request.url.path.startswith("/api/"):
         return answered({"detail": detail}, error.status_code)
     if not request.url.path.startswith("/v1/"):
@@ -119,4 +128,7 @@ async def _not_here(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return answered({"detail": f"a fault of the server ({type(error).__name__}); its log has the whole of it"}, 500)
+    return answered(
+        {"detail": f"a fault of the server ({type(error).__name__}); its log has the whole of it"},
+        500,
+    )

@@ -1,7 +1,8 @@
 """Checkpoints that clients saved: whose they are, who may read them, how long they stay.
 
-A tenant sees its own, and reads others' once they are published. The files know their time to live themselves, and are refused when it is over
-even before they are removed. The server's own checkpoints (private_names.py) are none of these.
+A tenant sees its own, and reads others' once they are published. The files know their time to live
+themselves, and are refused when it is over even before they are removed. The server's own
+checkpoints (private_names.py) are none of these.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class CheckpointCatalog:
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """The checkpoint, if it is the tenant's or published. NotFound otherwise, or when it has expired."""
+        """The checkpoint, if it is the tenant's or published. NotFound otherwise, or when it has
+        expired.
+        """
         row = await self._row(path)
         if row.tenant != tenant.name and not row.public:
             raise _not_found(path)
@@ -59,7 +62,9 @@ class CheckpointCatalog:
             raise _not_found(path)
         return row
 
-    async def page(self, tenant: Tenant, run_id: str | None, limit: int | None, offset: int) -> Page[Checkpoint]:
+    async def page(
+        self, tenant: Tenant, run_id: str | None, limit: int | None, offset: int
+    ) -> Page[Checkpoint]:
         """The tenant's, or those of one of its runs; newest first."""
         where, values = f"tenant = ? AND {_ALIVE}", [tenant.name, time.time()]
         if run_id is not None:
@@ -67,17 +72,32 @@ class CheckpointCatalog:
         order = f"{where} ORDER BY made DESC, path LIMIT ? OFFSET ?"
         rows, total = await self._store.read(
             lambda connection: (
-                select(connection, CheckpointRow, order, [*values, -1 if limit is None else limit, offset]),
+                select(
+                    connection,
+                    CheckpointRow,
+                    order,
+                    [*values, -1 if limit is None else limit, offset],
+                ),
                 count(connection, CheckpointRow, where, values),
             )
         )
-        return Page([row.checkpoint for row in rows], offset, total if limit is None else limit, total)
+        return Page(
+            [row.checkpoint for row in rows], offset, total if limit is None else limit, total
+        )
 
     async def newest(self, run_id: str) -> dict[str, Checkpoint]:
-        """The last checkpoint of each kind of a run. External weights are of none: no sampler is made of them."""
+        """The last checkpoint of each kind of a run. External weights are of none: no sampler is
+        made of them.
+        """
         where = f"run = ? AND {_ALIVE} ORDER BY made"
-        rows = await self._store.read(lambda db: select(db, CheckpointRow, where, [run_id, time.time()]))
-        return {row.checkpoint.checkpoint_type: row.checkpoint for row in rows if not is_external(row.path)}
+        rows = await self._store.read(
+            lambda db: select(db, CheckpointRow, where, [run_id, time.time()])
+        )
+        return {
+            row.checkpoint.checkpoint_type: row.checkpoint
+            for row in rows
+            if not is_external(row.path)
+        }
 
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
         row = await self.readable(tenant, path)
@@ -90,7 +110,9 @@ class CheckpointCatalog:
         return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
 
     def changing(self, path: str) -> asyncio.Lock:
-        """Held by whoever makes, changes or deletes the files of a checkpoint, until its row is on the way to the database."""
+        """Held by whoever makes, changes or deletes the files of a checkpoint, until its row is on
+        the way to the database.
+        """
         return self._changing.setdefault(path, asyncio.Lock())
 
     async def delete(self, tenant: Tenant, path: str) -> None:
@@ -103,23 +125,31 @@ class CheckpointCatalog:
         row = await self.owned(tenant, path)
         if bool(row.public) == public:
             raise Conflict(f"{path} is {'published already' if public else 'not published'}")
-        await self._store.write(lambda transaction: change(transaction, CheckpointRow, row.path, public=int(public)))
+        await self._store.write(
+            lambda transaction: change(transaction, CheckpointRow, row.path, public=int(public))
+        )
 
     async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
         row = await self.owned(tenant, path)
         async with self.changing(row.path):
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
             expires = (await self.saved(tenant, row.path)).expires
-            await self._store.write(lambda transaction: change(transaction, CheckpointRow, row.path, expires=expires))
+            await self._store.write(
+                lambda transaction: change(transaction, CheckpointRow, row.path, expires=expires)
+            )
 
     async def saved(self, tenant: Tenant, path: str) -> CheckpointRow:
         """The row of a checkpoint that was just saved."""
-        return CheckpointRow.made_of((await self._engine.checkpoint_info(path)).checkpoint, tenant.name)
+        return CheckpointRow.made_of(
+            (await self._engine.checkpoint_info(path)).checkpoint, tenant.name
+        )
 
     async def check_quota(self, tenant: Tenant) -> None:
         """UserError if the tenant keeps as many bytes as it may."""
         used = await self._store.read(
-            lambda db: db.execute("SELECT SUM(bytes) FROM checkpoints WHERE tenant = ?", [tenant.name]).fetchone()[0]
+            lambda db: db.execute(
+                "SELECT SUM(bytes) FROM checkpoints WHERE tenant = ?", [tenant.name]
+            ).fetchone()[0]
         )
         if (used or 0) >= self._settings.storage_bytes:
             raise UserError(
@@ -133,7 +163,9 @@ class CheckpointCatalog:
         return await self._store.read(lambda db: dict(db.execute(query)))
 
     async def remove_expired(self) -> None:
-        expired = await self._store.read(lambda db: select(db, CheckpointRow, f"NOT {_ALIVE}", [time.time()]))
+        expired = await self._store.read(
+            lambda db: select(db, CheckpointRow, f"NOT {_ALIVE}", [time.time()])
+        )
         removed = []
         for row in expired:
             async with self.changing(row.path):
@@ -142,14 +174,21 @@ class CheckpointCatalog:
         await asyncio.gather(*removed)  # behind all, since a full disk may need the space first
 
     async def reconcile(self) -> None:
-        """At a start: believe the disk about what is there and when it expires, as a kill in the middle of a change leaves it.
+        """At a start: believe the disk about what is there and when it expires, as a kill in the
+        middle of a change leaves it.
 
         What is there and cannot be read stays its tenant's: the file may be put back.
         """
-        on_disk = {checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()}
+        on_disk = {
+            checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()
+        }
         rows = await self._store.read(lambda db: select(db, CheckpointRow, "1"))
         missing, now = [row for row in rows if row.path not in on_disk], time.time()
-        damaged = {row.path: error for row in missing if (error := await self._damage(row.path)) is not None}
+        damaged = {
+            row.path: error
+            for row in missing
+            if (error := await self._damage(row.path)) is not None
+        }
         lost = [row.path for row in missing if row.path not in damaged]
         found = {
             row.path: CheckpointRow.made_of(on_disk[row.path], row.tenant).expires
@@ -158,7 +197,11 @@ class CheckpointCatalog:
         }
         changed = [row.path for row in rows if row.path in found and row.expires != found[row.path]]
         for path, error in damaged.items():
-            _log.error("%s cannot be read: %s. Put the file back from a backup, or delete the checkpoint", path, error)
+            _log.error(
+                "%s cannot be read: %s. Put the file back from a backup, or delete the checkpoint",
+                path,
+                error,
+            )
         for row in missing:
             if row.path in lost and (row.expires is None or row.expires > now):
                 _log.warning("%s of %s is not on disk any more", row.path, row.tenant)

@@ -1,4 +1,5 @@
-"""The server without HTTP: sessions, models, samplers, requests and their results, durable and apart by tenant.
+"""The server without HTTP: sessions, models, samplers, requests and their results, durable and
+apart by tenant.
 
     submission -> journal -> training (a lane and a worker for each model) -> engine
                           -> sampling (a task for each request)
@@ -7,9 +8,10 @@
     residency, fair_gate, limits    who may use the device and its memory
     retention                       what goes by itself
 
-All methods are called in the event loop and none blocks it. Every lookup is by (tenant, id): another tenant's id raises NotFound. Errors
-are those of errors.py and UserError; `status_of` has their HTTP status. Operations are planish.service's, with ids that name
-session and number: model `{session}:train:{n}`, sampler `{session}:sample:{n}`.
+All methods are called in the event loop and none blocks it. Every lookup is by (tenant, id):
+another tenant's id raises NotFound. Errors are those of errors.py and UserError; `status_of` has
+their HTTP status. Operations are planish.service's, with ids that name session and number: model
+`{session}:train:{n}`, sampler `{session}:sample:{n}`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from copy import deepcopy
 from pathlib import Path
 
 from planish.server.age_files import CheckpointFiles
-from planish.server.answers import Accepted, Outcome, Page, SessionRecord, SessionSpec, Tenant, TrainingRun
+from planish.server.answers import (
+    Accepted,
+    Outcome,
+    Page,
+    SessionRecord,
+    SessionSpec,
+    Tenant,
+    TrainingRun,
+)
 from planish.server.checkpoint_catalog import CheckpointCatalog
 from planish.server.engine_calls import NOBODYS_SAMPLE, EngineCalls
 from planish.server.errors import Gone, stopping
@@ -50,14 +60,24 @@ from planish.server.training import Training
 from planish.server.training_runs import TrainingRuns
 from planish.server.training_steps import TrainingSteps
 from planish.server.under_way import UnderWay
-from planish.service import CheckpointInfo, CreateModel, CreateSampler, HostedService, Operation, Sample, SamplerInfo
+from planish.service import (
+    CheckpointInfo,
+    CreateModel,
+    CreateSampler,
+    HostedService,
+    Operation,
+    Sample,
+    SamplerInfo,
+)
 from planish.types import Checkpoint, GetInfoResponse, GetServerCapabilitiesResponse, SampleResponse
 from planish.wire.models import SessionPlace
 
 _log = logging.getLogger(__name__)
 
 _LONG_TOKENS = 4096
-"""Data of a training request that take the engine more than a turn or two, which others would wait for."""
+"""Data of a training request that take the engine more than a turn or two, which others would wait
+for.
+"""
 
 
 class ServerCore:
@@ -69,10 +89,12 @@ class ServerCore:
         keys: Mapping[str, str] | None = None,
         settings: ServerSettings | None = None,
     ) -> None:
-        """`service` is an Engine as it is; names outside of `base_models` are refused here, with the list, before it hears of them.
+        """`service` is an Engine as it is; names outside of `base_models` are refused here, with
+        the list, before it hears of them.
 
-        `data_dir`: for database, journal and bodies; UserError if another process holds it. `keys` maps each key to its tenant's name
-        (tenancy.read_keys reads a file of them); None: no key is asked for. The service is closed by `stop`.
+        `data_dir`: for database, journal and bodies; UserError if another process holds it. `keys`
+        maps each key to its tenant's name (tenancy.read_keys reads a file of them); None: no key is
+        asked for. The service is closed by `stop`.
         """
         settings = settings or ServerSettings()
         self._keyring = Keyring(keys)
@@ -93,30 +115,60 @@ class ServerCore:
             long_tokens=_LONG_TOKENS,
         )
         self.sampling_gate = FairGate(settings.sampling_slots, settings.sampling_share)
-        publishing, snapshots = Publishing(engine, samplers), Snapshots(engine, store, settings, counters)
+        publishing, snapshots = (
+            Publishing(engine, samplers),
+            Snapshots(engine, store, settings, counters),
+        )
         steps = TrainingSteps(
-            engine, requests, under_way, self.training_gate, catalog, samplers, publishing, snapshots, counters
+            engine,
+            requests,
+            under_way,
+            self.training_gate,
+            catalog,
+            samplers,
+            publishing,
+            snapshots,
+            counters,
         )
         replay = Replay(engine, store, requests, under_way, publishing, counters)
-        self.training = training = Training(store, self.residency, replay, snapshots, steps, settings)
+        self.training = training = Training(
+            store, self.residency, replay, snapshots, steps, settings
+        )
         self._sampling = sampling = Sampling(
             engine, requests, under_way, samplers, self.sampling_gate, self.limits, counters
         )
         self._sessions = sessions = Sessions(store, training, samplers)
         self._submission = Submission(
-            base_models, engine, store, sessions, requests, training, sampling, samplers, catalog, settings
+            base_models,
+            engine,
+            store,
+            sessions,
+            requests,
+            training,
+            sampling,
+            samplers,
+            catalog,
+            settings,
         )
-        self._sampler_creation = SamplerCreation(engine, store, sessions, requests, samplers, catalog, self._submission)
+        self._sampler_creation = SamplerCreation(
+            engine, store, sessions, requests, samplers, catalog, self._submission
+        )
         self._runs = TrainingRuns(engine, store, requests, catalog, self._submission)
-        self._recovery = Recovery(engine, store, sessions, requests, training, samplers, sampling, catalog)
-        self.retention = Retention(store, sessions, training, samplers, self.residency, catalog, settings)
+        self._recovery = Recovery(
+            engine, store, sessions, requests, training, samplers, sampling, catalog
+        )
+        self.retention = Retention(
+            store, sessions, training, samplers, self.residency, catalog, settings
+        )
         self._cleaning: asyncio.Task[None] | None = None
         self._is_open = False
 
     # Life of the process.
 
     async def start(self) -> None:
-        """Know again what an earlier process left, and go on with it in the background. Requests are taken when this returns."""
+        """Know again what an earlier process left, and go on with it in the background. Requests
+        are taken when this returns.
+        """
         begun = time.monotonic()
         await self._under_way.begin()
         recovered = await self._recovery.recover()
@@ -132,7 +184,9 @@ class ServerCore:
         )
 
     async def stop(self, seconds: float) -> None:
-        """Refuse new requests, finish for up to `seconds` what the engine has, take snapshots, close. The journal keeps the rest."""
+        """Refuse new requests, finish for up to `seconds` what the engine has, take snapshots,
+        close. The journal keeps the rest.
+        """
         self._is_open = False
         if self._cleaning is not None:
             self._cleaning.cancel()
@@ -156,7 +210,9 @@ class ServerCore:
         return self._is_open and self._engine.fault is None
 
     def disk_is_full(self) -> bool:
-        """Whether new work is refused for want of space, or because the disk refuses what is written. Reads the disk: for a thread."""
+        """Whether new work is refused for want of space, or because the disk refuses what is
+        written. Reads the disk: for a thread.
+        """
         return self.requests.disk_is_full()
 
     async def measurements(self) -> Measurements:
@@ -200,7 +256,9 @@ class ServerCore:
         """Gone when the session has ended."""
         await self._sessions.touch(tenant, session_id)
 
-    async def finish_session(self, tenant: Tenant, session_id: str, reason: str, detail: str | None) -> None:
+    async def finish_session(
+        self, tenant: Tenant, session_id: str, reason: str, detail: str | None
+    ) -> None:
         """`reason`: success, errored or interrupted. Finishing twice is fine."""
         try:
             await self._sessions.touch(tenant, session_id)
@@ -218,23 +276,33 @@ class ServerCore:
     # Requests.
 
     async def create_model(self, tenant: Tenant, operation: CreateModel) -> Accepted:
-        """Fresh or from a checkpoint. The model id names session and number; a repetition gets the same request id."""
+        """Fresh or from a checkpoint. The model id names session and number; a repetition gets the
+        same request id.
+        """
         self._check_open()
         return await self._submission.create_model(tenant, operation)
 
-    async def submit_training(self, tenant: Tenant, seq_id: int, operation: Operation[object]) -> Accepted:
+    async def submit_training(
+        self, tenant: Tenant, seq_id: int, operation: Operation[object]
+    ) -> Accepted:
         """An operation of a model that exists, which runs once all lower numbers have.
 
-        The same number with the same operation gets the same request id, with another one BadRequest. An operation that is refused
-        (BadRequest, NotFound) has used up its number.
+        The same number with the same operation gets the same request id, with another one
+        BadRequest. An operation that is refused (BadRequest, NotFound) has used up its number.
         """
         self._check_open()
         return await self._submission.submit_training(tenant, seq_id, operation)
 
     async def reject(
-        self, tenant: Tenant, model_id: str, seq_id: int, error: Exception, kind: str = "forward_backward"
+        self,
+        tenant: Tenant,
+        model_id: str,
+        seq_id: int,
+        error: Exception,
+        kind: str = "forward_backward",
     ) -> None:
-        """The body of this number could not be read: it is used up, and an optimizer step behind a missing forward_backward fails.
+        """The body of this number could not be read: it is used up, and an optimizer step behind a
+        missing forward_backward fails.
 
         `kind` as in `Done`. The caller raises `error` after it.
         """
@@ -242,7 +310,9 @@ class ServerCore:
         await self._submission.reject(tenant, model_id, seq_id, error, kind)
 
     async def unload_model(self, tenant: Tenant, model_id: str) -> Accepted:
-        """After what was accepted before; the model takes no more operations. Its checkpoints and samplers stay."""
+        """After what was accepted before; the model takes no more operations. Its checkpoints and
+        samplers stay.
+        """
         self._check_open()
         return await self._submission.unload_model(tenant, model_id)
 
@@ -263,14 +333,18 @@ class ServerCore:
             self._sampling.cancel(request_id)
 
     async def result(self, tenant: Tenant, request_id: str, wait_seconds: float) -> Outcome:
-        """Wait for at most `wait_seconds`. NotFound, or Gone when the result has aged. Results can be read many times."""
+        """Wait for at most `wait_seconds`. NotFound, or Gone when the result has aged. Results can
+        be read many times.
+        """
         return await self.requests.outcome(tenant.name, request_id, wait_seconds)
 
     # What there is.
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         models = self._engine.capabilities().supported_models
-        return GetServerCapabilitiesResponse([model for model in models if model.model_name in self._base_models])
+        return GetServerCapabilitiesResponse(
+            [model for model in models if model.model_name in self._base_models]
+        )
 
     async def model_info(self, tenant: Tenant, model_id: str) -> GetInfoResponse:
         """Waits for the model's creation if that is under way."""
@@ -281,7 +355,9 @@ class ServerCore:
         await self._sampling.check(base_model, operation)
 
     async def draw(self, tenant: Tenant, operation: Sample) -> SampleResponse:
-        """A sample that is not journaled, for whoever holds a connection. Gone if its sampler was let go."""
+        """A sample that is not journaled, for whoever holds a connection. Gone if its sampler was
+        let go.
+        """
         self._check_open()
         sampler = self.samplers.get(operation.sampler_id)
         if sampler is None:
@@ -299,7 +375,8 @@ class ServerCore:
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
         return await self._runs.run(tenant, run_id)
 
-    # Checkpoints: one's own, and for reading those that their owner published. `path` is tinker://RUN/KIND/NAME.
+    # Checkpoints: one's own, and for reading those that their owner published. `path` is
+    # tinker://RUN/KIND/NAME.
 
     async def checkpoints(
         self, tenant: Tenant, run_id: str | None = None, limit: int | None = None, offset: int = 0
@@ -324,19 +401,30 @@ class ServerCore:
         await self._catalog.set_ttl(tenant, path, ttl_seconds)
 
     async def copy_checkpoint(
-        self, tenant: Tenant, source: str, session_id: str, model_seq_id: int, ttl_seconds: int | None
+        self,
+        tenant: Tenant,
+        source: str,
+        session_id: str,
+        model_seq_id: int,
+        ttl_seconds: int | None,
     ) -> str:
-        """A copy that belongs to the run `{session}:train:{n}`; answers its path. A repetition finds the copy there."""
+        """A copy that belongs to the run `{session}:train:{n}`; answers its path. A repetition
+        finds the copy there.
+        """
         self._check_open()
         await self._sessions.touch(tenant, session_id)
-        return await self._runs.copy_checkpoint(tenant, source, SessionPlace(session_id, model_seq_id), ttl_seconds)
+        return await self._runs.copy_checkpoint(
+            tenant, source, SessionPlace(session_id, model_seq_id), ttl_seconds
+        )
 
     async def checkpoint_files(self, tenant: Tenant, path: str) -> CheckpointFiles:
         """The files of a checkpoint, for a download."""
         return await self._catalog.files(tenant, path)
 
     def download_token(self, tenant: Tenant, path: str, seconds: int) -> str:
-        """Lets whoever holds it read one checkpoint's files for a while, as `tenant` may, without a key."""
+        """Lets whoever holds it read one checkpoint's files for a while, as `tenant` may, without a
+        key.
+        """
         return self._catalog.token(tenant, path, seconds)
 
     async def files_of_token(self, token: str) -> CheckpointFiles:

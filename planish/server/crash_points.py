@@ -1,6 +1,8 @@
-"""Places at which a test can kill this process, by name: before and after everything that is written.
+"""Places at which a test can kill this process, by name: before and after everything that is
+written.
 
-The variable PLANISH_CRASH_AT=NAME:N sends SIGKILL at the Nth time that NAME is reached. Without it a place costs one comparison.
+The variable PLANISH_CRASH_AT=NAME:N sends SIGKILL at the Nth time that NAME is reached. Without it
+a place costs one comparison.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class _Armed:
         self.name, _, count = setting.rpartition(":")
         self.left = int(count)
         if self.name not in CRASH_POINTS:
-            raise ValueError(f"{ENVIRONMENT}={setting!r}: give NAME:COUNT with one of {', '.join(CRASH_POINTS)}")
+            raise ValueError(
+                f"{ENVIRONMENT}={setting!r}: give NAME:COUNT with one of {', '.join(CRASH_POINTS)}"
+            )
 
 
 _armed: _Armed | None = None

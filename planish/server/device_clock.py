@@ -17,7 +17,9 @@ class DeviceClock:
         return self._clock()
 
     def spent(self, submitted: float) -> float:
-        """Seconds that a request took which ends now. The parts of all requests add up to no more than the time that passed."""
+        """Seconds that a request took which ends now. The parts of all requests add up to no more
+        than the time that passed.
+        """
         now = self._clock()
         spent = now - max(submitted, self._last)
         self._last = now

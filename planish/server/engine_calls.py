@@ -21,13 +21,21 @@ from planish.service import (
     Operation,
     Sample,
 )
-from planish.types import Checkpoint, GetServerCapabilitiesResponse, LoraConfig, ModelInput, SamplingParams
+from planish.types import (
+    Checkpoint,
+    GetServerCapabilitiesResponse,
+    LoraConfig,
+    ModelInput,
+    SamplingParams,
+)
 
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-NOBODYS_SAMPLE = Sample("nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n"))
+NOBODYS_SAMPLE = Sample(
+    "nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n")
+)
 """For its check, a base model and its tokenizer are loaded."""
 
 _QUICK_THREADS = 4
@@ -36,7 +44,9 @@ _SLOW_THREADS = 8
 
 class EngineCalls:
     def __init__(self, service: HostedService, data_dir: Path) -> None:
-        """Errors name files as they lie in `data_dir`: where that is, is no business of clients, whom most errors reach."""
+        """Errors name files as they lie in `data_dir`: where that is, is no business of clients,
+        whom most errors reach.
+        """
         self._service = service
         self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # Whoever loads a model or waits for a disk must not keep others from submitting.
@@ -47,9 +57,13 @@ class EngineCalls:
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
 
     async def submit(self, operation: Operation[R]) -> asyncio.Future[R]:
-        """Queue an operation; its errors at submission are raised here, others come with the future."""
+        """Queue an operation; its errors at submission are raised here, others come with the
+        future.
+        """
         slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
-        future = await self._call(self._slow if slow else self._quick, lambda: self._service.submit(operation))
+        future = await self._call(
+            self._slow if slow else self._quick, lambda: self._service.submit(operation)
+        )
         future.add_done_callback(self._look_at_error)
         return asyncio.wrap_future(future)
 
@@ -87,9 +101,13 @@ class EngineCalls:
             return False
         return True
 
-    async def copy_checkpoint(self, source: str, destination: str, ttl_seconds: int | None = None) -> None:
+    async def copy_checkpoint(
+        self, source: str, destination: str, ttl_seconds: int | None = None
+    ) -> None:
         """Onto whatever is at `destination`."""
-        await self._in_thread(lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True))
+        await self._in_thread(
+            lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
+        )
 
     async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         await self._in_thread(lambda: self._service.set_checkpoint_ttl(path, ttl_seconds))
@@ -123,7 +141,9 @@ class EngineCalls:
             self._hide_directory(error)
         if isinstance(error, EngineClosedError) and not self._is_closed and self.fault is None:
             self.fault = str(error)
-            _log.critical("nothing can be done any more until the server is started again: %s", error)
+            _log.critical(
+                "nothing can be done any more until the server is started again: %s", error
+            )
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
         return await self._call(self._slow, work)
@@ -143,7 +163,9 @@ class EngineCalls:
         def hidden(value: Any) -> Any:
             if not isinstance(value, str):
                 return value
-            return self._directory.sub(lambda found: "" if found[1] else "the server's data directory", value)
+            return self._directory.sub(
+                lambda found: "" if found[1] else "the server's data directory", value
+            )
 
         error.args = tuple(map(hidden, error.args))
         if isinstance(error, OSError) and error.filename is not None:

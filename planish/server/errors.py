@@ -3,19 +3,29 @@
     ServerError          status, message, and after how many seconds a repetition may work
     |- BadRequest 400    the request is wrong, and will be
     |- Unauthorized 401  no key, or none that is known here
-    |- NotFound 404      there is no such thing, or it is another tenant's; nobody can tell which; NoSuchCheckpoint and NoSuchBaseModel are
-    |- Conflict 409      it is so already (publishing twice). The SDK repeats a 409, so it is for nothing else
+    |- NotFound 404      there is no such thing, or it is another tenant's; nobody can tell which;
+                         NoSuchCheckpoint and NoSuchBaseModel are
+    |- Conflict 409      it is so already (publishing twice). The SDK repeats a 409, so it is for
+                         nothing else
     |- Gone 410          it was here: a session that ended, a result that has aged
     |- GivenUp 422       doing it ended the whole server, again and again (under_way.py)
     |- TooManyRequests 429   a limit of the key; the SDK sends the same request again later
-    `- Unavailable 503   no disk space, stopping, or too much under way; the SDK sends the same request again later
+    `- Unavailable 503   no disk space, stopping, or too much under way; the SDK sends the same
+                         request again later
 
 Any other ValueError, UserError and its kin among them, is 400 too; `status_of` knows every error.
 """
 
 from __future__ import annotations
 
-from planish.errors import CheckpointError, EngineClosedError, PlanishError, StorageError, UnknownModelError, UserError
+from planish.errors import (
+    CheckpointError,
+    EngineClosedError,
+    PlanishError,
+    StorageError,
+    UnknownModelError,
+    UserError,
+)
 from planish.wire.bodies import BodyTooLargeError
 
 _STOPPING_SECONDS = 5.0
@@ -74,7 +84,10 @@ class Unavailable(ServerError):
 
 def stopping() -> Unavailable:
     """For what is asked of a server that stops."""
-    return Unavailable("the server is stopping; it goes on with what it accepted at its next start", _STOPPING_SECONDS)
+    return Unavailable(
+        "the server is stopping; it goes on with what it accepted at its next start",
+        _STOPPING_SECONDS,
+    )
 
 
 def retry_headers(error: BaseException) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """One HTTP request and its answer: who asks, what the body says, and how an error is told.
 
-Every endpoint is a function of an `Exchange`. `endpoint` makes a route of it: it looks at the key first, and turns every error of ours into
-its status with {"detail": sentence}. Bodies are read under a cap of their own and a cap on what all requests hold together, so
-that no client can fill the memory; work on large bodies is done in a thread, so that the event loop stays free.
+Every endpoint is a function of an `Exchange`. `endpoint` makes a route of it: it looks at the key
+first, and turns every error of ours into its status with {"detail": sentence}. Bodies are read
+under a cap of their own and a cap on what all requests hold together, so that no client can fill
+the memory; work on large bodies is done in a thread, so that the event loop stays free.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ALL_BODIES = 1024 * MIB
 """Of all requests together; one alone may be packed and opened in memory, which is half of it."""
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
-"""Of bodies above SMALL_BODY, or a single one: while it is read, a body takes many times its size."""
+"""Of bodies above SMALL_BODY, or a single one: while it is read, a body takes many times its size.
+"""
 _STALL_SECONDS = 30.0
 """A client that sends nothing more of its body for so long is not waited for."""
 _MAX_PAGE = 1000
@@ -54,7 +56,9 @@ _log = logging.getLogger("planish.server")
 
 @dataclass
 class BodyRoom:
-    """How many bytes of bodies are held at the moment, by all requests. One tenant may have half of the room."""
+    """How many bytes of bodies are held at the moment, by all requests. One tenant may have half of
+    the room.
+    """
 
     limit: int = ALL_BODIES
     held: Counter[str] = field(default_factory=Counter)
@@ -66,7 +70,9 @@ class BodyRoom:
 
     def take(self, tenant: Tenant, size: int) -> None:
         if self.used + size > self.limit or self.held[tenant.name] + size > self.limit // 2:
-            raise Unavailable("too many large requests at once; this one is taken when others are done", 2.0)
+            raise Unavailable(
+                "too many large requests at once; this one is taken when others are done", 2.0
+            )
         self.held[tenant.name] += size
 
     def give_back(self, tenant: Tenant, size: int) -> None:
@@ -78,11 +84,15 @@ class HttpSettings:
     """How the routes behave."""
 
     poll_seconds: float = 22.0
-    """How long a request for a result is held. Clients give up at 45 s, and ask again at once after a shorter wait."""
+    """How long a request for a result is held. Clients give up at 45 s, and ask again at once after
+    a shorter wait.
+    """
     tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
     """Where the tokenizer of each base model is, by the model's name."""
     has_keys: bool = True
-    """Whether a key is asked for. Without keys, whoever reaches the server may use it, but no web page."""
+    """Whether a key is asked for. Without keys, whoever reaches the server may use it, but no web
+    page.
+    """
 
 
 @dataclass
@@ -97,7 +107,8 @@ class HttpState:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: whoever waits for a result is sent away at once."""
     is_loading: bool = False
-    """Whether base models are still brought into memory: requests are taken, and wait for theirs."""
+    """Whether base models are still brought into memory: requests are taken, and wait for theirs.
+    """
     copies: dict[tuple[Tenant, str | None], str] = field(default_factory=dict)
     """Sessions of recent copies of checkpoints, by tenant and idempotency key."""
 
@@ -124,8 +135,12 @@ class Exchange:
 
     @property
     def knows_external(self) -> bool:
-        """Whether the client can read a checkpoint of type `external`. Older SDKs take a list that has one for a fault of the server."""
-        version = re.match(r"(\d+)\.(\d+)", self.request.headers.get("x-stainless-package-version", ""))
+        """Whether the client can read a checkpoint of type `external`. Older SDKs take a list that
+        has one for a fault of the server.
+        """
+        version = re.match(
+            r"(\d+)\.(\d+)", self.request.headers.get("x-stainless-package-version", "")
+        )
         return version is None or (int(version[1]), int(version[2])) >= _KNOWS_EXTERNAL
 
     @property
@@ -155,7 +170,9 @@ class Exchange:
         return self.query("limit", default, 0, _MAX_PAGE), self.query("offset", 0, 0, 2**53)
 
     def check_scope(self) -> None:
-        """A list or a record is asked for among one's own things, or those one may see, which are the same here."""
+        """A list or a record is asked for among one's own things, or those one may see, which are
+        the same here.
+        """
         scope = self.request.query_params.get("access_scope", "owned")
         if scope not in ("owned", "accessible"):
             raise UserError(f"access_scope={scope[:40]!r}: give 'owned' or 'accessible'")
@@ -164,7 +181,9 @@ class Exchange:
 
     @asynccontextmanager
     async def body(self, limit: int) -> AsyncIterator[bytes]:
-        """The body, opened if it is compressed. Unless it is small, it counts against the room of all bodies until the block ends."""
+        """The body, opened if it is compressed. Unless it is small, it counts against the room of
+        all bodies until the block ends.
+        """
         room, held, size = self.state.room, 0, 0
 
         def hold(more: int) -> None:
@@ -202,7 +221,10 @@ class Exchange:
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What `work` answers; None, and it is given up, if the server begins to stop before that."""
-        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.state.stopping.wait())
+        working, stopping = (
+            asyncio.ensure_future(work),
+            asyncio.ensure_future(self.state.stopping.wait()),
+        )
         try:
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
@@ -211,7 +233,9 @@ class Exchange:
             stopping.cancel()
 
     async def compute(self, body: bytes, work: Callable[[], T]) -> T:
-        """`work()`, in a thread if what it reads is large, and in the tenant's turn if it is very large."""
+        """`work()`, in a thread if what it reads is large, and in the tenant's turn if it is very
+        large.
+        """
         if len(body) <= _INLINE_BODY:
             return work()
         if len(body) <= SMALL_BODY:
@@ -229,7 +253,9 @@ async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
         async with asyncio.timeout(_STALL_SECONDS):
             return await anext(stream, None)
     except TimeoutError:
-        raise Unavailable(f"nothing more of the body came for {_STALL_SECONDS:g} seconds; send it again", 1.0) from None
+        raise Unavailable(
+            f"nothing more of the body came for {_STALL_SECONDS:g} seconds; send it again", 1.0
+        ) from None
 
 
 Handler = Callable[[Exchange], Awaitable[Response]]
@@ -252,7 +278,9 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
 
 
 def exchange_of(request: Request, key: str | None) -> Exchange:
-    """The request of whoever has this key. Unauthorized if nobody has, or where no key is asked for and it is that of a web page."""
+    """The request of whoever has this key. Unauthorized if nobody has, or where no key is asked for
+    and it is that of a web page.
+    """
     state: HttpState = request.app.state.http
     if not state.settings.has_keys:
         _refuse_web_pages(request)
@@ -264,7 +292,9 @@ def refused(error: PlanishError) -> Response:
     status = status_of(error)
     if status >= 500:
         _log.warning("answered %d: %s", status, error)
-    return answered({"detail": str(error), ERROR_CLASS: name_of(error)}, status, retry_headers(error))
+    return answered(
+        {"detail": str(error), ERROR_CLASS: name_of(error)}, status, retry_headers(error)
+    )
 
 
 def answered(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -284,9 +314,13 @@ def paged(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, An
 
 
 def _refuse_web_pages(request: Request) -> None:
-    """Unauthorized for what a page in a browser of this machine sends, from its own site or from a name that leads here."""
+    """Unauthorized for what a page in a browser of this machine sends, from its own site or from a
+    name that leads here.
+    """
     host = request.url.hostname or ""
-    is_foreign = request.headers.get("origin") is not None and request.headers.get("x-api-key") is None
+    is_foreign = (
+        request.headers.get("origin") is not None and request.headers.get("x-api-key") is None
+    )
     if is_foreign or not is_loopback(host):
         raise Unauthorized(
             f"this server has no keys, and is for programs of its own machine: Host {host[:100]!r} or the Origin of a web page "

@@ -1,7 +1,8 @@
 """External weights: adapters saved for other programs, in PEFT's layout.
 
-A sampler checkpoint of planish has that layout already, so external weights NAME are the sampler checkpoint `external:NAME`, shown under the
-kind and path that clients know. No other checkpoint may have such a name.
+A sampler checkpoint of planish has that layout already, so external weights NAME are the sampler
+checkpoint `external:NAME`, shown under the kind and path that clients know. No other checkpoint may
+have such a name.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def is_external(path: str) -> bool:
 def check_name_is_free(name: str) -> None:
     """UserError for a name that is kept for external weights."""
     if name.startswith(_PREFIX):
-        raise UserError(f"path={name[:200]!r}: names that begin with {_PREFIX!r} are those of external weights")
+        raise UserError(
+            f"path={name[:200]!r}: names that begin with {_PREFIX!r} are those of external weights"
+        )
 
 
 def shown_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -52,7 +55,11 @@ def shown_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     if not is_external(checkpoint.tinker_path):
         return fields
     path = fields["tinker_path"]
-    return {**fields, "checkpoint_type": "external", "checkpoint_id": path.removeprefix("tinker://").partition("/")[2]}
+    return {
+        **fields,
+        "checkpoint_type": "external",
+        "checkpoint_id": path.removeprefix("tinker://").partition("/")[2],
+    }
 
 
 def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
@@ -61,4 +68,6 @@ def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
         fields.skip("type")
         metadata = metadata_of(fields.optional(fields.array, "age_encryption_recipients", []))
         ttl = fields.optional(fields.integer, "ttl_seconds")
-        return SaveWeightsForSampler(place.model_id, _PREFIX + fields.text("path"), ttl, user_metadata=metadata)
+        return SaveWeightsForSampler(
+            place.model_id, _PREFIX + fields.text("path"), ttl, user_metadata=metadata
+        )

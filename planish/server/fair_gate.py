@@ -1,8 +1,11 @@
-"""How many requests are with the engine at once, and whose turn it is to send one: that of the tenant that has had the fewest tokens.
+"""How many requests are with the engine at once, and whose turn it is to send one: that of the
+tenant that has had the fewest tokens.
 
-What waits here waits in the order in which each tenant sent it. The engine has enough to be busy, and little enough that a tenant who comes
-later is not behind all the work of one who came first. While others are about, one tenant does not take all places, however long it keeps
-them: who comes finds some. Nor do long requests, whosesoever: those that are done in a moment have places that these do not get.
+What waits here waits in the order in which each tenant sent it. The engine has enough to be busy,
+and little enough that a tenant who comes later is not behind all the work of one who came first.
+While others are about, one tenant does not take all places, however long it keeps them: who comes
+finds some. Nor do long requests, whosesoever: those that are done in a moment have places that
+these do not get.
 """
 
 from __future__ import annotations
@@ -48,10 +51,12 @@ class FairGate:
         long_capacity: int | None = None,
         long_tokens: int = 0,
     ) -> None:
-        """Turns whose sizes add up to at most `capacity` are given at once; one that is larger is given alone.
+        """Turns whose sizes add up to at most `capacity` are given at once; one that is larger is
+        given alone.
 
-        `share`: as much, but for its first turn, has one tenant while others are about. By default all.
-        `long_capacity`: as much have long requests together, those that keep their places for more than `long_tokens`. By default all.
+        `share`: as much, but for its first turn, has one tenant while others are about. By default
+        all. `long_capacity`: as much have long requests together, those that keep their places for
+        more than `long_tokens`. By default all.
         """
         self._capacity = capacity
         self._share = capacity if share is None else share
@@ -64,12 +69,16 @@ class FairGate:
         """When each tenant asked last."""
         self._queues: dict[str, deque[_Waiting]] = {}
         self._clocks: dict[str, int] = {}
-        """Tokens that each tenant has had; whoever was absent begins with as many as those who are served now."""
+        """Tokens that each tenant has had; whoever was absent begins with as many as those who are
+        served now.
+        """
         self._now = 0
 
     @property
     def waiting(self) -> int:
-        return sum(not request.granted.done() for queue in self._queues.values() for request in queue)
+        return sum(
+            not request.granted.done() for queue in self._queues.values() for request in queue
+        )
 
     @property
     def used(self) -> int:
@@ -77,7 +86,9 @@ class FairGate:
         return self._held.total()
 
     async def turn(self, tenant: str, size: int, tokens: int, ahead: int = 0) -> Turn:
-        """Wait for the tenant's turn. `tokens` is what it is known to cost, `ahead` what is done before it while it has its place."""
+        """Wait for the tenant's turn. `tokens` is what it is known to cost, `ahead` what is done
+        before it while it has its place.
+        """
         size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
         request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(request)
@@ -86,7 +97,8 @@ class FairGate:
         try:
             await request.granted
         except asyncio.CancelledError:
-            if not request.granted.cancelled():  # it was granted in the moment in which nobody wanted it any more
+            if not request.granted.cancelled():
+                # it was granted in the moment in which nobody wanted it any more
                 self._free(tenant, request)
             else:
                 self._grant()
@@ -110,7 +122,9 @@ class FairGate:
             self._held[tenant] += request.size
             self._held_long += request.size * request.is_long
             self._now = self._clock(tenant)
-            self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
+            self._clocks = {
+                name: clock for name, clock in self._clocks.items() if clock > self._now
+            }
             self.charge(tenant, request.tokens)
             request.granted.set_result(None)
 
@@ -119,7 +133,11 @@ class FairGate:
         most = self._capacity if self._is_alone() else self._share
         for tenant in sorted(self._tenants_waiting(), key=self._clock):
             request, held = self._queues[tenant][0], self._held[tenant]
-            if request.is_long and self._held_long and self._held_long + request.size > self._long_capacity:
+            if (
+                request.is_long
+                and self._held_long
+                and self._held_long + request.size > self._long_capacity
+            ):
                 continue
             if not held or held + request.size <= most:
                 return tenant if self.used + request.size <= self._capacity else None

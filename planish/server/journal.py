@@ -1,4 +1,6 @@
-"""The rows of requests: what may be asked of them, and what is written. Each function belongs into a transaction or a read."""
+"""The rows of requests: what may be asked of them, and what is written. Each function belongs into
+a transaction or a read.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,14 @@ class Row:
 
 
 def insert(
-    transaction: Transaction, new: Row, content: bytes, also: Callable[[Transaction], None] | None = None
+    transaction: Transaction,
+    new: Row,
+    content: bytes,
+    also: Callable[[Transaction], None] | None = None,
 ) -> Row | None:
-    """Journal a request. If its id is taken, nothing is written, and the answer is the row that has it."""
+    """Journal a request. If its id is taken, nothing is written, and the answer is the row that has
+    it.
+    """
     found = row(transaction, new.id)
     if found is not None:
         return found
@@ -64,7 +71,17 @@ def insert(
     transaction.execute(
         f"INSERT INTO requests ({_COLUMNS}, body, body_file) VALUES ({'?, ' * 12} ?, ?)",
         (
-            *(new.id, new.tenant, new.kind, new.owner, new.seq, new.state, new.digest, new.accepted, new.body_bytes),
+            *(
+                new.id,
+                new.tenant,
+                new.kind,
+                new.owner,
+                new.seq,
+                new.state,
+                new.digest,
+                new.accepted,
+                new.body_bytes,
+            ),
             *(new.message, new.category, new.error_class, stored.inline, stored.file),
         ),
     )
@@ -106,7 +123,9 @@ def finish(
 
 
 def row(source: Transaction | sqlite3.Connection, request_id: str) -> Row | None:
-    found = source.execute(f"SELECT {_COLUMNS} FROM requests WHERE id = ?", (request_id,)).fetchone()
+    found = source.execute(
+        f"SELECT {_COLUMNS} FROM requests WHERE id = ?", (request_id,)
+    ).fetchone()
     return None if found is None else Row.of(found)
 
 
@@ -118,13 +137,17 @@ def is_owner(connection: sqlite3.Connection, tenant: str, owner: str) -> bool:
 
 def body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
     return StoredBody(
-        *connection.execute("SELECT body, body_file FROM requests WHERE id = ?", (request_id,)).fetchone()
+        *connection.execute(
+            "SELECT body, body_file FROM requests WHERE id = ?", (request_id,)
+        ).fetchone()
     )
 
 
 def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None:
     """None: it was removed."""
-    found = connection.execute("SELECT result, result_file FROM requests WHERE id = ?", (request_id,)).fetchone()
+    found = connection.execute(
+        "SELECT result, result_file FROM requests WHERE id = ?", (request_id,)
+    ).fetchone()
     return None if found is None or found[0] is found[1] is None else StoredBody(*found)
 
 
@@ -142,22 +165,29 @@ def to_do(connection: sqlite3.Connection) -> list[Row]:
 
 def drop_bodies(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
     where = f"{where} AND (body IS NOT NULL OR body_file IS NOT NULL)"
-    for found in transaction.execute(f"SELECT body_file FROM requests WHERE {where}", values).fetchall():
+    for found in transaction.execute(
+        f"SELECT body_file FROM requests WHERE {where}", values
+    ).fetchall():
         transaction.drop(found[0])
     transaction.execute(f"UPDATE requests SET body = NULL, body_file = NULL WHERE {where}", values)
 
 
 def delete(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
     """Remove rows with all that they hold; answers how many."""
-    for found in transaction.execute(f"SELECT body_file, result_file FROM requests WHERE {where}", values).fetchall():
+    for found in transaction.execute(
+        f"SELECT body_file, result_file FROM requests WHERE {where}", values
+    ).fetchall():
         transaction.drop(found[0])
         transaction.drop(found[1])
     return transaction.execute(f"DELETE FROM requests WHERE {where}", values).rowcount
 
 
 def drop_results(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
-    for found in transaction.execute(f"SELECT result_file FROM requests WHERE {where}", values).fetchall():
+    for found in transaction.execute(
+        f"SELECT result_file FROM requests WHERE {where}", values
+    ).fetchall():
         transaction.drop(found[0])
     transaction.execute(
-        f"UPDATE requests SET result = NULL, result_file = NULL, result_bytes = 0 WHERE {where}", values
+        f"UPDATE requests SET result = NULL, result_file = NULL, result_bytes = 0 WHERE {where}",
+        values,
     )

@@ -1,7 +1,7 @@
 """Operations as the journal keeps them, and results as clients get them: the bodies of the wire.
 
-One operation has one encoding, whatever way it came by, so that a repetition is known by its digest. What the server chose itself (seeds)
-is part of what is kept, and not of the digest.
+One operation has one encoding, whatever way it came by, so that a repetition is known by its
+digest. What the server chose itself (seeds) is part of what is kept, and not of the digest.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def entry(operation: Operation[Any], seq_id: int) -> Entry:
 
 
 def is_as_written(kind: str, body: bytes, digest: bytes | None) -> bool:
-    """Whether a body is the one whose `entry` had this digest. Of those that may have been given a seed that is not known."""
+    """Whether a body is the one whose `entry` had this digest. Of those that may have been given a
+    seed that is not known.
+    """
     return kind in _SEEDED or digest is None or _digest(kind, body) == digest
 
 
@@ -113,7 +115,9 @@ def _seeded(operation: Operation[Any]) -> Operation[Any]:
     """With a seed, if it draws: what is drawn again after a crash must be the same."""
     match operation:
         case Sample(sampling_params=params) if params.seed is None:
-            return replace(operation, sampling_params=replace(params, seed=secrets.randbits(_SEED_BITS)))
+            return replace(
+                operation, sampling_params=replace(params, seed=secrets.randbits(_SEED_BITS))
+            )
         case CreateModel(lora=lora, from_path=None) if lora.seed is None:
             return replace(operation, lora=replace(lora, seed=secrets.randbits(_SEED_BITS)))
     return operation
@@ -123,7 +127,9 @@ def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
     match operation:
         case ForwardBackward():
             # The number of the request is its row's; here it would have to fit into 32 bits.
-            message = ForwardBackwardRequestMessage.FromString(forward_backward_to_message(operation, 1))
+            message = ForwardBackwardRequestMessage.FromString(
+                forward_backward_to_message(operation, 1)
+            )
             return message.SerializeToString(deterministic=True)
         case OptimStep():
             return _json(optim_step_to_json(operation, seq_id))
@@ -193,13 +199,17 @@ def _result(operation: Operation[Any], result: Any) -> bytes:
         case CreateModel() as op:
             return _json({"type": "load_weights", "model_id": op.model_id, "path": op.from_path})
         case LoadWeights():
-            return _json({"type": "load_weights", "model_id": operation.model_id, "path": operation.path})
+            return _json(
+                {"type": "load_weights", "model_id": operation.model_id, "path": operation.path}
+            )
         case SaveWeights():
             return _json({"type": "save_weights", "path": result.path})
         case SaveWeightsForSampler():
             return _json({"type": "save_weights_for_sampler", "path": result.path})
         case PublishSampler():
-            return _json({"type": "save_weights_for_sampler", "sampling_session_id": operation.sampler_id})
+            return _json(
+                {"type": "save_weights_for_sampler", "sampling_session_id": operation.sampler_id}
+            )
         case UnloadModel():
             return _json({"type": "unload_model", "model_id": operation.model_id})
     raise TypeError(f"{type(operation).__name__} has no answer for clients")

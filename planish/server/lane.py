@@ -1,7 +1,8 @@
-"""The requests of one model in the order of their numbers, however they come. Plain decisions, no clock and no disk.
+"""The requests of one model in the order of their numbers, however they come. Plain decisions, no
+clock and no disk.
 
-A request may be taken when all lower numbers were. A number that never comes blocks those behind it until somebody gives up: then it is
-passed over, and a request of it that comes later is too late.
+A request may be taken when all lower numbers were. A number that never comes blocks those behind it
+until somebody gives up: then it is passed over, and a request of it that comes later is too late.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ T = TypeVar("T")
 
 class Lane(Generic[T]):
     def __init__(self, next_seq: int, passed: int = 0) -> None:
-        """`next_seq`: the first number that was not taken. Of those below `passed`, the missing ones are not waited for."""
+        """`next_seq`: the first number that was not taken. Of those below `passed`, the missing
+        ones are not waited for.
+        """
         self.next_seq = next_seq
         self.passed = passed
         self._waiting: dict[int, T] = {}
@@ -58,11 +61,15 @@ class Lane(Generic[T]):
         return self._waiting[self.next_seq] if self.is_ready else None
 
     def give_up(self) -> list[T]:
-        """Pass over the numbers that are missing before the last one that waits; answers those that wait, in order. They can be taken now."""
+        """Pass over the numbers that are missing before the last one that waits; answers those that
+        wait, in order. They can be taken now.
+        """
         self.passed = self.end
         return [self._waiting[seq] for seq in sorted(self._waiting)]
 
     def _skip(self) -> None:
         """Over missing numbers that are not waited for."""
         if self.next_seq < self.passed and self.next_seq not in self._waiting:
-            self.next_seq = min([self.passed, *(seq for seq in self._waiting if seq >= self.next_seq)])
+            self.next_seq = min(
+                [self.passed, *(seq for seq in self._waiting if seq >= self.next_seq)]
+            )

@@ -1,4 +1,6 @@
-"""What one tenant may have under way: requests, bytes, and tokens a minute. What is above answers TooManyRequests."""
+"""What one tenant may have under way: requests, bytes, and tokens a minute. What is above answers
+TooManyRequests.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class _Account:
 
 
 class Limits:
-    def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
@@ -44,7 +48,8 @@ class Limits:
         if account.tokens < 0:
             rate = settings.tokens_per_minute
             raise TooManyRequests(
-                f"this key may use {rate:,} tokens a minute, and has used more; wait", _MINUTE * -account.tokens / rate
+                f"this key may use {rate:,} tokens a minute, and has used more; wait",
+                _MINUTE * -account.tokens / rate,
             )
 
     def enter(self, tenant: str, size: int) -> None:
@@ -65,7 +70,11 @@ class Limits:
 
     def queued(self) -> dict[str, int]:
         """Requests that are not done, by tenant."""
-        return {tenant: account.requests for tenant, account in self._accounts.items() if account.requests}
+        return {
+            tenant: account.requests
+            for tenant, account in self._accounts.items()
+            if account.requests
+        }
 
     def _account(self, tenant: str) -> _Account:
         now, rate = self._clock(), self._settings.tokens_per_minute

@@ -1,12 +1,15 @@
-"""What the server says, set up in one place: lines for people on a terminal, and one JSON object a line elsewhere.
+"""What the server says, set up in one place: lines for people on a terminal, and one JSON object a
+line elsewhere.
 
-A record is a message and fields, `_log.info("snapshot", extra=fields(model=..., seconds=...))`. As JSON they are siblings:
+A record is a message and fields, `_log.info("snapshot", extra=fields(model=..., seconds=...))`. As
+JSON they are siblings:
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "info", "logger": "planish.access", "message": "POST /api/v1/asample 200", ...}
 
-Every request is a record of the logger planish.access, with the route's pattern, status, milliseconds and the tenant's name. Neither keys, nor
-prompts, nor what was drawn are ever written. What clients repeat all the time (polls for results, heartbeats, health, metrics) is of level
-debug, as long as it succeeds.
+Every request is a record of the logger planish.access, with the route's pattern, status,
+milliseconds and the tenant's name. Neither keys, nor prompts, nor what was drawn are ever written.
+What clients repeat all the time (polls for results, heartbeats, health, metrics) is of level debug,
+as long as it succeeds.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ def fields(**values: object) -> dict[str, Any]:
 
 
 def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = None) -> None:
-    """Send the log to `stream` (stderr) and nowhere else. `log_format`: None is text on a terminal, else JSON."""
+    """Send the log to `stream` (stderr) and nowhere else. `log_format`: None is text on a terminal,
+    else JSON.
+    """
     if level not in LEVELS:
         raise UserError(f"--log-level {level}: give one of {', '.join(LEVELS)}")
     stream = sys.stderr if stream is None else stream
@@ -56,7 +61,9 @@ def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = Non
 
 
 def _few_refused_connections() -> Callable[[logging.LogRecord], bool]:
-    """Without files for more connections, asyncio says so at every one that waits, thousands of times a second: a line a minute will do."""
+    """Without files for more connections, asyncio says so at every one that waits, thousands of
+    times a second: a line a minute will do.
+    """
     told = -_REFUSED_SECONDS
 
     def is_kept(record: logging.LogRecord) -> bool:

@@ -1,6 +1,8 @@
-"""What the server counts about itself. Written by those who do the work, read by whoever watches; nothing here decides anything.
+"""What the server counts about itself. Written by those who do the work, read by whoever watches;
+nothing here decides anything.
 
-Counters only grow, from the start of the process; gauges are of now. Names of tenants are keys, as are kinds of requests (answers.Done).
+Counters only grow, from the start of the process; gauges are of now. Names of tenants are keys, as
+are kinds of requests (answers.Done).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How much memory a server may come to use, told at its start.
 
-Bounds, not measurements: what each base model has of its device (engine/memory.py), and what the server itself holds of adapters, requests and
-results. On a CPU weights that are used in the dtype of their files are mapped, so the operating system may drop them from memory and read them again.
+Bounds, not measurements: what each base model has of its device (engine/memory.py), and what the
+server itself holds of adapters, requests and results. On a CPU weights that are used in the dtype
+of their files are mapped, so the operating system may drop them from memory and read them again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class MemoryPlan:
     """Of the whole server."""
 
     device: str
-    """Where models and adapters are: "cpu", or the name of a GPU, whose memory is then another than that of the rest."""
+    """Where models and adapters are: "cpu", or the name of a GPU, whose memory is then another than
+    that of the rest.
+    """
     models: Mapping[str, ModelMemory]
     """By name; two names of one directory share what it has."""
     adapters: int
@@ -32,7 +35,9 @@ class MemoryPlan:
     @property
     def computing(self) -> int:
         """On the device."""
-        return sum({id(model): model.total for model in self.models.values()}.values()) + self.adapters
+        return (
+            sum({id(model): model.total for model in self.models.values()}.values()) + self.adapters
+        )
 
     @property
     def serving(self) -> int:
@@ -49,17 +54,25 @@ class MemoryPlan:
             f"a sampling step {gib(model.sampling)}, a training step {gib(model.training)}"
             for name, model in self.models.items()
         ]
-        lines.append(f"  adapters up to {gib(self.adapters)}, requests and results up to {gib(self.requests)}")
+        lines.append(
+            f"  adapters up to {gib(self.adapters)}, requests and results up to {gib(self.requests)}"
+        )
         return "\n".join([first, *lines])
 
 
-def device_memory(models: Mapping[str, Path], engine: EngineSettings, settings: ServerSettings) -> DeviceMemory:
+def device_memory(
+    models: Mapping[str, Path], engine: EngineSettings, settings: ServerSettings
+) -> DeviceMemory:
     """Of a server of `models`, directories by name."""
     return DeviceMemory(engine, list(models.values()), settings.adapter_memory_bytes)
 
 
-def memory_plan(models: Mapping[str, Path], memory: DeviceMemory, settings: ServerSettings) -> MemoryPlan:
-    """UserError if one of the models has too little; UnknownModelError and its kin if one cannot be served."""
+def memory_plan(
+    models: Mapping[str, Path], memory: DeviceMemory, settings: ServerSettings
+) -> MemoryPlan:
+    """UserError if one of the models has too little; UnknownModelError and its kin if one cannot be
+    served.
+    """
     for path in models.values():
         weight_files(path)
     return MemoryPlan(

@@ -4,8 +4,9 @@
     planish_...             of now
     planish_http_request_seconds   a histogram by route and status (access.py)
 
-Without keys the page is for this machine, as is all the rest. With keys it is for the key that is named `metrics` in the file of keys, as a
-bearer token or in X-API-Key: it names all tenants, so no tenant's own key opens it.
+Without keys the page is for this machine, as is all the rest. With keys it is for the key that is
+named `metrics` in the file of keys, as a bearer token or in X-API-Key: it names all tenants, so no
+tenant's own key opens it.
 """
 
 from __future__ import annotations
@@ -67,14 +68,21 @@ def families(measured: Measurements) -> Iterator[Metric]:
     """Each measurement with its name and its help."""
     counted = measured.counters
     for name, text, by_tenant in _TENANT_COUNTERS:
-        yield _counter(name, text, ("tenant",), {(tenant,): n for tenant, n in by_tenant(counted).items()})
+        yield _counter(
+            name, text, ("tenant",), {(tenant,): n for tenant, n in by_tenant(counted).items()}
+        )
     yield _counter(
         "planish_requests_accepted",
         "Requests by kind",
         ("kind",),
         {(kind,): n for kind, n in counted.accepted.items()},
     )
-    yield _counter("planish_requests_answered", "Requests by kind and state", ("kind", "state"), counted.answered)
+    yield _counter(
+        "planish_requests_answered",
+        "Requests by kind and state",
+        ("kind", "state"),
+        counted.answered,
+    )
     yield SummaryMetricFamily(
         "planish_batch_sequences",
         "Sequences that the engine draws at once, seen whenever it gets a request",
@@ -83,11 +91,15 @@ def families(measured: Measurements) -> Iterator[Metric]:
     )
     for name, text, value in _COUNTERS:
         yield CounterMetricFamily(name, text, value=value(counted))
-    queued = GaugeMetricFamily("planish_requests_queued", "Accepted and not answered", labels=("kind", "tenant"))
+    queued = GaugeMetricFamily(
+        "planish_requests_queued", "Accepted and not answered", labels=("kind", "tenant")
+    )
     for labels, count in measured.queued.items():
         queued.add_metric(labels, count)
     yield queued
-    kept = GaugeMetricFamily("planish_checkpoint_bytes", "Named checkpoints on disk", labels=("tenant",))
+    kept = GaugeMetricFamily(
+        "planish_checkpoint_bytes", "Named checkpoints on disk", labels=("tenant",)
+    )
     for tenant, size in measured.checkpoint_bytes.items():
         kept.add_metric([tenant], size)
     yield kept
@@ -95,7 +107,9 @@ def families(measured: Measurements) -> Iterator[Metric]:
         yield GaugeMetricFamily(name, text, value=float(value(measured)))
 
 
-def _counter(name: str, text: str, labels: Iterable[str], counts: Mapping[tuple[str, ...], int]) -> Metric:
+def _counter(
+    name: str, text: str, labels: Iterable[str], counts: Mapping[tuple[str, ...], int]
+) -> Metric:
     family = CounterMetricFamily(name, text, labels=list(labels))
     for values, count in counts.items():
         family.add_metric(values, count)
@@ -104,34 +118,78 @@ def _counter(name: str, text: str, labels: Iterable[str], counts: Mapping[tuple[
 
 _TENANT_COUNTERS: tuple[tuple[str, str, Callable[[Counters], Mapping[str, int]]], ...] = (
     ("planish_sampled_tokens", "Tokens drawn", lambda c: c.sampled_tokens),
-    ("planish_prompt_tokens", "Tokens of prompts that samples were drawn for", lambda c: c.prompt_tokens),
-    ("planish_cached_prompt_tokens", "Those of them that the prefix cache knew", lambda c: c.cached_prompt_tokens),
-    ("planish_trained_tokens", "Tokens of data that went forward, or forward and backward", lambda c: c.trained_tokens),
+    (
+        "planish_prompt_tokens",
+        "Tokens of prompts that samples were drawn for",
+        lambda c: c.prompt_tokens,
+    ),
+    (
+        "planish_cached_prompt_tokens",
+        "Those of them that the prefix cache knew",
+        lambda c: c.cached_prompt_tokens,
+    ),
+    (
+        "planish_trained_tokens",
+        "Tokens of data that went forward, or forward and backward",
+        lambda c: c.trained_tokens,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Counters], int]], ...] = (
     ("planish_snapshots", "Snapshots of models", lambda c: c.snapshots),
-    ("planish_replayed_requests", "Requests done again to bring a model back", lambda c: c.replayed),
+    (
+        "planish_replayed_requests",
+        "Requests done again to bring a model back",
+        lambda c: c.replayed,
+    ),
     ("planish_adapter_loads", "Adapters that came into memory", lambda c: c.loads),
     ("planish_adapter_unloads", "Adapters that left it, idle or in the way", lambda c: c.unloads),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Measurements], int]], ...] = (
     ("planish_sequences_running", "Sequences with the engine", lambda m: m.sequences),
-    ("planish_samples_waiting", "Sample requests that wait for their turn", lambda m: m.waiting_sequences),
-    ("planish_training_running", "Training operations with the engine", lambda m: m.training_operations),
-    ("planish_training_waiting", "Training operations that wait for their turn", lambda m: m.waiting_training),
+    (
+        "planish_samples_waiting",
+        "Sample requests that wait for their turn",
+        lambda m: m.waiting_sequences,
+    ),
+    (
+        "planish_training_running",
+        "Training operations with the engine",
+        lambda m: m.training_operations,
+    ),
+    (
+        "planish_training_waiting",
+        "Training operations that wait for their turn",
+        lambda m: m.waiting_training,
+    ),
     ("planish_sessions_open", "Sessions", lambda m: m.open_sessions),
     ("planish_models_open", "Models that take requests", lambda m: m.open_models),
     ("planish_samplers_open", "Samplers", lambda m: m.open_samplers),
     ("planish_adapters_resident", "Adapters in memory", lambda m: m.adapters_in_memory),
     ("planish_adapter_bytes", "Memory of adapters", lambda m: m.adapter_bytes),
-    ("planish_request_bytes", "Memory of requests that are kept decoded", lambda m: m.request_bytes),
+    (
+        "planish_request_bytes",
+        "Memory of requests that are kept decoded",
+        lambda m: m.request_bytes,
+    ),
     ("planish_result_bytes", "Memory of results", lambda m: m.result_bytes),
     ("planish_resident_bytes", "Memory of the process", lambda m: m.resident_bytes),
     ("planish_snapshot_models", "Models that have a snapshot", lambda m: m.models_with_snapshot),
-    ("planish_ephemeral_bytes", "Weights on disk of samplers without a name", lambda m: m.ephemeral_bytes),
-    ("planish_database_bytes", "The database with journal and results, and its log", lambda m: m.disk.database),
+    (
+        "planish_ephemeral_bytes",
+        "Weights on disk of samplers without a name",
+        lambda m: m.ephemeral_bytes,
+    ),
+    (
+        "planish_database_bytes",
+        "The database with journal and results, and its log",
+        lambda m: m.disk.database,
+    ),
     ("planish_body_bytes", "Files of large requests and results", lambda m: m.disk.bodies),
     ("planish_body_files", "How many there are", lambda m: m.disk.body_files),
     ("planish_disk_free_bytes", "Free space in the data directory", lambda m: m.disk.free),
-    ("planish_disk_full", "1 while new work is refused for want of space", lambda m: m.disk_is_full),
+    (
+        "planish_disk_full",
+        "1 while new work is refused for want of space",
+        lambda m: m.disk_is_full,
+    ),
 )

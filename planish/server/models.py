@@ -17,7 +17,9 @@ from planish.server.residency import Resident
 R = TypeVar("R")
 
 Item = Request | Row
-"""What a lane holds: a request to be done, or a row of one that was answered and whose effect is to be had again."""
+"""What a lane holds: a request to be done, or a row of one that was answered and whose effect is to
+be had again.
+"""
 
 
 @dataclass
@@ -61,7 +63,9 @@ class Model:
     is_dirty: bool = False
     """Whether it may hold a gradient, which no snapshot has."""
     is_lossy: bool = False
-    """A sampler of it could not be saved, so a snapshot now would lose it; loading it again saves it."""
+    """A sampler of it could not be saved, so a snapshot now would lose it; loading it again saves
+    it.
+    """
     is_snapshotting: bool = False
     progress: Progress = field(default_factory=Progress)
 
@@ -84,7 +88,9 @@ class Model:
         return -1 if self.row.snapshot_seq is None else self.row.snapshot_seq
 
     async def arrive(self, seq: int, taking: Coroutine[Any, Any, R]) -> R:
-        """Take a request of this number, to its end even if whoever waits gives up: what was journaled must be queued."""
+        """Take a request of this number, to its end even if whoever waits gives up: what was
+        journaled must be queued.
+        """
         task = asyncio.create_task(taking)
         self.arriving[seq] = task
         task.add_done_callback(lambda _: self.arriving.pop(seq))

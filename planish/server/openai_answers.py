@@ -1,6 +1,8 @@
-"""Drawing for an OpenAI-compatible endpoint: the samples of a request while they grow, and what is told of them.
+"""Drawing for an OpenAI-compatible endpoint: the samples of a request while they grow, and what is
+told of them.
 
-begun    every request's futures and listeners; giving the answer up, or losing the client, gives up what is being drawn
+begun    every request's futures and listeners; giving the answer up, or losing the client, gives up
+         what is being drawn
 events   tokens as they are drawn, then the whole response
 """
 
@@ -59,7 +61,9 @@ class Usage:
     def of(cls, operations: Sequence[Sample], responses: Sequence[SampleResponse]) -> Usage:
         return cls(
             prompt=sum(operation.prompt.length for operation in operations),
-            drawn=sum(len(sequence.tokens_np) for response in responses for sequence in response.sequences),
+            drawn=sum(
+                len(sequence.tokens_np) for response in responses for sequence in response.sequences
+            ),
             cached=sum(response.prompt_cache_hit_tokens for response in responses),
         )
 
@@ -86,7 +90,13 @@ class Envelope:
         return cls(kind, model, f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
     def body(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
-        head = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
+        head = {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
         return head if usage is None else {**head, "usage": usage.to_json()}
 
 
@@ -96,7 +106,10 @@ async def draw_all(
     """The samples of every prompt; the first error ends all of them."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            drawing = [tasks.create_task(models.draw(tenant, sampler_id, operation)) for operation in operations]
+            drawing = [
+                tasks.create_task(models.draw(tenant, sampler_id, operation))
+                for operation in operations
+            ]
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
     return [task.result() for task in drawing]
@@ -105,7 +118,9 @@ async def draw_all(
 async def draw_events(
     models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
 ) -> AsyncIterator[Drawn | Whole]:
-    """Tokens as they are drawn, and each prompt's samples when they are whole. Closing it gives up what is left."""
+    """Tokens as they are drawn, and each prompt's samples when they are whole. Closing it gives up
+    what is left.
+    """
     events: asyncio.Queue[Drawn | asyncio.Task[SampleResponse]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     order: dict[asyncio.Task[SampleResponse], int] = {}
@@ -136,7 +151,9 @@ async def draw_events(
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; when the client hangs up meanwhile, `work` is cancelled, and ClientGoneError raised."""
+    """The result of `work`; when the client hangs up meanwhile, `work` is cancelled, and
+    ClientGoneError raised.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_until_gone(request))
     try:
@@ -167,7 +184,9 @@ def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
             yield _event(error_body(error))
         yield b"data: [DONE]\n\n"
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(
+        events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the renderer of the model writes the prompt and reads what is drawn.
 
-Reasoning goes into `reasoning_content`, as other open servers have it. Tool calls are told when they are whole.
+Reasoning goes into `reasoning_content`, as other open servers have it. Tool calls are told when
+they are whole.
 """
 
 from __future__ import annotations
@@ -53,13 +54,21 @@ class Chat:
         return Growing(read_message(self.renderer), self.options.stop, marks_of(self.renderer))
 
 
-async def chat_completions(models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields) -> Response:
+async def chat_completions(
+    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+) -> Response:
     options = read_chat_options(fields)
-    chat = await asyncio.to_thread(_understood, await models.find(tenant, options.model), options, fields)
+    chat = await asyncio.to_thread(
+        _understood, await models.find(tenant, options.model), options, fields
+    )
     sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
     if options.stream:
-        return stream_response(_stream(chat, draw_events(models, tenant, sampler_id, [chat.operation])))
-    [response] = await while_connected(request, draw_all(models, tenant, sampler_id, [chat.operation]))
+        return stream_response(
+            _stream(chat, draw_events(models, tenant, sampler_id, [chat.operation]))
+        )
+    [response] = await while_connected(
+        request, draw_all(models, tenant, sampler_id, [chat.operation])
+    )
     return answered(await asyncio.to_thread(_whole, chat, response))
 
 
@@ -89,7 +98,10 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
     growing = chat.growing()
     growing.tokens = sequence.tokens
     reading = growing.whole()
-    message: dict[str, Any] = {"role": "assistant", "content": reading.content or (None if reading.calls else "")}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": reading.content or (None if reading.calls else ""),
+    }
     if reading.reasoning:
         message["reasoning_content"] = reading.reasoning
     if reading.calls:
@@ -102,7 +114,9 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
     }
 
 
-async def _stream(chat: Chat, events: AsyncIterator[Drawn | Whole]) -> AsyncIterator[dict[str, Any]]:
+async def _stream(
+    chat: Chat, events: AsyncIterator[Drawn | Whole]
+) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope.of("chatcmpl", "chat.completion.chunk", chat.model.name)
     growing = [chat.growing() for _ in range(chat.options.n)]
     scored: list[list[Scored]] = [[] for _ in growing]
@@ -123,13 +137,18 @@ async def _stream(chat: Chat, events: AsyncIterator[Drawn | Whole]) -> AsyncIter
         for index, sequence in enumerate(event.response.sequences):
             reading = growing[index].rest()
             reason = _finish_reason(sequence, reading)
-            yield envelope.body([_chunk(index, _delta(reading), reason, _logprobs(chat, scored[index]))])
+            yield envelope.body(
+                [_chunk(index, _delta(reading), reason, _logprobs(chat, scored[index]))]
+            )
         if chat.options.include_usage:
             yield envelope.body([], Usage.of([chat.operation], [event.response]))
 
 
 def _chunk(
-    index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    index: int,
+    delta: dict[str, Any],
+    reason: str | None = None,
+    logprobs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
@@ -141,7 +160,9 @@ def _delta(reading: Reading) -> dict[str, Any]:
     if reading.content:
         delta["content"] = reading.content
     if reading.calls:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(_calls(reading))]
+        delta["tool_calls"] = [
+            {"index": index, **call} for index, call in enumerate(_calls(reading))
+        ]
     return delta
 
 
@@ -150,7 +171,10 @@ def _calls(reading: Reading) -> list[dict[str, Any]]:
         {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
-            "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+            },
         }
         for call in reading.calls
     ]
@@ -185,7 +209,10 @@ def _logprobs(chat: Chat, scored: Sequence[Scored]) -> dict[str, Any] | None:
         return None
     texts = chat.model.texts.tokens
     rows = [
-        {**_token(texts, one.token, one.logprob), "top_logprobs": [_token(texts, *other) for other in one.top]}
+        {
+            **_token(texts, one.token, one.logprob),
+            "top_logprobs": [_token(texts, *other) for other in one.top],
+        }
         for one in scored
         if one.token not in chat.stop_ids
     ]

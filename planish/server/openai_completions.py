@@ -1,7 +1,8 @@
 """POST /v1/completions: text goes on from a prompt as it is, for base models and evaluation tools.
 
-A prompt is a string, a list of token ids, or a list of either; each has `n` choices. With `echo` and `logprobs` the prompt's own logprobs are
-answered, so a tool scores a text by max_tokens 0 (or 1) and draws nothing (or one token) besides.
+A prompt is a string, a list of token ids, or a list of either; each has `n` choices. With `echo`
+and `logprobs` the prompt's own logprobs are answered, so a tool scores a text by max_tokens 0 (or
+1) and draws nothing (or one token) besides.
 """
 
 from __future__ import annotations
@@ -53,16 +54,26 @@ class Completion:
     """The prompts as texts."""
 
     def growing(self) -> Growing:
-        return Growing(read_text(self.model.texts.codec, self.model.texts.end_ids), self.options.stop)
+        return Growing(
+            read_text(self.model.texts.codec, self.model.texts.end_ids), self.options.stop
+        )
 
 
-async def completions(models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields) -> Response:
+async def completions(
+    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+) -> Response:
     options = read_text_options(fields, _DEFAULT_MAX_TOKENS)
-    completion = await asyncio.to_thread(_understood, await models.find(tenant, options.model), options, fields)
+    completion = await asyncio.to_thread(
+        _understood, await models.find(tenant, options.model), options, fields
+    )
     sampler_id = await models.sampler(tenant, completion.model, completion.operations)
     if options.stream:
-        return stream_response(_stream(completion, draw_events(models, tenant, sampler_id, completion.operations)))
-    responses = await while_connected(request, draw_all(models, tenant, sampler_id, completion.operations))
+        return stream_response(
+            _stream(completion, draw_events(models, tenant, sampler_id, completion.operations))
+        )
+    responses = await while_connected(
+        request, draw_all(models, tenant, sampler_id, completion.operations)
+    )
     return answered(await asyncio.to_thread(_whole, completion, responses))
 
 
@@ -71,10 +82,13 @@ def _understood(model: Served, options: Options, fields: Fields) -> Completion:
     draws_nothing = options.max_tokens == 0
     if draws_nothing and not (echo and options.top_logprobs is not None):
         raise WrongParameterError(
-            "max_tokens", "max_tokens=0 draws nothing; give echo=true and logprobs to score the prompt"
+            "max_tokens",
+            "max_tokens=0 draws nothing; give echo=true and logprobs to score the prompt",
         )
     if echo and options.stream:
-        raise UnsupportedParameterError("echo", "a stream holds what is drawn; leave echo or stream out")
+        raise UnsupportedParameterError(
+            "echo", "a stream holds what is drawn; leave echo or stream out"
+        )
     if draws_nothing:
         options = replace(options, max_tokens=1)
     params = options.sampling_params(model.texts.stop(model.texts.end_ids, options.stop))
@@ -110,7 +124,8 @@ def _prompts(fields: Fields, model: Served) -> list[Prompt]:
     prompts = [given] if is_one else given
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
         raise WrongParameterError(
-            "prompt", f"prompt: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
+            "prompt",
+            f"prompt: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either",
         )
     return [_prompt(prompt, model) for prompt in prompts]
 
@@ -122,7 +137,9 @@ def _prompt(given: Any, model: Served) -> Prompt:
     elif isinstance(given, list) and all(_is_token(token) for token in given):
         prompt = Prompt(given, tokenizer.decode(given, clean_up_tokenization_spaces=False))
     else:
-        raise WrongParameterError("prompt", "prompt holds something that is neither a string nor a list of token ids")
+        raise WrongParameterError(
+            "prompt", "prompt holds something that is neither a string nor a list of token ids"
+        )
     if not prompt.tokens:
         raise WrongParameterError("prompt", "prompt is empty; give at least one token")
     return prompt
@@ -162,7 +179,11 @@ class Scores:
 
 
 def _whole(completion: Completion, responses: Sequence[SampleResponse]) -> dict[str, Any]:
-    choices = [choice for prompt, response in enumerate(responses) for choice in _choices(completion, prompt, response)]
+    choices = [
+        choice
+        for prompt, response in enumerate(responses)
+        for choice in _choices(completion, prompt, response)
+    ]
     envelope = Envelope.of("cmpl", "text_completion", completion.model.name)
     return envelope.body(choices, Usage.of(completion.operations, responses))
 
@@ -171,7 +192,11 @@ def _choices(completion: Completion, prompt: int, response: SampleResponse) -> l
     n = completion.options.n
     lead = completion.leads[prompt] if completion.echo else ""
     if not response.sequences:
-        body = {"text": lead, "logprobs": _scores(completion, prompt, response, None), "finish_reason": "length"}
+        body = {
+            "text": lead,
+            "logprobs": _scores(completion, prompt, response, None),
+            "finish_reason": "length",
+        }
         return [{"index": prompt * n + index, **body} for index in range(n)]
     choices = []
     for index, sequence in enumerate(response.sequences):
@@ -200,7 +225,8 @@ def _scores(
         tops = response.topk_prompt_logprobs or [None] * len(tokens)
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
             text = texts.tokens.of(token)[0]
-            is_added = not scores.tokens and not completion.leads[prompt].startswith(text)  # the tokenizer's BOS
+            # the tokenizer's BOS
+            is_added = not scores.tokens and not completion.leads[prompt].startswith(text)
             scores.add("" if is_added else text, logprob, _top(texts.tokens, top))
     if sequence is not None:
         tops = sequence.topk_logprobs or [None] * len(sequence.tokens)
@@ -217,7 +243,9 @@ def _top(texts: TokenTexts, top: Sequence[tuple[int, float]] | None) -> dict[str
     return {texts.of(token)[0]: logprob for token, logprob in reversed(top)}
 
 
-async def _stream(completion: Completion, events: AsyncIterator[Drawn | Whole]) -> AsyncIterator[dict[str, Any]]:
+async def _stream(
+    completion: Completion, events: AsyncIterator[Drawn | Whole]
+) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope.of("cmpl", "text_completion", completion.model.name)
     n, texts = completion.options.n, completion.model.texts
     growing = [completion.growing() for _ in range(n * len(completion.operations))]
@@ -226,7 +254,9 @@ async def _stream(completion: Completion, events: AsyncIterator[Drawn | Whole]) 
 
     def chunk(index: int, text: str, reason: str | None = None) -> dict[str, Any]:
         logprobs = None if completion.options.top_logprobs is None else scores[index].taken()
-        return envelope.body([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+        return envelope.body(
+            [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
+        )
 
     async for event in events:
         match event:
@@ -234,7 +264,11 @@ async def _stream(completion: Completion, events: AsyncIterator[Drawn | Whole]) 
                 index = prompt * n + token.sample
                 growing[index].add(token.token)
                 if token.token not in texts.end_ids:
-                    scores[index].add(texts.tokens.of(token.token)[0], token.logprob, _top(texts.tokens, token.topk))
+                    scores[index].add(
+                        texts.tokens.of(token.token)[0],
+                        token.logprob,
+                        _top(texts.tokens, token.topk),
+                    )
                 if growing[index].is_due and (text := growing[index].delta().content):
                     yield chunk(index, text)
             case Whole(prompt, response):

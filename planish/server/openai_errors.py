@@ -52,7 +52,9 @@ def error_body(error: Exception) -> dict[str, Any]:
     return body_of(message, status, getattr(error, "param", None), code)
 
 
-def body_of(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def body_of(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

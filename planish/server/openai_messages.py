@@ -1,4 +1,6 @@
-"""Messages and tools of a chat request, as planish's renderers take them. What a format cannot express, the renderer refuses by name."""
+"""Messages and tools of a chat request, as planish's renderers take them. What a format cannot
+express, the renderer refuses by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _OF_ANSWERS = ("refusal", "audio", "annotations", "function_call")
 
 def build_prompt(fields: Fields, renderer: Renderer) -> ModelInput:
     """The prompt for `messages` and `tools`. WrongParameterError names what cannot be rendered."""
-    messages = [_message(one, f"messages[{index}]") for index, one in enumerate(_list(fields, "messages"))]
+    messages = [
+        _message(one, f"messages[{index}]") for index, one in enumerate(_list(fields, "messages"))
+    ]
     if not messages:
         raise WrongParameterError("messages", "messages is empty; give at least one")
     tools = _tools(fields)
@@ -26,17 +30,26 @@ def build_prompt(fields: Fields, renderer: Renderer) -> ModelInput:
         if tools:
             has_system = messages[0].get("role") == "system"
             system = messages.pop(0).get("content") if has_system else ""
-            messages = [*renderer.create_conversation_prefix_with_tools(tools, _text(system)), *messages]
+            messages = [
+                *renderer.create_conversation_prefix_with_tools(tools, _text(system)),
+                *messages,
+            ]
         return renderer.build_generation_prompt(messages)
     except ValueError as error:
-        raise WrongParameterError("tools" if tools and "tool" in str(error) else "messages", str(error)) from None
+        raise WrongParameterError(
+            "tools" if tools and "tool" in str(error) else "messages", str(error)
+        ) from None
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise WrongParameterError("messages", f"{where} is no object; give {{'role': ..., 'content': ...}}")
+        raise WrongParameterError(
+            "messages", f"{where} is no object; give {{'role': ..., 'content': ...}}"
+        )
     message = {
-        key: value for key, value in given.items() if not (key in _OF_ANSWERS and not value) and value is not None
+        key: value
+        for key, value in given.items()
+        if not (key in _OF_ANSWERS and not value) and value is not None
     }
     if message.get("role") == "developer":
         message["role"] = "system"
@@ -44,7 +57,10 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         message.pop("name", None)  # of a participant; no format here writes it
     thought = message.pop("reasoning_content", None)
     if thought:
-        message["content"] = [{"type": "thinking", "thinking": thought}, *_parts(message.get("content", ""))]
+        message["content"] = [
+            {"type": "thinking", "thinking": thought},
+            *_parts(message.get("content", "")),
+        ]
     return message
 
 
@@ -59,16 +75,22 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     choice = fields.raw("tool_choice")
     tools = [_tool(one, f"tools[{index}]") for index, one in enumerate(_list(fields, "tools"))]
     if choice not in (None, "auto", "none"):
-        raise UnsupportedParameterError("tool_choice", "the model decides by itself; give 'auto' or 'none'")
+        raise UnsupportedParameterError(
+            "tool_choice", "the model decides by itself; give 'auto' or 'none'"
+        )
     return [] if choice == "none" else tools
 
 
 def _tool(given: Any, where: str) -> dict[str, Any]:
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or given.get("type") != "function":
-        raise WrongParameterError("tools", f"{where}: give {{'type': 'function', 'function': {{'name': ...}}}}")
+        raise WrongParameterError(
+            "tools", f"{where}: give {{'type': 'function', 'function': {{'name': ...}}}}"
+        )
     if function.get("strict"):
-        raise UnsupportedParameterError("strict", f"calls are not constrained; leave it out of {where}")
+        raise UnsupportedParameterError(
+            "strict", f"calls are not constrained; leave it out of {where}"
+        )
     return {key: value for key, value in function.items() if key != "strict"}
 
 

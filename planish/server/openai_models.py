@@ -1,10 +1,13 @@
-"""What a model name means to the OpenAI-compatible endpoints: a base model, or the path of a checkpoint, for one tenant.
+"""What a model name means to the OpenAI-compatible endpoints: a base model, or the path of a
+checkpoint, for one tenant.
 
-Each tenant's samplers belong to a session of its own here, which begins at the first request and ends like any other. A checkpoint that was
-saved again under its name is another sampler; the one before is let go.
+Each tenant's samplers belong to a session of its own here, which begins at the first request and
+ends like any other. A checkpoint that was saved again under its name is another sampler; the one
+before is let go.
 
-Requests are not journaled: whoever waits for them holds a connection to this process. In everything else they are as any other: they
-wait for their tenant's turn, count against its limits, and have their sampler brought into memory.
+Requests are not journaled: whoever waits for them holds a connection to this process. In everything
+else they are as any other: they wait for their tenant's turn, count against its limits, and have
+their sampler brought into memory.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class BaseTexts:
         self._renderers: dict[str, Renderer] = {}
 
     def renderer(self, name: str | None) -> Renderer:
-        """The renderer of this name, or the one that the model is known for. UserError if there is none."""
+        """The renderer of this name, or the one that the model is known for. UserError if there is
+        none.
+        """
         name = name or self._recommended
         if name not in self._renderers:
             self._renderers[name] = get_renderer(name, self.tokenizer)
@@ -67,7 +72,9 @@ class BaseTexts:
             return recommended_renderer_name(self._directory)
 
     def stop(self, ids: frozenset[int], strings: tuple[str, ...]) -> list[str] | list[int]:
-        """What the sampler is told, which takes tokens or strings, not both; a string may be a control token's."""
+        """What the sampler is told, which takes tokens or strings, not both; a string may be a
+        control token's.
+        """
         if not strings:
             return sorted(ids)
         return [*strings, *filter(None, (self.tokens.of(token)[0] for token in sorted(ids)))]
@@ -83,7 +90,9 @@ class Served:
     renderer_name: str | None
     """What a checkpoint's metadata say that it was trained with."""
     made: float
-    """When the checkpoint was saved, in seconds; another time is another version. 0 for a base model."""
+    """When the checkpoint was saved, in seconds; another time is another version. 0 for a base
+    model.
+    """
 
 
 @dataclass
@@ -111,7 +120,9 @@ class OpenAIModels:
         """Samplers that go when those they have are done."""
 
     async def find(self, tenant: Tenant, name: str) -> Served:
-        """ModelNotFoundError for what is neither a base model nor a checkpoint that the tenant may read."""
+        """ModelNotFoundError for what is neither a base model nor a checkpoint that the tenant may
+        read.
+        """
         if name in self._directories:
             return Served(name, name, await self._base_texts(name), None, 0.0)
         try:
@@ -123,7 +134,9 @@ class OpenAIModels:
                 "checkpoint by its tinker:// path"
             ) from None
         if info.base_model not in self._directories:
-            raise ModelNotFoundError(f"{path} was made on {info.base_model!r}, which is not served here")
+            raise ModelNotFoundError(
+                f"{path} was made on {info.base_model!r}, which is not served here"
+            )
         metadata = info.checkpoint.user_metadata or {}
         renderer = metadata.get("renderer_name")
         return Served(
@@ -135,7 +148,9 @@ class OpenAIModels:
         )
 
     async def sampler(self, tenant: Tenant, model: Served, operations: Sequence[Sample]) -> str:
-        """The id of a sampler of the model. Raises what is wrong with the operations, or keeps them from being taken now."""
+        """The id of a sampler of the model. Raises what is wrong with the operations, or keeps them
+        from being taken now.
+        """
         check_size(operations, model.texts.max_context)
         self.core.limits.check(tenant.name, 0)
         for operation in operations:
@@ -168,7 +183,9 @@ class OpenAIModels:
                 place = SessionPlace(session_id, account.count)
                 account.count += 1
                 names = {"model_path": model.name} if is_path else {"base_model": model.name}
-                sampler_id = await self.core.create_sampler(tenant, CreateSampler(place.sampler_id, **names))
+                sampler_id = await self.core.create_sampler(
+                    tenant, CreateSampler(place.sampler_id, **names)
+                )
                 account.samplers[model.name] = (model.made, sampler_id)
                 while len(account.samplers) > _MAX_SAMPLERS:
                     await self._close(account, next(iter(account.samplers)))
@@ -204,5 +221,7 @@ class OpenAIModels:
     async def _base_texts(self, name: str) -> BaseTexts:
         async with self._loading:
             if name not in self._texts:
-                self._texts[name] = await asyncio.to_thread(BaseTexts, name, self._directories[name])
+                self._texts[name] = await asyncio.to_thread(
+                    BaseTexts, name, self._directories[name]
+                )
             return self._texts[name]

@@ -1,7 +1,8 @@
-"""How a request to an OpenAI-compatible endpoint wants its tokens drawn. What has no meaning here is refused by its name.
+"""How a request to an OpenAI-compatible endpoint wants its tokens drawn. What has no meaning here
+is refused by its name.
 
-Besides OpenAI's, `top_k` and `min_p` are taken, which other servers have too. Parameters that say who asks, and change nothing in
-the answer, are accepted.
+Besides OpenAI's, `top_k` and `min_p` are taken, which other servers have too. Parameters that say
+who asks, and change nothing in the answer, are accepted.
 """
 
 from __future__ import annotations
@@ -24,20 +25,48 @@ _MAX_ANSWER = 1 << 30
 _TOKEN_BYTES, _SCORE_BYTES = 32, 300
 
 _SHARED = {
-    *("model", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "stream_options"),
+    *(
+        "model",
+        "n",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+    ),
     "logprobs",
 }
-_SAYS_WHO_ASKS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-# What OpenAI's clients may send, with the values at which it changes nothing, and what to do instead of others.
+_SAYS_WHO_ASKS = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+# What OpenAI's clients may send, with the values at which it changes nothing, and what to do
+# instead of others.
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "frequency_penalty": ((0,), "tokens are drawn from the model's own distribution; leave it out or give 0"),
-    "presence_penalty": ((0,), "tokens are drawn from the model's own distribution; leave it out or give 0"),
+    "frequency_penalty": (
+        (0,),
+        "tokens are drawn from the model's own distribution; leave it out or give 0",
+    ),
+    "presence_penalty": (
+        (0,),
+        "tokens are drawn from the model's own distribution; leave it out or give 0",
+    ),
     "logit_bias": (({},), "tokens are drawn from the model's own distribution; leave it out"),
     "store": ((False,), "nothing is stored; leave it out or give false"),
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
 }
 _CHAT_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (({"type": "text"},), "output is not constrained; ask for JSON in the messages"),
+    "response_format": (
+        ({"type": "text"},),
+        "output is not constrained; ask for JSON in the messages",
+    ),
     "modalities": ((["text"],), "the models here write text; leave it out"),
     "parallel_tool_calls": ((True,), "calls are not constrained; leave it out or give true"),
     "functions": ((), "give tools"),
@@ -71,7 +100,13 @@ class Options:
     def sampling_params(self, stop: list[str] | list[int]) -> SamplingParams:
         try:
             return SamplingParams(
-                self.max_tokens, self.seed, stop, self.temperature, self.top_k, self.top_p, self.min_p
+                self.max_tokens,
+                self.seed,
+                stop,
+                self.temperature,
+                self.top_k,
+                self.top_p,
+                self.min_p,
             )
         except ValueError as error:
             name = str(error).partition("SamplingParams.")[2].partition("=")[0]
@@ -100,12 +135,16 @@ def read_chat_options(fields: Fields) -> Options:
 def read_text_options(fields: Fields, default_max_tokens: int) -> Options:
     """Of /v1/completions; prompt and echo are read elsewhere."""
     _refuse_others(fields, _SHARED | {"prompt", "echo"}, {**_NEUTRAL, **_TEXT_NEUTRAL})
-    longest = optional(fields, lambda name: fields.integer(name, 0), "max_tokens", default_max_tokens)
+    longest = optional(
+        fields, lambda name: fields.integer(name, 0), "max_tokens", default_max_tokens
+    )
     return _options(fields, longest, _top(fields, "logprobs"))
 
 
 def check_size(operations: Sequence[Sample], context: int) -> None:
-    """WrongParameterError if the answer could be larger than what one request may take of the memory."""
+    """WrongParameterError if the answer could be larger than what one request may take of the
+    memory.
+    """
     size = sum(_most_bytes(operation, context) for operation in operations)
     if size > _MAX_ANSWER:
         raise WrongParameterError(
@@ -117,9 +156,15 @@ def check_size(operations: Sequence[Sample], context: int) -> None:
 
 def _most_bytes(operation: Sample, context: int) -> int:
     """About, as Python objects and JSON."""
-    drawn = 0 if operation.prompt_only else min(operation.sampling_params.max_tokens or context, context)
+    drawn = (
+        0
+        if operation.prompt_only
+        else min(operation.sampling_params.max_tokens or context, context)
+    )
     row = _TOKEN_BYTES + _SCORE_BYTES * operation.topk_sample_logprobs
-    prompt_row = _SCORE_BYTES * (1 + operation.topk_prompt_logprobs) if operation.prompt_logprobs else 0
+    prompt_row = (
+        _SCORE_BYTES * (1 + operation.topk_prompt_logprobs) if operation.prompt_logprobs else 0
+    )
     return operation.num_samples * (drawn * row + operation.prompt.length * prompt_row)
 
 
@@ -171,13 +216,19 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     given = fields.raw("stop")
     stops = [given] if isinstance(given, str) else given or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise WrongParameterError("stop", "stop: give a string that is not empty, or a list of such")
+        raise WrongParameterError(
+            "stop", "stop: give a string that is not empty, or a list of such"
+        )
     if len(stops) > MAX_STOPS:
-        raise WrongParameterError("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are taken")
+        raise WrongParameterError(
+            "stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are taken"
+        )
     return tuple(stops)
 
 
-def _refuse_others(fields: Fields, known: set[str], neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+def _refuse_others(
+    fields: Fields, known: set[str], neutral: Mapping[str, tuple[tuple[Any, ...], str]]
+) -> None:
     for name in fields:
         value = fields.raw(name)
         if value is None or name in known or name in _SAYS_WHO_ASKS:

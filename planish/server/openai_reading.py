@@ -1,9 +1,10 @@
 """What a sample says, while it grows: the difference between two readings is what a stream sends.
 
-The tokens so far are read as a whole by the same function that reads them at the end, so a stream adds up to the answer that is not streamed.
-What is sent cannot be taken back. Therefore an unfinished reading holds back its end as long as that may become something else:
-blanks, half a character, calls, and the beginning of a stop string or of a mark. Reading from the start each time costs time that grows with the
-text, so in a long text it is done less often.
+The tokens so far are read as a whole by the same function that reads them at the end, so a stream
+adds up to the answer that is not streamed. What is sent cannot be taken back. Therefore an
+unfinished reading holds back its end as long as that may become something else: blanks, half a
+character, calls, and the beginning of a stop string or of a mark. Reading from the start each time
+costs time that grows with the text, so in a long text it is done less often.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Reading:
 
     def with_spoiled(self) -> Reading:
         """Calls that are none are text, at its end."""
-        return Reading("\n".join(filter(None, (self.content, *self.spoiled))), self.reasoning, self.calls)
+        return Reading(
+            "\n".join(filter(None, (self.content, *self.spoiled))), self.reasoning, self.calls
+        )
 
 
 Read = Callable[[Sequence[int]], Reading]
@@ -45,7 +48,11 @@ def read_text(codec: Codec, end_ids: frozenset[int]) -> Read:
 
     def read(tokens: Sequence[int]) -> Reading:
         ids = tokens[:-1] if tokens and tokens[-1] in end_ids else tokens
-        return Reading(codec.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return Reading(
+            codec.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     return read
 
@@ -132,11 +139,15 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 def _after(text: str, sent: str) -> str:
-    """Nothing where a model wrote what nobody expects, and the reading changed its mind about what was sent."""
+    """Nothing where a model wrote what nobody expects, and the reading changed its mind about what
+    was sent.
+    """
     return text.removeprefix(sent) if text.startswith(sent) else ""
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `mark`, and not the whole of it."""
+    """The length of the longest end of `text` that is a beginning of `mark`, and not the whole of
+    it.
+    """
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

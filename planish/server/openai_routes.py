@@ -1,10 +1,13 @@
-"""The OpenAI-compatible endpoints, so that agents and evaluation tools can use a model, also one in training, as they are.
+"""The OpenAI-compatible endpoints, so that agents and evaluation tools can use a model, also one in
+training, as they are.
 
     POST /v1/chat/completions   openai_chat         messages in, a message out
     POST /v1/completions        openai_completions  text in, text out
-    GET  /v1/models             here                base models, and the checkpoints that samplers are made of
+    GET  /v1/models             here                base models, and the checkpoints that samplers
+         are made of
 
-A model is named by its name, or by the tinker:// path of a checkpoint. The key of the server is the bearer token.
+A model is named by its name, or by the tinker:// path of a checkpoint. The key of the server is the
+bearer token.
 """
 
 from __future__ import annotations
@@ -50,11 +53,17 @@ def _posted(path: str, endpoint: Endpoint, models: OpenAIModels) -> Route:
     return Route(path, _guarded(answer), methods=["POST"])
 
 
-def _read(path: str, handler: Callable[[OpenAIModels, Exchange], Awaitable[Response]], models: OpenAIModels) -> Route:
+def _read(
+    path: str,
+    handler: Callable[[OpenAIModels, Exchange], Awaitable[Response]],
+    models: OpenAIModels,
+) -> Route:
     return Route(path, _guarded(lambda exchange: handler(models, exchange)), methods=["GET"])
 
 
-def _guarded(handler: Callable[[Exchange], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(
+    handler: Callable[[Exchange], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
     """For those who have a key; every error as OpenAI's clients read it."""
 
     async def answer(request: Request) -> Response:

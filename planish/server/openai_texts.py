@@ -1,7 +1,8 @@
 """Tokens as texts and bytes, one by one, for lists of logprobs.
 
-A token may be a part of a character only. Its text then holds a replacement character, and its bytes are the truth; those of several tokens
-together are UTF-8 again. Byte-level vocabularies write each byte as a character of their own; others write text, or `<0x0A>` for a byte.
+A token may be a part of a character only. Its text then holds a replacement character, and its
+bytes are the truth; those of several tokens together are UTF-8 again. Byte-level vocabularies write
+each byte as a character of their own; others write text, or `<0x0A>` for a byte.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ def _byte_level_alphabet() -> dict[str, int]:
     """The character by which byte-level BPE (GPT-2's, and all after it) writes each byte."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + rank): byte for rank, byte in enumerate(others)
+    }
 
 
 _ALPHABET = _byte_level_alphabet()
@@ -34,7 +37,9 @@ class TokenTexts:
 
     def _of(self, token: int) -> tuple[str, bytes]:
         """Text and bytes of one token."""
-        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return text, self._bytes(token, text)
 
     def _bytes(self, token: int, text: str) -> bytes:

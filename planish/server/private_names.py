@@ -1,8 +1,10 @@
-"""Checkpoints that the server makes for itself, in the runs of its models and samplers, under names that clients cannot give.
+"""Checkpoints that the server makes for itself, in the runs of its models and samplers, under names
+that clients cannot give.
 
 tinker://MODEL/weights/_planish.snapshot.SEQ          the model after request SEQ, for a restart
 tinker://MODEL/KIND/_planish.loaded.SEQ               what request SEQ loaded, as it was then
-tinker://MODEL/sampler_weights/_planish.sampler.SEQ   a sampler that request SEQ published without a name
+tinker://MODEL/sampler_weights/_planish.sampler.SEQ   a sampler that request SEQ published without a
+    name
 tinker://SAMPLER/sampler_weights/_planish.source      what a sampler was made of, as it was then
 """
 
@@ -24,7 +26,11 @@ def sampler_name(seq: int) -> str:
 
 def loaded_path(model_id: str, seq: int, source: str) -> str:
     """Of the same kind as `source`."""
-    return str(CheckpointPath(model_id, CheckpointPath.parse(source).checkpoint_type, f"{PREFIX}loaded.{seq}"))
+    return str(
+        CheckpointPath(
+            model_id, CheckpointPath.parse(source).checkpoint_type, f"{PREFIX}loaded.{seq}"
+        )
+    )
 
 
 def source_path(sampler_id: str) -> str:
@@ -44,10 +50,16 @@ def loading_seq(path: str) -> int | None:
 def is_superseded(path: str, seq: int) -> bool:
     """Whether a snapshot of request `seq` takes the place of this private checkpoint of its model."""
     loading = loading_seq(path)
-    return loading <= seq if loading is not None else CheckpointPath.parse(path).name != snapshot_name(seq)
+    return (
+        loading <= seq
+        if loading is not None
+        else CheckpointPath.parse(path).name != snapshot_name(seq)
+    )
 
 
 def check_name_is_free(name: str) -> None:
     """UserError for a name that clients cannot give."""
     if name.startswith(PREFIX):
-        raise UserError(f"path={name[:200]!r}: names that begin with {PREFIX!r} are the server's own; give another")
+        raise UserError(
+            f"path={name[:200]!r}: names that begin with {PREFIX!r} are the server's own; give another"
+        )

@@ -1,4 +1,6 @@
-"""Samplers of a model's weights as they are, without a name: in memory at once, on disk behind that."""
+"""Samplers of a model's weights as they are, without a name: in memory at once, on disk behind
+that.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ class Publishing:
         self._samplers = samplers
 
     async def begin(self, model: Model, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
-        """Queue it, and the writing of its weights right behind; `model.unsaved` knows until that is done."""
+        """Queue it, and the writing of its weights right behind; `model.unsaved` knows until that
+        is done.
+        """
         published = await self._engine.submit(operation)
-        written = await self._engine.submit(SaveWeightsForSampler(model.id, sampler_name(seq), overwrite=True))
+        written = await self._engine.submit(
+            SaveWeightsForSampler(model.id, sampler_name(seq), overwrite=True)
+        )
         sampler = self._samplers.get(operation.sampler_id)
         model.unsaved[seq] = model.spawn(self._save(model, seq, sampler, written))
         return published
@@ -40,7 +46,11 @@ class Publishing:
         await self._samplers.published(sampler)
 
     async def _save(
-        self, model: Model, seq: int, sampler: Sampler | None, written: asyncio.Future[SaveWeightsForSamplerResponse]
+        self,
+        model: Model,
+        seq: int,
+        sampler: Sampler | None,
+        written: asyncio.Future[SaveWeightsForSamplerResponse],
     ) -> None:
         try:
             path = (await written).path
@@ -54,7 +64,9 @@ class Publishing:
             model.is_lossy = True
         except Exception:
             model.is_lossy = True
-            _log.exception("the sampler that request %d of %s published could not be saved yet", seq, model.id)
+            _log.exception(
+                "the sampler that request %d of %s published could not be saved yet", seq, model.id
+            )
         finally:
             del model.unsaved[seq]
             model.changed.set()

@@ -121,7 +121,9 @@ class CheckpointRow(Record):
         expires = checkpoint.expires_at.timestamp() if checkpoint.expires_at else None
         metadata = json.dumps(checkpoint.user_metadata or {})
         made = checkpoint.time.timestamp()
-        return cls(checkpoint.tinker_path, tenant, run, checkpoint.size_bytes or 0, made, expires, metadata)
+        return cls(
+            checkpoint.tinker_path, tenant, run, checkpoint.size_bytes or 0, made, expires, metadata
+        )
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -161,7 +163,9 @@ def put(transaction: Transaction, record: Record) -> None:
     """Insert a row, or replace the one of its key."""
     places = ", ".join("?" * len(fields(record)))
     table = _TABLES[type(record)]
-    transaction.execute(f"INSERT OR REPLACE INTO {table} ({record.columns()}) VALUES ({places})", record.values())
+    transaction.execute(
+        f"INSERT OR REPLACE INTO {table} ({record.columns()}) VALUES ({places})", record.values()
+    )
 
 
 def put_checkpoint(transaction: Transaction, row: CheckpointRow) -> None:
@@ -172,10 +176,14 @@ def put_checkpoint(transaction: Transaction, row: CheckpointRow) -> None:
 
 def change(transaction: Transaction, kind: type[Record], key: str, **columns: Any) -> None:
     names = ", ".join(f"{name} = ?" for name in columns)
-    transaction.execute(f"UPDATE {_TABLES[kind]} SET {names} WHERE {_key(kind)} = ?", [*columns.values(), key])
+    transaction.execute(
+        f"UPDATE {_TABLES[kind]} SET {names} WHERE {_key(kind)} = ?", [*columns.values(), key]
+    )
 
 
-def change_each(transaction: Transaction, kind: type[Record], column: str, values: Iterable[tuple[float, str]]) -> None:
+def change_each(
+    transaction: Transaction, kind: type[Record], column: str, values: Iterable[tuple[float, str]]
+) -> None:
     """Set one column of many rows; `values` are (value, key)."""
     for pair in values:
         transaction.execute(f"UPDATE {_TABLES[kind]} SET {column} = ? WHERE {_key(kind)} = ?", pair)
@@ -185,14 +193,18 @@ def remove(transaction: Transaction, kind: type[Record], key: str) -> None:
     transaction.execute(f"DELETE FROM {_TABLES[kind]} WHERE {_key(kind)} = ?", (key,))
 
 
-def select(source: Source, kind: type[RecordT], where: str, values: Sequence[Any] = ()) -> list[RecordT]:
+def select(
+    source: Source, kind: type[RecordT], where: str, values: Sequence[Any] = ()
+) -> list[RecordT]:
     """`where` may end with an order and a limit."""
     found = source.execute(f"SELECT {kind.columns()} FROM {_TABLES[kind]} WHERE {where}", values)
     return [kind.of(row) for row in found]
 
 
 def count(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> int:
-    return source.execute(f"SELECT COUNT(*) FROM {_TABLES[kind]} WHERE {where}", values).fetchone()[0]
+    return source.execute(f"SELECT COUNT(*) FROM {_TABLES[kind]} WHERE {where}", values).fetchone()[
+        0
+    ]
 
 
 def _key(kind: type[Record]) -> str:

@@ -1,6 +1,8 @@
-"""What an earlier process left: brought back from the database at a start, and the unfinished gone on with.
+"""What an earlier process left: brought back from the database at a start, and the unfinished gone
+on with.
 
-Models and samplers are only known again; they come into memory when they are used, or when one of their requests was not answered.
+Models and samplers are only known again; they come into memory when they are used, or when one of
+their requests was not answered.
 """
 
 from __future__ import annotations
@@ -62,10 +64,16 @@ class Recovery:
         """Models and numbers of the loads that would be done again."""
 
     async def recover(self) -> Recovered:
-        """Know again what is open, remove what nobody names, and start what was accepted and not answered."""
+        """Know again what is open, remove what nobody names, and start what was accepted and not
+        answered.
+        """
         sessions = await self._store.read(lambda db: select(db, SessionRow, "ended IS NULL"))
-        models = await self._store.read(lambda db: select(db, ModelRow, "closed IS NULL ORDER BY created"))
-        samplers = await self._store.read(lambda db: select(db, SamplerRow, "closed IS NULL ORDER BY created"))
+        models = await self._store.read(
+            lambda db: select(db, ModelRow, "closed IS NULL ORDER BY created")
+        )
+        samplers = await self._store.read(
+            lambda db: select(db, SamplerRow, "closed IS NULL ORDER BY created")
+        )
         to_do = await self._store.read(journal.to_do)
         for session in sessions:
             self._sessions.add(session)
@@ -80,7 +88,9 @@ class Recovery:
             self._resume(row)
         for model in self._training.all():
             self._training.wake(model)
-        for session_id in {row.session for row in (*models, *samplers) if not self._sessions.is_open(row.session)}:
+        for session_id in {
+            row.session for row in (*models, *samplers) if not self._sessions.is_open(row.session)
+        }:
             self._sessions.clear(session_id)
         return Recovered(len(sessions), len(models), len(samplers), len(to_do))
 
@@ -89,7 +99,8 @@ class Recovery:
         rows = await self._store.read(lambda db: journal.of_model(db, row.id, begun))
         lane: Lane[Item] = Lane(begun + 1, row.passed)
         unload_seq = None
-        # An older store may hold an unloading under the number of a request that came in the same moment.
+        # An older store may hold an unloading under the number of a request that came in the same
+        # moment.
         for found in sorted(rows, key=lambda row: row.kind == "unload_model"):
             if found.kind == "load_weights" and found.state in ("started", "done"):
                 self._loads.add((row.id, found.seq))
@@ -97,7 +108,8 @@ class Recovery:
                 unload_seq = max(found.seq, lane.end)
                 found = replace(found, seq=unload_seq)
             lane.add(found.seq, self._requests.restore(found) if found.is_to_do else found)
-        # Those that were answered, up to the first that was not, are replayed when the model is loaded.
+        # Those that were answered, up to the first that was not, are replayed when the model is
+        # loaded.
         while isinstance(lane.peek(), Row):
             lane.take()
         self._training.add(row, lane).unload_seq = unload_seq
@@ -108,7 +120,9 @@ class Recovery:
         if row.model is None or row.source is not None:
             sampler.ready.set()
         elif model is None:
-            await self._samplers.close(sampler, "its weights were not saved when its model was unloaded")
+            await self._samplers.close(
+                sampler, "its weights were not saved when its model was unloaded"
+            )
         else:
             await self._decide(sampler, f"{row.model}:{row.seq}")
 
@@ -127,16 +141,23 @@ class Recovery:
             if sampler is not None:
                 self._sampling.begin(sampler, request)
             else:
-                self._requests.settle(request, Failed(f"sampling_session_id={row.owner!r} is closed", "user"))
+                self._requests.settle(
+                    request, Failed(f"sampling_session_id={row.owner!r} is closed", "user")
+                )
         elif self._training.get(row.owner) is None:
-            request, closed = self._requests.restore(row), Failed(f"model_id={row.owner!r} is closed", "user")
+            request, closed = (
+                self._requests.restore(row),
+                Failed(f"model_id={row.owner!r} is closed", "user"),
+            )
             if row.kind == "unload_model":  # it was, but the kill came before the answer
                 self._requests.settle(request, unloaded(row))
             else:
                 self._requests.settle(request, closed, state="refused")
 
     async def _remove_unnamed(self) -> None:
-        """Delete private checkpoints that no row names: a kill fell between their making and their being recorded."""
+        """Delete private checkpoints that no row names: a kill fell between their making and their
+        being recorded.
+        """
         sources = {sampler.row.source for sampler in self._samplers.all()}
         for checkpoint in await self._engine.checkpoints():
             path = checkpoint.tinker_path

@@ -1,7 +1,9 @@
-"""How a model comes back into memory: its last snapshot, and then, in their order, the requests that were answered since.
+"""How a model comes back into memory: its last snapshot, and then, in their order, the requests
+that were answered since.
 
-What was done is done again, and changes the weights to the same bits. What failed, or was refused, has the effect that it had: a part of
-a gradient that is missing makes the optimizer step behind it fail, and nothing else.
+What was done is done again, and changes the weights to the same bits. What failed, or was refused,
+has the effect that it had: a part of a gradient that is missing makes the optimizer step behind it
+fail, and nothing else.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Replay:
     async def load(self, model: Model) -> None:
         """Bring the model to where it is after every request that left its lane.
 
-        DamagedFileError: a file that it needs was altered or removed. Nothing was changed, so it can come back once the file is put back.
+        DamagedFileError: a file that it needs was altered or removed. Nothing was changed, so it
+        can come back once the file is put back.
         """
         await asyncio.gather(*model.unwritten.values())  # rows tell what was answered
         model.forget_adapter()
@@ -76,7 +79,9 @@ class Replay:
                     await self._create(model, model.row.snapshot)
                 model.applied = begun
             crash_point("loaded before replay")
-            rows = await self._store.read(lambda connection: journal.of_model(connection, model.id, begun))
+            rows = await self._store.read(
+                lambda connection: journal.of_model(connection, model.id, begun)
+            )
             for row in rows:
                 if row.seq < model.lane.next_seq:
                     await self.repeat(model, row)
@@ -84,7 +89,11 @@ class Replay:
         except BaseException as error:
             await self.unload(model)
             if isinstance(error, (DamagedFileError, CheckpointError)):
-                _log.error("%s cannot come back into memory until the file is put back: %s", model.id, error)
+                _log.error(
+                    "%s cannot come back into memory until the file is put back: %s",
+                    model.id,
+                    error,
+                )
                 raise DamagedFileError(
                     f"model_id={model.id!r} cannot come back into memory ({error}). Create a new client from your last checkpoint; whoever "
                     "runs the server may have the file in a backup"
@@ -107,7 +116,9 @@ class Replay:
             async with self._under_way.doing(row.id):
                 await self._do_again(model, row)
         elif row.state != "done":
-            await self.refuse(model, row.kind, Failed(row.message or "", row.category or "user", row.error_class))
+            await self.refuse(
+                model, row.kind, Failed(row.message or "", row.category or "user", row.error_class)
+            )
 
     async def refuse(self, model: Model, kind: str, why: Failed) -> None:
         """Have the effect of a request that could not be done."""
@@ -128,10 +139,14 @@ class Replay:
             case CreateModel(from_path=None):
                 await self._engine.perform(operation)
             case CreateModel(from_path=str(path)):
-                await self._engine.perform(replace(operation, from_path=loaded_path(model.id, row.seq, path)))
+                await self._engine.perform(
+                    replace(operation, from_path=loaded_path(model.id, row.seq, path))
+                )
             case LoadWeights(path=path):
                 model.is_dirty = False
-                await self._engine.perform(replace(operation, path=loaded_path(model.id, row.seq, path)))
+                await self._engine.perform(
+                    replace(operation, path=loaded_path(model.id, row.seq, path))
+                )
             case PublishSampler():
                 await self._publishing.publish_again(model, row.seq, operation)
             case ForwardBackward():
@@ -146,11 +161,15 @@ class Replay:
 
     async def _create(self, model: Model, path: str) -> None:
         await self._engine.perform(
-            CreateModel(model.id, from_path=path, with_optimizer=True, user_metadata=model.row.metadata)
+            CreateModel(
+                model.id, from_path=path, with_optimizer=True, user_metadata=model.row.metadata
+            )
         )
 
     async def _compare(self, model: Model, row: Row, again: OptimStepResponse) -> None:
-        """Metrics of a step tell its gradient's norm; if that differs from the first time, so may the weights. Told once for each model."""
+        """Metrics of a step tell its gradient's norm; if that differs from the first time, so may
+        the weights. Told once for each model.
+        """
         stored = await self._store.read(lambda connection: journal.result(connection, row.id))
         if stored is None or model.id in self._told:
             return

@@ -1,8 +1,10 @@
-"""Accepted requests: journaled before they are acknowledged, answered once, and readable until they have aged.
+"""Accepted requests: journaled before they are acknowledged, answered once, and readable until they
+have aged.
 
-A request that is not answered is in memory, with its operation as long as there is room for it; otherwise the operation is read from
-the journal when its turn comes. A result is given out when it is there and written down behind that: after a crash the request is done
-again, with the same result. A failure is written down first, since what failed once may not fail again.
+A request that is not answered is in memory, with its operation as long as there is room for it;
+otherwise the operation is read from the journal when its turn comes. A result is given out when it
+is there and written down behind that: after a crash the request is done again, with the same
+result. A failure is written down first, since what failed once may not fail again.
 """
 
 from __future__ import annotations
@@ -85,7 +87,12 @@ def token_count(operation: Operation[Any]) -> int:
 
 class Requests:
     def __init__(
-        self, store: Store, settings: ServerSettings, limits: Limits, counters: Counters, under_way: UnderWay
+        self,
+        store: Store,
+        settings: ServerSettings,
+        limits: Limits,
+        counters: Counters,
+        under_way: UnderWay,
     ) -> None:
         self._store = store
         self._under_way = under_way
@@ -126,7 +133,9 @@ class Requests:
         return await asyncio.to_thread(entry, operation, seq)
 
     async def repeats(self, request_id: str, digest: bytes) -> bool:
-        """Whether this very request came before, and is not forgotten. BadRequest if it was another one, or was refused."""
+        """Whether this very request came before, and is not forgotten. BadRequest if it was another
+        one, or was refused.
+        """
         active = self._active.get(request_id)
         if active is not None:
             _check_same(active.row, digest)
@@ -138,7 +147,8 @@ class Requests:
         return row is not None
 
     async def accept(self, row: Row, journaled: Entry, also: Also | None = None) -> Request | None:
-        """Journal a request; None if its id was there already, for the same request (BadRequest: for another).
+        """Journal a request; None if its id was there already, for the same request (BadRequest:
+        for another).
 
         Raises TooManyRequests and Unavailable before anything is written.
         """
@@ -154,11 +164,15 @@ class Requests:
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
         try:
-            found = await self._store.write(lambda transaction: journal.insert(transaction, row, journaled.body, also))
+            found = await self._store.write(
+                lambda transaction: journal.insert(transaction, row, journaled.body, also)
+            )
         except BaseException as error:
             self._drop(request)
             request.acknowledged.set_exception(
-                error if isinstance(error, Exception) else Unavailable("it was given up; send it again")
+                error
+                if isinstance(error, Exception)
+                else Unavailable("it was given up; send it again")
             )
             request.acknowledged.exception()  # nobody has to ask for it
             raise
@@ -218,28 +232,40 @@ class Requests:
         request.row = request.row.with_state(state)
 
     def settle(
-        self, request: Request, answer: Done | Failed, also: Also | None = None, state: SettledState | None = None
+        self,
+        request: Request,
+        answer: Done | Failed,
+        also: Also | None = None,
+        state: SettledState | None = None,
     ) -> asyncio.Future[None]:
-        """Give the answer out, and write it down as soon as the disk takes it, which ends the future. The first answer counts.
+        """Give the answer out, and write it down as soon as the disk takes it, which ends the
+        future. The first answer counts.
 
-        A failure, and with `also` what the answer names, is in the database first. `state`: "done" or "failed" by default.
+        A failure, and with `also` what the answer names, is in the database first. `state`: "done"
+        or "failed" by default.
         """
         if request.written is not None:
             return request.written
         crash_point("before recording a result")
         self.release_operation(request)
         self._limits.leave(request.row.tenant, request.row.body_bytes)
-        request.row = request.row.with_state(state or ("done" if isinstance(answer, Done) else "failed"))
+        request.row = request.row.with_state(
+            state or ("done" if isinstance(answer, Done) else "failed")
+        )
         row = request.row
         self._counters.answered[row.kind, row.state] += 1
         if also is None and isinstance(answer, Done):
             request.answer.set_result(answer)
-        written = self._store.keep(lambda transaction: journal.finish(transaction, row, answer, time.time(), also))
+        written = self._store.keep(
+            lambda transaction: journal.finish(transaction, row, answer, time.time(), also)
+        )
         request.written = asyncio.ensure_future(self._written(request, answer, written))
         return request.written
 
     async def outcome(self, tenant: str, request_id: str, seconds: float) -> Outcome:
-        """Wait for the answer. NotFound if there is no such request; Gone if it was answered so long ago that it is forgotten."""
+        """Wait for the answer. NotFound if there is no such request; Gone if it was answered so
+        long ago that it is forgotten.
+        """
         request = self._active.get(request_id)
         if request is not None and request.row.tenant == tenant:
             if not request.answer.done():
@@ -249,7 +275,9 @@ class Requests:
         if found is not None and found[0] == tenant:
             self._recent.move_to_end(request_id)
             return found[1]
-        stored = await self._store.read(lambda connection: self._stored_answer(connection, tenant, request_id))
+        stored = await self._store.read(
+            lambda connection: self._stored_answer(connection, tenant, request_id)
+        )
         if isinstance(stored, TryAgain):
             await asyncio.sleep(min(seconds, _UNKNOWN_SECONDS))
         return stored
@@ -257,7 +285,9 @@ class Requests:
     def active(self, request_id: str) -> Request | None:
         return self._active.get(request_id)
 
-    def _stored_answer(self, connection: sqlite3.Connection, tenant: str, request_id: str) -> Outcome:
+    def _stored_answer(
+        self, connection: sqlite3.Connection, tenant: str, request_id: str
+    ) -> Outcome:
         row = journal.row(connection, request_id)
         if row is None and journal.is_owner(connection, tenant, request_id.rpartition(":")[0]):
             raise _aged(request_id)
@@ -276,7 +306,9 @@ class Requests:
                 return Failed(row.message or "", row.category or "unknown", row.error_class)
         return TryAgain()  # between the journal and memory, at a start
 
-    async def _written(self, request: Request, answer: Done | Failed, written: asyncio.Future[None]) -> None:
+    async def _written(
+        self, request: Request, answer: Done | Failed, written: asyncio.Future[None]
+    ) -> None:
         try:
             await written
         except StorageError:  # at the end of the process: it is done again at the next start
@@ -314,7 +346,9 @@ class Requests:
 
     def disk_is_full(self, size: int = 0) -> bool:
         """Whether a request of so many bytes is refused for want of space."""
-        return self._store.is_refused or self._store.free_bytes() < self._settings.reserve_bytes + size
+        return (
+            self._store.is_refused or self._store.free_bytes() < self._settings.reserve_bytes + size
+        )
 
     def _keep_operation(self, request: Request) -> None:
         if self._operation_bytes + request.row.body_bytes > self._settings.request_memory_bytes:

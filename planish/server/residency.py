@@ -1,8 +1,10 @@
-"""Which adapters are in memory: those in use, and of the others the ones that were used last, within a budget.
+"""Which adapters are in memory: those in use, and of the others the ones that were used last,
+within a budget.
 
-A resident is loaded before its first use, stays while somebody holds it, and may leave when nobody does. Whoever needs room waits until enough
-residents can leave; one that takes none waits for nobody. One that is larger than the budget is let in alone. What has begun to load or to
-leave does so to its end, whoever gives up meanwhile, since the engine's threads do.
+A resident is loaded before its first use, stays while somebody holds it, and may leave when nobody
+does. Whoever needs room waits until enough residents can leave; one that takes none waits for
+nobody. One that is larger than the budget is let in alone. What has begun to load or to leave does
+so to its end, whoever gives up meanwhile, since the engine's threads do.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class _Place:
 
     @property
     def is_idle(self) -> bool:
-        return self.is_loaded and not self.holders and self.moving is None and self.resident.can_leave
+        return (
+            self.is_loaded and not self.holders and self.moving is None and self.resident.can_leave
+        )
 
 
 class Residency:
@@ -96,7 +100,9 @@ class Residency:
             self._look_again(place)
 
     def adopt(self, resident: Resident) -> None:
-        """It came into memory by itself. The budget may be exceeded by it until somebody needs room."""
+        """It came into memory by itself. The budget may be exceeded by it until somebody needs
+        room.
+        """
         place = self._place(resident)
         place.is_loaded, place.reserved, place.used = True, resident.memory_bytes, time.monotonic()
 
@@ -130,7 +136,10 @@ class Residency:
 
     def _look_again(self, place: _Place) -> None:
         """Something of it changed."""
-        if not (place.is_loaded or place.holders or place.moving) and self._places.get(place.resident.key) is place:
+        if (
+            not (place.is_loaded or place.holders or place.moving)
+            and self._places.get(place.resident.key) is place
+        ):
             del self._places[place.resident.key]
         self._changed.set()
 

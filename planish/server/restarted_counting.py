@@ -1,9 +1,11 @@
 """A client that begins to count its model's requests again, after it loaded a checkpoint.
 
-logits-sdk makes a training client from a checkpoint in two steps: the SDK below it creates a model and loads the weights, as number 1; then it
-wraps the model into a new client, whose first request is number 1 again. Just this is taken: where all that a model ever had is a
-load_weights of number 1, another request of number 1 begins a second count. Its numbers are kept apart from the first count's by adding
-`RESTART`, and those in between are passed over, which is how the database remembers it.
+logits-sdk makes a training client from a checkpoint in two steps: the SDK below it creates a model
+and loads the weights, as number 1; then it wraps the model into a new client, whose first request
+is number 1 again. Just this is taken: where all that a model ever had is a load_weights of number
+1, another request of number 1 begins a second count. Its numbers are kept apart from the first
+count's by adding `RESTART`, and those in between are passed over, which is how the database
+remembers it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What goes by itself: idle adapters from memory, aged results, sessions nobody hears of, and what takes more room than it may.
+"""What goes by itself: idle adapters from memory, aged results, sessions nobody hears of, and what
+takes more room than it may.
 
-Nothing that a restart needs is removed: a request behind the last snapshot of its model stays as a row, without its result. Training runs are
-kept for good, as checkpoints name them; sessions and samplers go a while after their end.
+Nothing that a restart needs is removed: a request behind the last snapshot of its model stays as a
+row, without its result. Training runs are kept for good, as checkpoints name them; sessions and
+samplers go a while after their end.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Retention:
                 await self.round()
 
     async def round(self) -> None:
-        """What need not be done every second. Files go first: on a full disk, whatever writes waits for space."""
+        """What need not be done every second. Files go first: on a full disk, whatever writes waits
+        for space.
+        """
         await self._guarded(self._catalog.remove_expired)
         await self._guarded(self._sessions.write_seen)
         await self._guarded(self._end_stale_sessions)
@@ -89,8 +93,12 @@ class Retention:
             await self._sessions.end(session_id, "nothing was heard of it")
 
     async def _close_samplers(self) -> None:
-        """Of published samplers, those that were used least recently, while all take more room than they may."""
-        published = [sampler for sampler in self._samplers.all() if sampler.row.model and sampler.row.source]
+        """Of published samplers, those that were used least recently, while all take more room than
+        they may.
+        """
+        published = [
+            sampler for sampler in self._samplers.all() if sampler.row.model and sampler.row.source
+        ]
         total = sum(sampler.row.bytes for sampler in published)
         for sampler in sorted(published, key=lambda sampler: sampler.used):
             if total <= self._settings.ephemeral_bytes:
@@ -104,10 +112,15 @@ class Retention:
 
     async def _drop_results(self) -> None:
         now = time.time()
-        while await self._store.keep(lambda transaction: self._drop_before(transaction, now)) == _BATCH:
+        while (
+            await self._store.keep(lambda transaction: self._drop_before(transaction, now))
+            == _BATCH
+        ):
             pass
         await self._store.keep(lambda transaction: self._drop_large(transaction, now))
-        await self._store.keep(lambda transaction: _drop_sessions(transaction, now - _ENDED_SECONDS))
+        await self._store.keep(
+            lambda transaction: _drop_sessions(transaction, now - _ENDED_SECONDS)
+        )
         await self._store.keep(lambda transaction: transaction.reclaim(_PAGES))
 
     def _drop_before(self, transaction: Transaction, now: float) -> int:
@@ -139,7 +152,9 @@ class Retention:
 
 def _drop_sessions(transaction: Transaction, oldest: float) -> None:
     ended = "SELECT id FROM sessions WHERE ended < ?"
-    transaction.execute(f"DELETE FROM samplers WHERE closed IS NOT NULL AND session IN ({ended})", [oldest])
+    transaction.execute(
+        f"DELETE FROM samplers WHERE closed IS NOT NULL AND session IN ({ended})", [oldest]
+    )
     open_parts = " AND ".join(
         f"NOT EXISTS (SELECT 1 FROM {table} WHERE session = sessions.id AND closed IS NULL)"
         for table in ("models", "samplers")

@@ -26,7 +26,9 @@ async def training_runs(exchange: Exchange) -> Response:
 
 async def training_run(exchange: Exchange) -> Response:
     exchange.check_scope()
-    return answered(_run(exchange, await exchange.core.training_run(exchange.tenant, exchange.path("run_id"))))
+    return answered(
+        _run(exchange, await exchange.core.training_run(exchange.tenant, exchange.path("run_id")))
+    )
 
 
 async def run_checkpoints(exchange: Exchange) -> Response:
@@ -62,7 +64,9 @@ async def unpublish(exchange: Exchange) -> Response:
 
 async def set_ttl(exchange: Exchange) -> Response:
     async with exchange.fields() as fields:
-        ttl = fields.optional(lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds")
+        ttl = fields.optional(
+            lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
+        )
     await exchange.core.set_ttl(exchange.tenant, checkpoint_path(exchange), ttl)
     return nothing()
 
@@ -70,14 +74,20 @@ async def set_ttl(exchange: Exchange) -> Response:
 async def weights_info(exchange: Exchange) -> Response:
     async with exchange.fields() as fields:
         path = stored_path(fields.text("tinker_path"))
-    return answered(weights_info_to_json(await exchange.core.checkpoint_info(exchange.tenant, path)))
+    return answered(
+        weights_info_to_json(await exchange.core.checkpoint_info(exchange.tenant, path))
+    )
 
 
 async def copy_weights(exchange: Exchange) -> Response:
-    """Into the run `model_seq_id` of a session, or, as the SDK asks, into a project: a new session then, since all of a key is one project here."""
+    """Into the run `model_seq_id` of a session, or, as the SDK asks, into a project: a new session
+    then, since all of a key is one project here.
+    """
     async with exchange.fields() as fields:
         source = stored_path(fields.text("source_path"))
-        ttl = fields.optional(lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds")
+        ttl = fields.optional(
+            lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
+        )
         session_id = fields.optional(fields.identifier, "session_id")
         number = fields.optional(lambda name: fields.integer(name, low=0), "model_seq_id", 0)
         refuse_access_token(fields, exchange.request.headers.get("x-tinker-weights-access-token"))
@@ -90,12 +100,16 @@ async def copy_weights(exchange: Exchange) -> Response:
 
 
 async def _copy_session(exchange: Exchange) -> str:
-    """The session that owns a copy; a repetition of the request gets the same one, and with it the same copy."""
+    """The session that owns a copy; a repetition of the request gets the same one, and with it the
+    same copy.
+    """
     copies, key = exchange.state.copies, exchange.request.headers.get("x-idempotency-key")
     known = copies.get((exchange.tenant, key))
     if known is not None:
         return known
-    session_id = await exchange.core.create_session(exchange.tenant, SessionSpec(tags=["copy_weights"]))
+    session_id = await exchange.core.create_session(
+        exchange.tenant, SessionSpec(tags=["copy_weights"])
+    )
     if key is not None:
         copies[exchange.tenant, key] = session_id
         if len(copies) > _KNOWN_COPIES:

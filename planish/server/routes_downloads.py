@@ -1,7 +1,8 @@
 """Files of checkpoints, to whoever holds a token for them, and tokenizers.
 
-A client asks with its key for URLs, and reads from those without one, as from a store of signed URLs. The newer SDK asks for one URL a
-file; the older for one archive, which is a tar file made while it is sent.
+A client asks with its key for URLs, and reads from those without one, as from a store of signed
+URLs. The newer SDK asks for one URL a file; the older for one archive, which is a tar file made
+while it is sent.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ async def external_weights_urls(exchange: Exchange) -> Response:
     path = checkpoint_path(exchange)
     files = await exchange.core.checkpoint_files(exchange.tenant, path)
     base, expires = _download_base(exchange, path)
-    return answered({"urls": {name: f"{base}/{quote(name)}" for name in files.names}, "expires": expires.isoformat()})
+    return answered(
+        {
+            "urls": {name: f"{base}/{quote(name)}" for name in files.names},
+            "expires": expires.isoformat(),
+        }
+    )
 
 
 async def archive(exchange: Exchange) -> Response:
@@ -51,7 +57,9 @@ async def archive(exchange: Exchange) -> Response:
 def _download_base(exchange: Exchange, path: str) -> tuple[str, datetime]:
     token = exchange.core.download_token(exchange.tenant, path, _VALID_SECONDS)
     root = str(exchange.request.base_url).rstrip("/")
-    return f"{root}{API}/downloads/{quote(token)}", datetime.now(UTC) + timedelta(seconds=_VALID_SECONDS)
+    return f"{root}{API}/downloads/{quote(token)}", datetime.now(UTC) + timedelta(
+        seconds=_VALID_SECONDS
+    )
 
 
 async def download(request: Request) -> Response:
@@ -60,7 +68,9 @@ async def download(request: Request) -> Response:
         files = await request.app.state.http.core.files_of_token(request.path_params["token"])
         if name != "archive.tar" and name not in files.names:
             raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
-        opened = await asyncio.to_thread(_opened, files, files.names if name == "archive.tar" else [name])
+        opened = await asyncio.to_thread(
+            _opened, files, files.names if name == "archive.tar" else [name]
+        )
     except PlanishError as error:
         return refused(error)
     if name == "archive.tar":
@@ -119,19 +129,28 @@ def _header(name: str, size: int) -> bytes:
 
 
 async def tokenizer(exchange: Exchange) -> Response:
-    """The files of a base model's tokenizer, by name: the official SDK asks a hub, a client of ours can ask here."""
+    """The files of a base model's tokenizer, by name: the official SDK asks a hub, a client of ours
+    can ask here.
+    """
     name = exchange.request.query_params.get("base_model", "")
     directory = exchange.state.settings.tokenizer_directories.get(name)
     if directory is None:
         raise NoSuchBaseModel(
             f"base_model={name[:100]!r}: give one of {', '.join(exchange.state.settings.tokenizer_directories)}"
         )
-    return answered({"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)})
+    return answered(
+        {"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)}
+    )
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:
     """The text of each file of `directory` from which a tokenizer is loaded."""
-    found = {path.name: path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    found = {
+        path.name: path
+        for pattern in _TOKENIZER_FILES
+        for path in directory.glob(pattern)
+        if path.is_file()
+    }
     return {name: path.read_text(encoding="utf-8") for name, path in sorted(found.items())}
 
 

@@ -1,11 +1,13 @@
 """Many samples by one request, for planish's own client.
 
-    POST /planish/draw     {"requests": [bodies of asample]}. The answer goes on until everything is drawn: a frame for each
+    POST /planish/draw     {"requests": [bodies of asample]}. The answer goes on until everything is
+                           drawn: a frame for each
                            request when it is accepted or refused, and one when it is done (planish/wire/client_frames.py)
     POST /planish/release  {"sampler_id"}: a sampler is not used any more
 
-Each request of a batch is what it would be by itself: journaled, in its tenant's turn, identified by sampler and number. So a batch whose
-connection breaks is sent again as it is, and nothing is drawn twice.
+Each request of a batch is what it would be by itself: journaled, in its tenant's turn, identified
+by sampler and number. So a batch whose connection breaks is sent again as it is, and nothing is
+drawn twice.
 """
 
 from __future__ import annotations
@@ -67,11 +69,16 @@ def _requests(fields: Fields) -> list[SampleRequest | PlanishError]:
     return found
 
 
-async def _frames(exchange: Exchange, requests: list[SampleRequest | PlanishError]) -> AsyncIterator[bytes]:
+async def _frames(
+    exchange: Exchange, requests: list[SampleRequest | PlanishError]
+) -> AsyncIterator[bytes]:
     """Ends early when the server stops; the client sends the batch again."""
     frames: asyncio.Queue[Frame | None] = asyncio.Queue()
     tasks = [
-        *(asyncio.create_task(_answer(exchange, index, request, frames)) for index, request in enumerate(requests)),
+        *(
+            asyncio.create_task(_answer(exchange, index, request, frames))
+            for index, request in enumerate(requests)
+        ),
         asyncio.create_task(_stop(exchange, frames)),
     ]
     try:
@@ -96,13 +103,18 @@ async def _stop(exchange: Exchange, frames: asyncio.Queue[Frame | None]) -> None
 
 
 async def _answer(
-    exchange: Exchange, index: int, request: SampleRequest | PlanishError, frames: asyncio.Queue[Frame | None]
+    exchange: Exchange,
+    index: int,
+    request: SampleRequest | PlanishError,
+    frames: asyncio.Queue[Frame | None],
 ) -> None:
     """The frames of one request."""
     try:
         if isinstance(request, PlanishError):
             raise request
-        accepted = await exchange.core.submit_sample(exchange.tenant, request.seq_id, request.operation)
+        accepted = await exchange.core.submit_sample(
+            exchange.tenant, request.seq_id, request.operation
+        )
         frames.put_nowait(Frame(_acceptance(index, accepted)))
         while isinstance(
             outcome := await exchange.core.result(
@@ -120,13 +132,22 @@ async def _answer(
 
 def _acceptance(index: int, accepted: Accepted) -> Mapping[str, Any]:
     ids = list(accepted.sample_sequence_ids)
-    return {"index": index, "last": False, "request_id": accepted.request_id, "sample_sequence_ids": ids}
+    return {
+        "index": index,
+        "last": False,
+        "request_id": accepted.request_id,
+        "sample_sequence_ids": ids,
+    }
 
 
 def _result(index: int, outcome: Done | Failed) -> Frame:
     if isinstance(outcome, Done):
         return Frame({"index": index, "last": True}, outcome.content)
-    said = {"error": outcome.message, "category": outcome.category, ERROR_CLASS: outcome.error_class}
+    said = {
+        "error": outcome.message,
+        "category": outcome.category,
+        ERROR_CLASS: outcome.error_class,
+    }
     return Frame({"index": index, "last": True, **said})
 
 
@@ -136,7 +157,9 @@ def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
         "index": index,
         "last": True,
         "status": status,
-        "detail": str(error) if status != 500 else f"a fault of the server ({type(error).__name__})",
+        "detail": str(error)
+        if status != 500
+        else f"a fault of the server ({type(error).__name__})",
         "retry_after": error.retry_after if isinstance(error, ServerError) else None,
         ERROR_CLASS: name_of(error),
     }

@@ -1,7 +1,8 @@
-"""Results: a request for one is held until it is there, or for `poll_seconds`, after which the client asks again.
+"""Results: a request for one is held until it is there, or for `poll_seconds`, after which the
+client asks again.
 
-What is not there yet is told as 408, which the SDK takes for an invitation to ask again at once and without a word; 200 with the
-same body would be a warning in the user's log.
+What is not there yet is told as 408, which the SDK takes for an invitation to ask again at once and
+without a word; 200 with the same body would be a warning in the user's log.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ async def retrieve_future(exchange: Exchange) -> Response:
         request_id = fields.identifier("request_id")
     match await _outcome(exchange, request_id):
         case Done() as done:
-            return await exchange.compute(done.content, lambda: _result(done, exchange.takes_protobuf))
+            return await exchange.compute(
+                done.content, lambda: _result(done, exchange.takes_protobuf)
+            )
         case Failed(message, category, error_class):
             return answered({"error": message, "category": category, ERROR_CLASS: error_class})
         case TryAgain():
-            return answered({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+            return answered(
+                {"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408
+            )
 
 
 async def _outcome(exchange: Exchange, request_id: str) -> Outcome:
     """What became of the request; TryAgain early if the server stops meanwhile."""
-    waiting = exchange.core.result(exchange.tenant, request_id, exchange.state.settings.poll_seconds)
+    waiting = exchange.core.result(
+        exchange.tenant, request_id, exchange.state.settings.poll_seconds
+    )
     return await exchange.unless_stopping(waiting) or TryAgain()
 
 
@@ -47,7 +54,9 @@ def _result(done: Done, takes_protobuf: bool) -> Response:
 
 
 def _with_shown_path(done: Done) -> bytes:
-    """External weights were saved as a sampler's; the client waits for the type and path that it asked for."""
+    """External weights were saved as a sampler's; the client waits for the type and path that it
+    asked for.
+    """
     if done.kind != "save_weights_for_sampler":
         return done.content
     fields = orjson.loads(done.content)

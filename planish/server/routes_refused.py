@@ -1,6 +1,7 @@
 """What the protocol has and this server has not: each refused at once, with a sentence.
 
-The status is 404, on which the SDK raises at once and asks no more. Options of endpoints that do exist are refused where they are read.
+The status is 404, on which the SDK raises at once and asks no more. Options of endpoints that do
+exist are refused where they are read.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ _REFUSED = {
         "POST",
         "/auth/token",
     ): "keys are not exchanged for tokens here; the key itself is used (pjwt_auth_enabled is false)",
-    ("GET", "/auth/apikey/me"): "there is nothing to log in to; set TINKER_API_KEY to a key of this server",
-    ("DELETE", "/auth/apikey/me"): "keys are not deleted by clients; remove the key from the server's key file",
+    (
+        "GET",
+        "/auth/apikey/me",
+    ): "there is nothing to log in to; set TINKER_API_KEY to a key of this server",
+    (
+        "DELETE",
+        "/auth/apikey/me",
+    ): "keys are not deleted by clients; remove the key from the server's key file",
     (
         "POST",
         "/create_custom_loss",
@@ -25,7 +32,10 @@ _REFUSED = {
         "POST",
         "/join_sampling_session",
     ): "copies of a sampling client number their requests themselves (sample_join_sampling_session is false)",
-    ("POST", "/retrieve_futures"): "results are asked for one by one (sample_use_retrieve_futures is false)",
+    (
+        "POST",
+        "/retrieve_futures",
+    ): "results are asked for one by one (sample_use_retrieve_futures is false)",
     ("PUT", "/sessions/{session_id}/project"): "this server has no projects",
     ("GET", "/sessions/{session_id}/trace_export"): "this server keeps no traces of sessions",
     ("GET", "/audit"): "this server keeps no audit log",

@@ -16,7 +16,9 @@ from planish.wire.sampling import sample_request_from_json
 async def create_sampling_session(exchange: Exchange) -> Response:
     async with exchange.fields() as fields:
         operation = create_sampler_from_json(fields)
-    sampler_id = await exchange.unless_stopping(exchange.core.create_sampler(exchange.tenant, operation))
+    sampler_id = await exchange.unless_stopping(
+        exchange.core.create_sampler(exchange.tenant, operation)
+    )
     if sampler_id is None:  # it waited for room in memory, where a repetition finds it
         raise stopping()
     return answered({"type": "create_sampling_session", "sampling_session_id": sampler_id})
@@ -24,14 +26,18 @@ async def create_sampling_session(exchange: Exchange) -> Response:
 
 async def sampler(exchange: Exchange) -> Response:
     return answered(
-        sampler_info_to_json(await exchange.core.sampler_info(exchange.tenant, exchange.path("sampler_id")))
+        sampler_info_to_json(
+            await exchange.core.sampler_info(exchange.tenant, exchange.path("sampler_id"))
+        )
     )
 
 
 async def asample(exchange: Exchange) -> Response:
     async with exchange.body(SAMPLE_BODY) as body:
         request = await exchange.compute(body, lambda: sample_request_from_json(Fields.of(body)))
-        return accepted(await exchange.core.submit_sample(exchange.tenant, request.seq_id, request.operation))
+        return accepted(
+            await exchange.core.submit_sample(exchange.tenant, request.seq_id, request.operation)
+        )
 
 
 ROUTES = [

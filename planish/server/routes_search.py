@@ -37,7 +37,10 @@ class Query:
         metadata = record.spec.user_metadata
         if any(metadata.get(key) != value for key, value in self.metadata.items()):
             return False
-        if self.states and ("active" if record.ended is None else "client_finished") not in self.states:
+        if (
+            self.states
+            and ("active" if record.ended is None else "client_finished") not in self.states
+        ):
             return False
         if self.session_id is None and not self.words:
             return True
@@ -61,8 +64,14 @@ async def search(exchange: Exchange) -> Response:
             break
     else:
         last = None
-    cursor = None if last is None else {"last_created_at": last.created.isoformat(), "last_session_id": last.session_id}
-    return answered({"sessions": [await _summary(exchange, record) for record in found], "next_cursor": cursor})
+    cursor = (
+        None
+        if last is None
+        else {"last_created_at": last.created.isoformat(), "last_session_id": last.session_id}
+    )
+    return answered(
+        {"sessions": [await _summary(exchange, record) for record in found], "next_cursor": cursor}
+    )
 
 
 async def _sessions(exchange: Exchange, query: Query) -> AsyncIterator[SessionRecord]:
@@ -80,7 +89,9 @@ async def _sessions(exchange: Exchange, query: Query) -> AsyncIterator[SessionRe
 
 
 async def _summary(exchange: Exchange, record: SessionRecord) -> dict[str, Any]:
-    pages = [await exchange.core.checkpoints(exchange.tenant, run) for run in record.training_run_ids]
+    pages = [
+        await exchange.core.checkpoints(exchange.tenant, run) for run in record.training_run_ids
+    ]
     return {
         "session_id": record.session_id,
         "created_at": record.created.isoformat(),
@@ -88,7 +99,9 @@ async def _summary(exchange: Exchange, record: SessionRecord) -> dict[str, Any]:
         "project_id": "default",
         "status": {"type": "active"} if record.ended is None else None,
         "checkpoints_count": sum(page.total for page in pages),
-        "checkpoint_storage_bytes": sum(item.size_bytes or 0 for page in pages for item in page.items),
+        "checkpoint_storage_bytes": sum(
+            item.size_bytes or 0 for page in pages for item in page.items
+        ),
         "display_name": record.spec.display_name,
         "user_metadata": dict(record.spec.user_metadata) or None,
     }
@@ -105,7 +118,9 @@ def _query(fields: Fields) -> Query:
             fields.optional(fields.text, "session_id"),
             tuple(fields.optional(fields.text, "display_name", "").lower().split()),
             fields.optional(fields.strings, "user_metadata", {}),
-            tuple(_state(state) for state in fields.objects("statuses")) if fields.has("statuses") else (),
+            tuple(_state(state) for state in fields.objects("statuses"))
+            if fields.has("statuses")
+            else (),
             fields.optional(lambda name: fields.integer(name, 1, 200), "limit", 50),
             None if cursor is None else time_from_json(cursor, "last_created_at"),
             "" if cursor is None else cursor.text("last_session_id"),

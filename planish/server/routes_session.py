@@ -1,4 +1,6 @@
-"""What a client does first and last: its settings, its session, heartbeats, telemetry, and what the server has to offer."""
+"""What a client does first and last: its settings, its session, heartbeats, telemetry, and what the
+server has to offer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _FINISH_REASONS = ("success", "errored", "interrupted")
 
 
 async def client_config(exchange: Exchange) -> Response:
-    """One call of the user is one request, so a batch's shared prefixes are computed once; and its chunks keep their order."""
+    """One call of the user is one request, so a batch's shared prefixes are computed once; and its
+    chunks keep their order.
+    """
     async with exchange.fields() as fields:
         fields.optional(fields.text, "sdk_version")
     return answered(
@@ -27,14 +31,21 @@ async def client_config(exchange: Exchange) -> Response:
             "fwdbwd_max_chunk_bytes_count": 128 * MIB,
             "fwdbwd_dispatch_bytes_semaphore_size": 256 * MIB,
             "proto_compress_fwdbwd": not exchange.is_local,
-            # Samples wait their turn here, for hours if a machine is slow; that is no reason to give up.
+            # Samples wait their turn here, for hours if a machine is slow; that is no reason to
+            # give up.
             "sample_enable_stuck_detection": False,
         }
     )
 
 
 async def dynamic_config(exchange: Exchange) -> Response:
-    return answered({"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64})
+    return answered(
+        {
+            "refresh_interval_sec": 300,
+            "sample_cancel_enabled": True,
+            "sample_cancel_max_batch_size": 64,
+        }
+    )
 
 
 async def create_session(exchange: Exchange) -> Response:
@@ -43,7 +54,9 @@ async def create_session(exchange: Exchange) -> Response:
     session_id = await exchange.core.create_session(exchange.tenant, spec)
     answer = {"type": "create_session", "session_id": session_id}
     if project is not None:
-        answer["warning_message"] = f"project_id={project[:100]!r} has no meaning here: this server has no projects"
+        answer["warning_message"] = (
+            f"project_id={project[:100]!r} has no meaning here: this server has no projects"
+        )
     return answered(answer)
 
 
@@ -73,7 +86,9 @@ async def sessions(exchange: Exchange) -> Response:
 
 async def session(exchange: Exchange) -> Response:
     exchange.check_scope()
-    return answered(_session(await exchange.core.session(exchange.tenant, exchange.path("session_id"))))
+    return answered(
+        _session(await exchange.core.session(exchange.tenant, exchange.path("session_id")))
+    )
 
 
 async def telemetry(exchange: Exchange) -> Response:
@@ -93,7 +108,9 @@ def _spec(fields: Fields) -> SessionSpec:
     metadata = fields.optional(fields.strings, "user_metadata", {})
     size = sum(map(len, (*tags, *metadata, *metadata.values())))
     if size > _MAX_SPEC:
-        raise UserError(f"tags and user_metadata have {size:,} characters; give at most {_MAX_SPEC:,}")
+        raise UserError(
+            f"tags and user_metadata have {size:,} characters; give at most {_MAX_SPEC:,}"
+        )
     return SessionSpec(
         tags,
         metadata,

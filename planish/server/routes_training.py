@@ -1,6 +1,8 @@
-"""Requests that make, train, save and load models. Each is decoded, handed to the core, and acknowledged.
+"""Requests that make, train, save and load models. Each is decoded, handed to the core, and
+acknowledged.
 
-A body whose model and number can be read, but not the rest, is refused with 400 and has used up its number: the client counts on.
+A body whose model and number can be read, but not the rest, is refused with 400 and has used up its
+number: the client counts on.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class _Parsed:
 
 
 async def submit(exchange: Exchange, body: bytes, parse: Callable[[], _Parsed]) -> Response:
-    """Read an operation, and queue it. In one go: what is parsed takes many times the memory of the body and of what comes of it."""
+    """Read an operation, and queue it. In one go: what is parsed takes many times the memory of the
+    body and of what comes of it.
+    """
 
     def read() -> tuple[Place, str, Operation[Any] | ValueError]:
         parsed = parse()
@@ -96,13 +100,19 @@ async def forward_backward(exchange: Exchange) -> Response:
 def _parsed_message(body: bytes) -> _Parsed:
     head = parse_forward_backward_head(body)
     kind = "forward" if head.forward_only else "forward_backward"
-    return _Parsed(place_from_message(head), kind, lambda: forward_backward_from_message(parse_forward_backward(body)))
+    return _Parsed(
+        place_from_message(head),
+        kind,
+        lambda: forward_backward_from_message(parse_forward_backward(body)),
+    )
 
 
 _json_forward_backward = submitting(
     "forward_backward", lambda fields: forward_backward_from_json(fields, forward_only=False)
 )
-_forward = submitting("forward", lambda fields: forward_backward_from_json(fields, forward_only=True))
+_forward = submitting(
+    "forward", lambda fields: forward_backward_from_json(fields, forward_only=True)
+)
 
 
 async def create_model(exchange: Exchange) -> Response:
@@ -136,7 +146,9 @@ async def unload_model(exchange: Exchange) -> Response:
 
 
 async def get_info(exchange: Exchange) -> Response:
-    """A client on this machine is told where the tokenizer lies, so that it needs no hub; to others the path means nothing."""
+    """A client on this machine is told where the tokenizer lies, so that it needs no hub; to others
+    the path means nothing.
+    """
     async with exchange.fields() as fields:
         model_id = fields.identifier("model_id")
     info = await exchange.unless_stopping(exchange.core.model_info(exchange.tenant, model_id))
@@ -155,8 +167,13 @@ ROUTES = [
     endpoint("/forward", _forward),
     endpoint("/optim_step", submitting("optim_step", optim_step_from_json)),
     endpoint("/save_weights", submitting("save_weights", save_weights_from_json)),
-    endpoint("/save_weights_for_sampler", submitting("save_weights_for_sampler", _save_for_sampler)),
-    endpoint("/save_weights_external", submitting("save_weights_for_sampler", save_weights_external_from_json)),
+    endpoint(
+        "/save_weights_for_sampler", submitting("save_weights_for_sampler", _save_for_sampler)
+    ),
+    endpoint(
+        "/save_weights_external",
+        submitting("save_weights_for_sampler", save_weights_external_from_json),
+    ),
     endpoint("/load_weights", load_weights),
     endpoint("/unload_model", unload_model),
 ]

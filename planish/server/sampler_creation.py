@@ -44,7 +44,9 @@ class SamplerCreation:
         """Held by those who make a sampler, or wait to find it made."""
 
     async def create(self, tenant: Tenant, operation: CreateSampler) -> str:
-        """Answers when it is ready. A repetition waits for the same sampler; another request of its id is a BadRequest."""
+        """Answers when it is ready. A repetition waits for the same sampler; another request of its
+        id is a BadRequest.
+        """
         await self._sessions.touch(tenant, session_of(operation.sampler_id))
         lock = self._making.setdefault(operation.sampler_id, asyncio.Lock())
         async with lock:
@@ -53,13 +55,17 @@ class SamplerCreation:
         return operation.sampler_id
 
     async def _is_there(self, tenant: Tenant, operation: CreateSampler) -> bool:
-        rows = await self._store.read(lambda db: select(db, SamplerRow, "id = ?", [operation.sampler_id]))
+        rows = await self._store.read(
+            lambda db: select(db, SamplerRow, "id = ?", [operation.sampler_id])
+        )
         if not rows:
             return False
         row = rows[0]
         same_base = operation.base_model in (None, row.base_model)
         if row.tenant != tenant.name or row.model_path != operation.model_path or not same_base:
-            raise BadRequest(f"sampling_session_id={row.id!r} is in use for something else; count on")
+            raise BadRequest(
+                f"sampling_session_id={row.id!r} is in use for something else; count on"
+            )
         if row.closed is not None:
             raise Gone(f"sampling_session_id={row.id!r} is closed: {row.closed}")
         return True

@@ -1,8 +1,9 @@
 """Samplers: of base models, of checkpoints, and published ones, in memory or not.
 
-A sampler of a checkpoint has a private copy of its files, so that it stays as it is when the checkpoint is deleted or replaced, and after a
-restart. A published one is saved in the background. Until that is done it cannot leave memory, and after a crash it comes back by replaying
-what its model did.
+A sampler of a checkpoint has a private copy of its files, so that it stays as it is when the
+checkpoint is deleted or replaced, and after a restart. A published one is saved in the background.
+Until that is done it cannot leave memory, and after a crash it comes back by replaying what its
+model did.
 """
 
 from __future__ import annotations
@@ -70,8 +71,11 @@ class _Residence:
             assert row.model is None, f"{row.id} can come back by its model only"
             return CreateSampler(row.id, row.base_model)
         made_for = (await self._engine.checkpoint_info(row.source)).base_model
-        # Naming the base model allows one with other weights than the checkpoint's, as it was asked for.
-        return CreateSampler(row.id, row.base_model if row.base_model != made_for else None, row.source)
+        # Naming the base model allows one with other weights than the checkpoint's, as it was asked
+        # for.
+        return CreateSampler(
+            row.id, row.base_model if row.base_model != made_for else None, row.source
+        )
 
 
 @dataclass(eq=False)
@@ -95,7 +99,9 @@ class Sampler:
 
 
 class Samplers:
-    def __init__(self, engine: EngineCalls, store: Store, residency: Residency, under_way: UnderWay) -> None:
+    def __init__(
+        self, engine: EngineCalls, store: Store, residency: Residency, under_way: UnderWay
+    ) -> None:
         self._engine = engine
         self._under_way = under_way
         self._store = store
@@ -122,7 +128,9 @@ class Samplers:
             lambda db: select(db, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name])
         )
         if not rows:
-            raise NotFound(f"sampling_session_id={sampler_id[:200]!r}: there is no such sampling session")
+            raise NotFound(
+                f"sampling_session_id={sampler_id[:200]!r}: there is no such sampling session"
+            )
         return rows[0]
 
     def all(self) -> list[Sampler]:
@@ -168,7 +176,9 @@ class Samplers:
         sampler.row = replace(sampler.row, source=source, bytes=size)
         sampler.residence.row = sampler.row
         await self._store.keep(
-            lambda transaction: change(transaction, SamplerRow, sampler.id, source=source, bytes=size)
+            lambda transaction: change(
+                transaction, SamplerRow, sampler.id, source=source, bytes=size
+            )
         )
 
     async def release(self, sampler: Sampler) -> None:
@@ -185,7 +195,9 @@ class Samplers:
         if sampler.row.model is not None and sampler.row.seq is not None:
             self._published.pop((sampler.row.model, sampler.row.seq), None)
         self._fail(sampler, reason)
-        await self._store.keep(lambda transaction: change(transaction, SamplerRow, sampler.id, closed=reason))
+        await self._store.keep(
+            lambda transaction: change(transaction, SamplerRow, sampler.id, closed=reason)
+        )
         crash_point("sampler closed before cleaning")
         await self.release(sampler)
         if sampler.row.source is not None:

@@ -1,6 +1,8 @@
-"""Sampling: each request is a task that waits for its sampler, for its tenant's turn, and for room in memory, and then for the engine.
+"""Sampling: each request is a task that waits for its sampler, for its tenant's turn, and for room
+in memory, and then for the engine.
 
-Requests have no order. After a crash those that were not answered are drawn again, with the seeds that they were accepted with.
+Requests have no order. After a crash those that were not answered are drawn again, with the seeds
+that they were accepted with.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ class Sampling:
             self._requests.settle(request, Failed("it was cancelled", "user"))
 
     async def stop(self, seconds: float) -> None:
-        """Let what the engine has be finished for up to so long. What waits for its turn, and what is left, is drawn after the next start."""
+        """Let what the engine has be finished for up to so long. What waits for its turn, and what
+        is left, is drawn after the next start.
+        """
         await self._leave(self._tasks.keys() - self._begun)
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=seconds)
@@ -110,7 +114,9 @@ class Sampling:
         self._requests.settle(request, answer)
 
     async def _drawn(self, sampler: Sampler, request: Request) -> Done:
-        """The operation is read, if it has to be, when its turn has come: those that wait take no memory."""
+        """The operation is read, if it has to be, when its turn has come: those that wait take no
+        memory.
+        """
         await sampler.ready.wait()
         if not request.sequences:  # of an earlier process
             request.measure(await self._requests.operation(request))

@@ -1,17 +1,19 @@
-"""The tables. Times are seconds since 1970; `ended` and `closed` rows are kept until they have aged (retention.py), those of models for
-good.
+"""The tables. Times are seconds since 1970; `ended` and `closed` rows are kept until they have aged
+(retention.py), those of models for good.
 
-A request's id is made of what identifies it: `{model}:{seq_id}` for training (the creation is number 0), `{sampler}:{seq_id}` for
-sampling. Its state:
+A request's id is made of what identifies it: `{model}:{seq_id}` for training (the creation is
+number 0), `{sampler}:{seq_id}` for sampling. Its state:
 
     accepted   on disk, and to be done
-    started    a save whose name was free when it began, or a load whose checkpoint is pinned: done again without asking again
+    started    a save whose name was free when it began, or a load whose checkpoint is pinned: done
+               again without asking again
     done       has a result
     failed     was tried, and has a message
-    refused    was never tried, and has a message: a body that could not be read, or one behind a number that never came
+    refused    was never tried, and has a message: a body that could not be read, or one behind a
+               number that never came
 
-The body of a training request stays until a snapshot of its model covers it. Bodies and results are the last columns, so that whoever
-asks for others need not read past them.
+The body of a training request stays until a snapshot of its model covers it. Bodies and results are
+the last columns, so that whoever asks for others need not read past them.
 """
 
 VERSION = 3

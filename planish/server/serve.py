@@ -1,9 +1,11 @@
-"""`planish serve`: the process. It builds the engine, the core and the application, and runs them on one socket.
+"""`planish serve`: the process. It builds the engine, the core and the application, and runs them
+on one socket.
 
-Loopback only, unless told otherwise, and then only with keys. Everything that can be wrong is found before requests are taken: models that
-cannot be loaded, a data directory that another server holds, keys that cannot be read. SIGINT or SIGTERM stops the server gracefully: clients
-are told to come again, what runs is finished or kept in the journal, and the status is 0. A second signal ends the process at once, by that
-signal; what was acknowledged is in the journal even then.
+Loopback only, unless told otherwise, and then only with keys. Everything that can be wrong is found
+before requests are taken: models that cannot be loaded, a data directory that another server holds,
+keys that cannot be read. SIGINT or SIGTERM stops the server gracefully: clients are told to come
+again, what runs is finished or kept in the journal, and the status is 0. A second signal ends the
+process at once, by that signal; what was acknowledged is in the journal even then.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ from planish.server.tenancy import read_keys
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 
 _KEEP_ALIVE_SECONDS = 120
-"""Of a connection without a request: longer than clients keep theirs, or one would send on a connection that is being closed."""
+"""Of a connection without a request: longer than clients keep theirs, or one would send on a
+connection that is being closed.
+"""
 _BACKLOG = 2048
 
 _log = logging.getLogger("planish.serve")
@@ -94,7 +98,9 @@ def _prepared(options: ServeOptions) -> _Prepared:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--data-dir {directory}: it cannot be made ({error}); give another") from error
+        raise UserError(
+            f"--data-dir {directory}: it cannot be made ({error}); give another"
+        ) from error
     memory = device_memory(models, options.engine, options.settings)
     plan = memory_plan(models, memory, options.settings)
     return _Prepared(options, models, directory, keys, memory, plan)
@@ -112,7 +118,9 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is ready, loads the models then, and sends those away who wait for results as soon as it is to stop."""
+    """Tells when it is ready, loads the models then, and sends those away who wait for results as
+    soon as it is to stop.
+    """
 
     def __init__(self, app: Starlette, engine: Engine, prepared: _Prepared) -> None:
         super().__init__(
@@ -136,7 +144,8 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.was_ready = self.started
-        if self.started and self.should_exit:  # a signal came meanwhile, after which uvicorn would leave all as it is
+        if self.started and self.should_exit:
+            # a signal came meanwhile, after which uvicorn would leave all as it is
             await self.shutdown(sockets)
         elif self.started and sockets:
             _tell_ready(_url(sockets[0]), self._prepared)
@@ -144,7 +153,9 @@ class _Server(uvicorn.Server):
             Thread(target=self._load, name="planish-load").start()
 
     def _load(self) -> None:
-        """Have each base model in memory before somebody waits for it. One that cannot be loaded refuses its own requests only."""
+        """Have each base model in memory before somebody waits for it. One that cannot be loaded
+        refuses its own requests only.
+        """
         for name in self._prepared.models:
             begun = time.monotonic()
             if self.should_exit:
@@ -158,7 +169,9 @@ class _Server(uvicorn.Server):
         self._http.is_loading = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike the method that it replaces, does not let the signal end the process once all is in order."""
+        """Unlike the method that it replaces, does not let the signal end the process once all is
+        in order.
+        """
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
@@ -169,7 +182,9 @@ class _Server(uvicorn.Server):
 
 
 def _served(mapping: Mapping[str, str]) -> dict[str, Path]:
-    """Directories of all base models, by name. The embedded one is fetched only if there is no other."""
+    """Directories of all base models, by name. The embedded one is fetched only if there is no
+    other.
+    """
     models = {name: resolve_model(name, mapping) for name in mapping}
     if DEFAULT_MODEL in models:
         return models
@@ -183,7 +198,9 @@ def _listener(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise UserError(f"cannot listen on --host {host} --port {port} ({error}); give another, or port 0") from error
+        raise UserError(
+            f"cannot listen on --host {host} --port {port} ({error}); give another, or port 0"
+        ) from error
 
 
 def _url(listener: socket.socket) -> str:
@@ -204,9 +221,15 @@ def _tell_plan(prepared: _Prepared) -> None:
 def _tell_ready(url: str, prepared: _Prepared) -> None:
     file = prepared.options.api_key_file
     key = "tml-any" if file is None else "KEY"
-    whose = "; without keys, for programs of this machine only" if file is None else f", with a KEY of {file}"
+    whose = (
+        "; without keys, for programs of this machine only"
+        if file is None
+        else f", with a KEY of {file}"
+    )
     _log.info("ready at %s", url)
-    _log.info("the tinker SDK comes here with TINKER_BASE_URL=%s TINKER_API_KEY=%s%s", url, key, whose)
+    _log.info(
+        "the tinker SDK comes here with TINKER_BASE_URL=%s TINKER_API_KEY=%s%s", url, key, whose
+    )
 
 
 def _raise_file_limit() -> None:

@@ -27,7 +27,9 @@ class ServeOptions:
     port: int = 8000
     data_dir: Path = Path("~/.local/share/planish/server")
     models: Mapping[str, str] = field(default_factory=dict)
-    """Names and their directories or .gguf files; the embedded model is served besides if it is on this machine, or is all there is."""
+    """Names and their directories or .gguf files; the embedded model is served besides if it is on
+    this machine, or is all there is.
+    """
     api_key_file: Path | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
     settings: ServerSettings = field(default_factory=ServerSettings)
@@ -39,9 +41,13 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise UserError(f"--port {self.port}: give a number from 1 to 65535, or 0 for any free one")
+            raise UserError(
+                f"--port {self.port}: give a number from 1 to 65535, or 0 for any free one"
+            )
         if not 0 <= self.poll_seconds <= 40:
-            raise UserError(f"--poll-seconds {self.poll_seconds:g}: give 0 to 40; clients hang up after 45")
+            raise UserError(
+                f"--poll-seconds {self.poll_seconds:g}: give 0 to 40; clients hang up after 45"
+            )
         if not is_loopback(self.host) and self.api_key_file is None:
             raise UserError(
                 f"--host {self.host} lets others than this machine in; give --api-key-file with a key for each of them"
@@ -51,8 +57,12 @@ class ServeOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `planish serve`."""
     default = ServeOptions
-    parser.add_argument("--host", default=default.host, help="address to listen on (%(default)s: this machine only)")
-    parser.add_argument("--port", type=int, default=default.port, help="0: any free one, which is told at the start")
+    parser.add_argument(
+        "--host", default=default.host, help="address to listen on (%(default)s: this machine only)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=default.port, help="0: any free one, which is told at the start"
+    )
     parser.add_argument(
         "--data-dir",
         type=Path,
@@ -67,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PATH",
         help="a base model to serve: a Hugging Face directory or a .gguf file; may be repeated",
     )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="the keys of those who may use the server")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="the keys of those who may use the server"
+    )
     _add_engine_arguments(parser)
     parser.add_argument(
         "--set",
@@ -78,9 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a limit, such as tokens_per_minute=100000 or storage_bytes=20GiB; may be repeated. One of "
         + ", ".join(field.name for field in fields(ServerSettings)),
     )
-    parser.add_argument("--log-format", choices=("text", "json"), help="by default text on a terminal, else json")
     parser.add_argument(
-        "--log-level", choices=LEVELS, default=default.log_level, help="the least that is logged (%(default)s)"
+        "--log-format", choices=("text", "json"), help="by default text on a terminal, else json"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default=default.log_level,
+        help="the least that is logged (%(default)s)",
     )
     parser.add_argument(
         "--poll-seconds",
@@ -105,11 +122,17 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="most memory for keys and values of running samples (4; of a GPU what is left)",
     )
     parser.add_argument(
-        "--prefix-cache-gib", type=float, help="most memory for known prefixes, 0 for none (1; of a GPU an eighth)"
+        "--prefix-cache-gib",
+        type=float,
+        help="most memory for known prefixes, 0 for none (1; of a GPU an eighth)",
     )
-    parser.add_argument("--max-batch", type=int, help="most samples drawn at once (256; on a GPU up to 512)")
     parser.add_argument(
-        "--micro-batch-tokens", type=int, help="most tokens that are trained on at once (4096; on a GPU up to 16384)"
+        "--max-batch", type=int, help="most samples drawn at once (256; on a GPU up to 512)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        help="most tokens that are trained on at once (4096; on a GPU up to 16384)",
     )
     parser.add_argument(
         "--deterministic",
@@ -131,7 +154,9 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
             device=arguments.device,
             dtype=arguments.dtype,
             kv_cache_bytes=_bytes("--kv-cache-gib", arguments.kv_cache_gib),
-            prefix_cache_bytes=_bytes("--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True),
+            prefix_cache_bytes=_bytes(
+                "--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True
+            ),
             max_batch=arguments.max_batch,
             micro_batch_tokens=arguments.micro_batch_tokens,
             deterministic=arguments.deterministic,
@@ -160,14 +185,20 @@ def _settings(given: Mapping[str, str]) -> ServerSettings:
     whole = {field.name: field.type == "int" for field in fields(ServerSettings)}
     unknown = sorted(given.keys() - whole.keys())
     if unknown:
-        raise UserError(f"--set {unknown[0]}: there is no such setting; give one of {', '.join(whole)}")
-    return ServerSettings(**{name: _number(name, text, whole[name]) for name, text in given.items()})  # type: ignore[arg-type]
+        raise UserError(
+            f"--set {unknown[0]}: there is no such setting; give one of {', '.join(whole)}"
+        )
+    return ServerSettings(
+        **{name: _number(name, text, whole[name]) for name, text in given.items()}
+    )  # type: ignore[arg-type]
 
 
 def _number(name: str, text: str, whole: bool) -> float:
     found = _NUMBER.fullmatch(text)
     if found is None or (found[2] and not name.endswith("_bytes")):
-        raise UserError(f"--set {name}={text}: give a number{', or one with KiB, MiB, GiB' * name.endswith('_bytes')}")
+        raise UserError(
+            f"--set {name}={text}: give a number{', or one with KiB, MiB, GiB' * name.endswith('_bytes')}"
+        )
     value = float(found[1]) * _UNITS[found[2]]
     if whole and not value.is_integer():
         raise UserError(f"--set {name}={text}: give a whole number")

@@ -1,4 +1,5 @@
-"""Sessions: everything that one client made belongs to one, and goes with it, apart from checkpoints that have a name.
+"""Sessions: everything that one client made belongs to one, and goes with it, apart from
+checkpoints that have a name.
 
 A session ends when its client says so, or when nothing was heard of it for a long time.
 """
@@ -39,7 +40,9 @@ from planish.server.training import Training
 ENDED = "its session ended"
 
 _AWAY_SECONDS = 300.0
-"""Between two looks at who is stale, which are half a minute apart: after more, the server or its machine was stopped meanwhile."""
+"""Between two looks at who is stale, which are half a minute apart: after more, the server or its
+machine was stopped meanwhile.
+"""
 _RETURN_SECONDS = 600.0
 """For clients to be heard of again, after a time in which they could not be."""
 
@@ -72,7 +75,9 @@ class Sessions:
         row = self._open.get(session_id)
         if row is None:
             row = await self._row(tenant, session_id)
-            raise Gone(f"session_id={session_id!r} has ended ({row.reason}); create a new ServiceClient")
+            raise Gone(
+                f"session_id={session_id!r} has ended ({row.reason}); create a new ServiceClient"
+            )
         if row.tenant != tenant.name:
             raise _not_found(session_id)
         self._seen[session_id] = time.time()
@@ -84,7 +89,9 @@ class Sessions:
             return
         now = time.time()
         await self._store.keep(
-            lambda transaction: change(transaction, SessionRow, session_id, ended=now, reason=reason)
+            lambda transaction: change(
+                transaction, SessionRow, session_id, ended=now, reason=reason
+            )
         )
         crash_point("session ended before cleaning")
         self.clear(session_id)
@@ -95,7 +102,9 @@ class Sessions:
             self.clear(session_id)
 
     def clear(self, session_id: str) -> None:
-        """In the background: do what was accepted for a session that has ended, and remove what belongs to it."""
+        """In the background: do what was accepted for a session that has ended, and remove what
+        belongs to it.
+        """
         task = asyncio.create_task(self._clear(session_id), name=f"end of session {session_id}")
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
@@ -114,7 +123,9 @@ class Sessions:
 
     async def _clear(self, session_id: str) -> None:
         models = [model for model in self._training.all() if model.row.session == session_id]
-        samplers = [sampler for sampler in self._samplers.all() if sampler.row.session == session_id]
+        samplers = [
+            sampler for sampler in self._samplers.all() if sampler.row.session == session_id
+        ]
         closings = [
             *(partial(self._close_model, model) for model in models),
             *(partial(self._samplers.close, sampler, ENDED) for sampler in samplers),
@@ -126,7 +137,8 @@ class Sessions:
                 return
             except Exception:
                 _log.exception(
-                    "a part of session %s could not be removed; it is tried again at the next start", session_id
+                    "a part of session %s could not be removed; it is tried again at the next start",
+                    session_id,
                 )
 
     async def _close_model(self, model: Model) -> None:
@@ -150,7 +162,11 @@ class Sessions:
         if now - self._returned < min(seconds, _RETURN_SECONDS):
             return []
         oldest = now - seconds
-        return [row.id for row in self._open.values() if max(row.seen, self._seen.get(row.id, 0)) < oldest]
+        return [
+            row.id
+            for row in self._open.values()
+            if max(row.seen, self._seen.get(row.id, 0)) < oldest
+        ]
 
     async def write_seen(self) -> None:
         """When each was heard of last, for the next start."""
@@ -168,7 +184,12 @@ class Sessions:
         where = "tenant = ?"
         rows, total = await self._store.read(
             lambda db: (
-                select(db, SessionRow, f"{where} ORDER BY created DESC LIMIT ? OFFSET ?", [tenant.name, limit, offset]),
+                select(
+                    db,
+                    SessionRow,
+                    f"{where} ORDER BY created DESC LIMIT ? OFFSET ?",
+                    [tenant.name, limit, offset],
+                ),
                 count(db, SessionRow, where, [tenant.name]),
             )
         )
@@ -183,7 +204,9 @@ class Sessions:
             )
         )
         ended = None if row.ended is None else moment(row.ended)
-        return SessionRecord(session_id, _spec(row), _ids(models), _ids(samplers), moment(row.created), ended)
+        return SessionRecord(
+            session_id, _spec(row), _ids(models), _ids(samplers), moment(row.created), ended
+        )
 
     async def _row(self, tenant: Tenant, session_id: str) -> SessionRow:
         rows = await self._store.read(

@@ -15,23 +15,31 @@ class ServerSettings:
 
     # Memory.
     adapter_memory_bytes: int = 4 * _GIB
-    """Of adapters, for training and sampling, that are in memory at once; others wait on disk. One adapter is always let in."""
+    """Of adapters, for training and sampling, that are in memory at once; others wait on disk. One
+    adapter is always let in.
+    """
     idle_seconds: float = 900
     """An adapter that was not used for so long leaves memory."""
     request_memory_bytes: int = 256 * _MIB
-    """Of accepted requests that are kept decoded; others are read from the journal when their turn comes."""
+    """Of accepted requests that are kept decoded; others are read from the journal when their turn
+    comes.
+    """
     result_memory_bytes: int = 64 * _MIB
     """Of results that are kept in memory besides on disk."""
 
     # What runs at once.
     training_slots: int = 4
-    """Training operations that are with the engine, which works on them by turns. The last place is for those of few tokens, which go between the others' micro-batches."""
+    """Training operations that are with the engine, which works on them by turns. The last place is
+    for those of few tokens, which go between the others' micro-batches.
+    """
     training_share: int = 2
     """Those of one tenant while others are about."""
     sampling_slots: int = 320
     """Sequences that are with the engine: those that it draws at once, and some to go on with."""
     sampling_share: int = 224
-    """Those of one tenant while others are about: less than the engine draws at once, so that who comes is not behind all of them."""
+    """Those of one tenant while others are about: less than the engine draws at once, so that who
+    comes is not behind all of them.
+    """
 
     # Limits of one key.
     max_queued_requests: int = 20_000
@@ -43,7 +51,9 @@ class ServerSettings:
 
     # Time.
     gap_seconds: float = 600
-    """A number that is missing is waited for so long; then the requests that wait behind it fail. Clients repeat a request for 5 minutes."""
+    """A number that is missing is waited for so long; then the requests that wait behind it fail.
+    Clients repeat a request for 5 minutes.
+    """
     session_seconds: float = 24 * 3600
     """A session ends when nothing was heard of it for so long."""
     result_seconds: float = 6 * 3600
@@ -65,11 +75,19 @@ class ServerSettings:
     replay_requests: int = 20_000
     """Of any kind: each has a row in the database until a snapshot is behind it."""
     journal_bytes: int = 8 * _GIB
-    """Of data in one gradient, which cannot be in a snapshot: with more, a forward_backward is refused until an optim_step."""
+    """Of data in one gradient, which cannot be in a snapshot: with more, a forward_backward is
+    refused until an optim_step.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             whole = field.type == "int"
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0:
-                raise UserError(f"{field.name}={value!r}: give a {'whole ' if whole else ''}number above 0")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int if whole else (int, float))
+                or not value > 0
+            ):
+                raise UserError(
+                    f"{field.name}={value!r}: give a {'whole ' if whole else ''}number above 0"
+                )

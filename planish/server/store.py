@@ -1,14 +1,17 @@
 """What the server writes down: an SQLite database, and beside it a file for each large body.
 
-One thread writes. It takes all changes that wait, makes them in one transaction and syncs once, so that many requests that come at the same
-time cost one sync. A change is a function of the transaction and is made whole or not at all; if it raises, the others go on.
+One thread writes. It takes all changes that wait, makes them in one transaction and syncs once, so
+that many requests that come at the same time cost one sync. A change is a function of the
+transaction and is made whole or not at all; if it raises, the others go on.
 
-Bodies from a quarter of a MiB on are files of their own, synced before the transaction that names them (a row of that size is
-written twice by SQLite, to its log and then to its place). A file that no row names is removed at the next start.
+Bodies from a quarter of a MiB on are files of their own, synced before the transaction that names
+them (a row of that size is written twice by SQLite, to its log and then to its place). A file that
+no row names is removed at the next start.
 
-A disk that is full refuses `write` with StorageError. What must not be lost, `keep` tries again until it works. A database that is damaged
-refuses everything that meets the damage, in the same way: nothing is written on top of it. One that is missing, where other files of a server
-are, is not begun anew: what no row names is removed at a start, and that would be all.
+A disk that is full refuses `write` with StorageError. What must not be lost, `keep` tries again
+until it works. A database that is damaged refuses everything that meets the damage, in the same
+way: nothing is written on top of it. One that is missing, where other files of a server are, is not
+begun anew: what no row names is removed at a start, and that would be all.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ class Transaction:
         """Give pages of the database that are free back to the disk."""
         free = self._connection.execute("PRAGMA freelist_count").fetchone()[0]
         for _ in range(min(pages, free)):
-            self._connection.execute("PRAGMA incremental_vacuum(1)")  # a step of the statement frees one page
+            # a step of the statement frees one page
+            self._connection.execute("PRAGMA incremental_vacuum(1)")
 
     def remove_files(self, names: list[str]) -> None:
         for name in names:
@@ -108,8 +112,10 @@ class Store:
     """One data directory, held by this process until `close`."""
 
     def __init__(self, directory: Path) -> None:
-        """UserError if another process holds the directory, or if its database is of a later version; DamagedFileError if it is damaged,
-        or missing beside what it should name; StorageError if the disk refuses."""
+        """UserError if another process holds the directory, or if its database is of a later
+        version; DamagedFileError if it is damaged, or missing beside what it should name;
+        StorageError if the disk refuses.
+        """
         self.directory = directory
         self._lock = FileLock(directory / ".server.lock", thread_local=False)
         try:
@@ -120,7 +126,9 @@ class Store:
                 f"data_dir={directory}: another server is using it; stop that one, or give another directory"
             ) from error
         except OSError as error:
-            raise StorageError(f"data_dir={directory}: {error}; give a directory that can be written to") from error
+            raise StorageError(
+                f"data_dir={directory}: {error}; give a directory that can be written to"
+            ) from error
         self._connections: list[sqlite3.Connection] = []
         """To be closed: one that writes, and one of each thread that reads."""
         try:
@@ -138,16 +146,22 @@ class Store:
         self._local = threading.local()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
         self.is_refused = False
-        """Whether the disk refused the last transaction. While it does, each one writes something, however little is asked for."""
+        """Whether the disk refused the last transaction. While it does, each one writes something,
+        however little is asked for.
+        """
         self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
         self._thread.start()
 
     async def write(self, change: Callable[[Transaction], R]) -> R:
-        """Make a change; returns when it is on disk. StorageError: the disk refused it, nothing was changed."""
+        """Make a change; returns when it is on disk. StorageError: the disk refused it, nothing was
+        changed.
+        """
         return await asyncio.wrap_future(self._put(change, patient=False))
 
     def keep(self, change: Callable[[Transaction], R]) -> asyncio.Future[R]:
-        """`write` that is tried until the disk takes it. Changes are made in the order of their calls."""
+        """`write` that is tried until the disk takes it. Changes are made in the order of their
+        calls.
+        """
         return asyncio.wrap_future(self._put(change, patient=True))
 
     async def read(self, query: Callable[[sqlite3.Connection], R]) -> R:
@@ -202,7 +216,9 @@ class Store:
         self._lock.release()
 
     def _check_there(self) -> None:
-        """To be called before SQLite is: it makes a database where there is none, and removes the log of one that is empty."""
+        """To be called before SQLite is: it makes a database where there is none, and removes the
+        log of one that is empty.
+        """
         database = self.directory / DATABASE
         if database.is_file() and database.stat().st_size:
             return
@@ -237,7 +253,11 @@ class Store:
                 f"data_dir={self.directory}: its database is of a later planish (version {found}, here {VERSION}); update planish"
             )
         if found < VERSION:
-            script = "; ".join(UPGRADES[version] for version in range(found, VERSION)) if found else SCHEMA
+            script = (
+                "; ".join(UPGRADES[version] for version in range(found, VERSION))
+                if found
+                else SCHEMA
+            )
             connection.executescript(f"BEGIN; {script}; PRAGMA user_version = {VERSION}; COMMIT;")
         return connection
 
@@ -302,7 +322,8 @@ class Store:
     def _receive(self, waiting: list[_Change[Any]]) -> bool:
         """Add what has come to `waiting`; whether the end was asked for."""
         try:
-            # After a refusal, one more transaction tells soon whether the disk takes something again.
+            # After a refusal, one more transaction tells soon whether the disk takes something
+            # again.
             item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_refused else None)
             while item is not None:
                 waiting.append(item)
@@ -327,7 +348,8 @@ class Store:
                 crash_point("bodies written")
             crash_point("before commit")
             self._connection.execute("COMMIT")
-        except Exception as error:  # of whatever kind: the thread must live, and those who wait be told
+        except Exception as error:
+            # of whatever kind: the thread must live, and those who wait be told
             with suppress(sqlite3.Error):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
@@ -359,17 +381,23 @@ def _is_of_the_disk(error: Exception) -> bool:
     """Whether the database could not be read or written, which is no fault of what was asked."""
     if type(error) is sqlite3.DatabaseError:
         return True
-    # SQLITE_ERROR is a statement that cannot be right; errors that did not come from SQLite have no code.
+    # SQLITE_ERROR is a statement that cannot be right; errors that did not come from SQLite have no
+    # code.
     return (
-        isinstance(error, sqlite3.OperationalError) and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
+        isinstance(error, sqlite3.OperationalError)
+        and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
     )
 
 
 def _told(refusal: Exception) -> StorageError:
     """What clients hear, who have no business with the server's directories; its log has the whole."""
     if isinstance(refusal, DamagedFileError):
-        return StorageError("the server's database is damaged; whoever runs it finds what to do in its log")
-    return StorageError("the server's disk is full or refuses to be used; whoever runs it finds what to do in its log")
+        return StorageError(
+            "the server's database is damaged; whoever runs it finds what to do in its log"
+        )
+    return StorageError(
+        "the server's disk is full or refuses to be used; whoever runs it finds what to do in its log"
+    )
 
 
 def _answer(changes: list[_Change[Any]]) -> None:

@@ -1,7 +1,9 @@
-"""Taking requests: whose they are, whether they came before, whether they can be right; then the journal; then whoever does them.
+"""Taking requests: whose they are, whether they came before, whether they can be right; then the
+journal; then whoever does them.
 
-A training request that is refused has used up its number, since the client counts on. It is journaled as refused, because a part of a
-gradient that is missing must keep the optimizer step behind it from being applied.
+A training request that is refused has used up its number, since the client counts on. It is
+journaled as refused, because a part of a gradient that is missing must keep the optimizer step
+behind it from being applied.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Submission:
         self._catalog = catalog
 
     def check_base_model(self, name: str) -> None:
-        """UnknownModelError for a name that is not served; a client's name must not start a download."""
+        """UnknownModelError for a name that is not served; a client's name must not start a
+        download.
+        """
         if name not in self._base_models:
             raise UnknownModelError(
                 f"base_model={name[:200]!r} is not served here; this server has {', '.join(self._base_models)}"
@@ -91,7 +95,9 @@ class Submission:
         accepted = Accepted(f"{model_id}:0", model_id)
         journaled = await self._requests.encoded(operation, 0)
         # Looked up first: one that is written after it is found among the requests, or by `accept`.
-        is_taken = bool(await self._store.read(lambda db: select(db, ModelRow, "id = ?", [model_id])))
+        is_taken = bool(
+            await self._store.read(lambda db: select(db, ModelRow, "id = ?", [model_id]))
+        )
         if await self._requests.repeats(accepted.request_id, journaled.digest):
             return accepted
         if is_taken:
@@ -100,7 +106,9 @@ class Submission:
         await _whole(self._journal_model(row, journaled))
         return accepted
 
-    async def submit_training(self, tenant: Tenant, seq_id: int, operation: Operation[Any]) -> Accepted:
+    async def submit_training(
+        self, tenant: Tenant, seq_id: int, operation: Operation[Any]
+    ) -> Accepted:
         model = await self.model(tenant, model_of(operation))
         if not 1 <= seq_id <= _MOST_SEQ:
             raise BadRequest(f"seq_id={seq_id}: the requests of a model are counted from 1")
@@ -111,13 +119,17 @@ class Submission:
             journaled = await self._requests.encoded(operation, seq_id)
         except ValueError as error:
             if self._can_arrive(model, seq_id):
-                await model.arrive(seq_id, self._journal_refused(model, seq_id, error, kind_of(operation)))
+                await model.arrive(
+                    seq_id, self._journal_refused(model, seq_id, error, kind_of(operation))
+                )
             raise
         if not await self._came_before(model, seq_id, accepted.request_id, journaled.digest):
             await model.arrive(seq_id, self._take(tenant, model, seq_id, operation, journaled))
         return accepted
 
-    async def reject(self, tenant: Tenant, model_id: str, seq_id: int, error: Exception, kind: str) -> None:
+    async def reject(
+        self, tenant: Tenant, model_id: str, seq_id: int, error: Exception, kind: str
+    ) -> None:
         with suppress(NotFound, Gone):
             model = await self.model(tenant, model_id)
             seq_id = shifted(model, seq_id)
@@ -133,7 +145,10 @@ class Submission:
             if await self._requests.repeats(accepted.request_id, journaled.digest):
                 return accepted
             raise
-        before, model.unload_seq = model.unload_seq, model.end if model.unload_seq is None else model.unload_seq
+        before, model.unload_seq = (
+            model.unload_seq,
+            model.end if model.unload_seq is None else model.unload_seq,
+        )
         row = replace(_row(tenant, model.id, model.unload_seq, journaled), id=accepted.request_id)
         try:
             await _whole(self._journal_training(model, row, journaled))
@@ -150,11 +165,14 @@ class Submission:
         await self._sessions.touch(tenant, sampler.row.session)
         request_id = f"{sampler.id}:{seq_id}"
         accepted = Accepted(
-            request_id, sample_sequence_ids=[f"{request_id}:{index}" for index in range(operation.num_samples)]
+            request_id,
+            sample_sequence_ids=[f"{request_id}:{index}" for index in range(operation.num_samples)],
         )
         await self._sampling.check(sampler.row.base_model, operation)
         journaled = await self._requests.encoded(operation, seq_id)
-        await _whole(self._journal_sample(sampler, _row(tenant, sampler.id, seq_id, journaled), journaled))
+        await _whole(
+            self._journal_sample(sampler, _row(tenant, sampler.id, seq_id, journaled), journaled)
+        )
         return accepted
 
     async def model(self, tenant: Tenant, model_id: str) -> Model:
@@ -169,7 +187,9 @@ class Submission:
 
     async def model_row(self, tenant: Tenant, model_id: str) -> ModelRow:
         """Of any model that the tenant ever made."""
-        rows = await self._store.read(lambda db: select(db, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name]))
+        rows = await self._store.read(
+            lambda db: select(db, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name])
+        )
         if not rows:
             raise NotFound(f"model_id={model_id[:200]!r}: there is no such model")
         return rows[0]
@@ -197,9 +217,13 @@ class Submission:
             used=now,
         )
 
-    async def _check_training(self, tenant: Tenant, model: Model, operation: Operation[Any]) -> None:
+    async def _check_training(
+        self, tenant: Tenant, model: Model, operation: Operation[Any]
+    ) -> None:
         match operation:
-            case ForwardBackward(forward_only=False) if model.progress.bytes > self._settings.journal_bytes:
+            case ForwardBackward(forward_only=False) if (
+                model.progress.bytes > self._settings.journal_bytes
+            ):
                 raise BadRequest(
                     f"model_id={model.id!r}: the data of one gradient have {model.progress.bytes:,} bytes, and may have "
                     f"{self._settings.journal_bytes:,}; the next optim_step is refused, take steps with less data"
@@ -212,25 +236,37 @@ class Submission:
                 check_source(path)
                 await self._catalog.readable(tenant, path)
             case PublishSampler(sampler_id=sampler_id):
-                if await self._store.read(lambda db: select(db, SamplerRow, "id = ?", [sampler_id])):
-                    raise BadRequest(f"sampling_session_id={sampler_id!r} was used before; count on")
+                if await self._store.read(
+                    lambda db: select(db, SamplerRow, "id = ?", [sampler_id])
+                ):
+                    raise BadRequest(
+                        f"sampling_session_id={sampler_id!r} was used before; count on"
+                    )
 
     def _can_arrive(self, model: Model, seq: int) -> bool:
         """Whether no request of this number came, and one may."""
         is_late = model.unload_seq is not None and seq >= model.unload_seq
         return not (is_late or model.lane.is_used(seq) or seq in model.arriving)
 
-    async def _take(self, tenant: Tenant, model: Model, seq: int, operation: Operation[Any], journaled: Entry) -> None:
+    async def _take(
+        self, tenant: Tenant, model: Model, seq: int, operation: Operation[Any], journaled: Entry
+    ) -> None:
         try:
             await self._check_training(tenant, model, operation)
         except (ValueError, ServerError) as error:
             await self._journal_refused(model, seq, error, journaled.kind)
             raise
-        sampler = _sampler_row(model, seq, operation) if isinstance(operation, PublishSampler) else None
-        await self._journal_training(model, _row(tenant, model.id, seq, journaled), journaled, sampler)
+        sampler = (
+            _sampler_row(model, seq, operation) if isinstance(operation, PublishSampler) else None
+        )
+        await self._journal_training(
+            model, _row(tenant, model.id, seq, journaled), journaled, sampler
+        )
 
     async def _came_before(self, model: Model, seq: int, request_id: str, digest: bytes) -> bool:
-        """Whether this request was taken already. BadRequest or Gone if its number cannot be used any more."""
+        """Whether this request was taken already. BadRequest or Gone if its number cannot be used
+        any more.
+        """
         while (arriving := model.arriving.get(seq)) is not None:
             await asyncio.wait([arriving])
         if model.unload_seq is not None and seq >= model.unload_seq:
@@ -240,12 +276,23 @@ class Submission:
         if await self._requests.repeats(request_id, digest):
             return True
         if seq < model.lane.passed:
-            raise BadRequest(f"seq_id={seq} of {model.id!r} came too late: it is not waited for any more; count on")
+            raise BadRequest(
+                f"seq_id={seq} of {model.id!r} came too late: it is not waited for any more; count on"
+            )
         raise Gone(f"seq_id={seq} of {model.id!r} was done long ago, and its result was removed")
 
     async def _journal_refused(self, model: Model, seq: int, error: Exception, kind: str) -> None:
         row = Row(
-            *(f"{model.id}:{seq}", model.row.tenant, kind, model.id, seq, "refused", None, time.time()),
+            *(
+                f"{model.id}:{seq}",
+                model.row.tenant,
+                kind,
+                model.id,
+                seq,
+                "refused",
+                None,
+                time.time(),
+            ),
             message=str(error),
             category="user",
             error_class=name_of(error),
@@ -254,7 +301,9 @@ class Submission:
 
     async def _journal_model(self, row: ModelRow, journaled: Entry) -> None:
         creation = _row(Tenant(row.tenant), row.id, 0, journaled)
-        request = await self._requests.accept(creation, journaled, lambda transaction: put(transaction, row))
+        request = await self._requests.accept(
+            creation, journaled, lambda transaction: put(transaction, row)
+        )
         if request is not None:
             self._queue(self._training.add(row, Lane(0)), request)
             self._sessions.clear_if_ended(row.session)
@@ -267,7 +316,9 @@ class Submission:
     async def _journal_training(
         self, model: Model, row: Row, journaled: Entry, sampler: SamplerRow | None = None
     ) -> None:
-        also: Also | None = None if sampler is None else lambda transaction: put(transaction, sampler)
+        also: Also | None = (
+            None if sampler is None else lambda transaction: put(transaction, sampler)
+        )
         request = await self._requests.accept(row, journaled, also)
         if request is not None:
             if sampler is not None:

@@ -1,7 +1,8 @@
 """Who asks: keys, and the tenants that they stand for.
 
-A file of keys has one a line, `KEY` or `NAME KEY`; what follows a # is a comment. Keys with one name are one tenant, so a key can be
-changed without losing what was made under it. Without a name, the tenant is named by the key's digest.
+A file of keys has one a line, `KEY` or `NAME KEY`; what follows a # is a comment. Keys with one
+name are one tenant, so a key can be changed without losing what was made under it. Without a name,
+the tenant is named by the key's digest.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ _KEY = re.compile(r"[\x21-\x7e]{8,500}")
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
-    """Tenants' names by key. UserError for a file that cannot be read, is empty, or has a line that is none."""
+    """Tenants' names by key. UserError for a file that cannot be read, is empty, or has a line that
+    is none.
+    """
     try:
         lines = Path(path).expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"api_key_file={path}: {error}; give a text file with one key a line") from None
+        raise UserError(
+            f"api_key_file={path}: {error}; give a text file with one key a line"
+        ) from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         text = _COMMENT.split(line, maxsplit=1)[0]
@@ -40,12 +45,18 @@ def read_keys(path: str | Path) -> dict[str, str]:
         words = text.split()
         if words:
             *names, key = words
-            if not _KEY.fullmatch(key) or len(names) > 1 or not all(_NAME.fullmatch(name) for name in names):
+            if (
+                not _KEY.fullmatch(key)
+                or len(names) > 1
+                or not all(_NAME.fullmatch(name) for name in names)
+            ):
                 raise UserError(
                     f"api_key_file={path}, line {number}: give KEY or NAME KEY, with a key of at least 8 printable characters"
                 )
             if key in keys:
-                raise UserError(f"api_key_file={path}, line {number}: this key is there twice; remove one")
+                raise UserError(
+                    f"api_key_file={path}, line {number}: this key is there twice; remove one"
+                )
             keys[key] = names[0] if names else f"key-{_digest(key).hex()[:12]}"
     if not keys:
         raise UserError(f"api_key_file={path} holds no key; give one a line")
@@ -57,7 +68,9 @@ class Keyring:
 
     def __init__(self, keys: Mapping[str, str] | None) -> None:
         """`keys` maps keys to tenants' names; None: nobody is asked for one."""
-        self._tenants = None if keys is None else [(_digest(key), Tenant(name)) for key, name in keys.items()]
+        self._tenants = (
+            None if keys is None else [(_digest(key), Tenant(name)) for key, name in keys.items()]
+        )
 
     def tenant(self, key: str | None) -> Tenant:
         if self._tenants is None:

@@ -1,7 +1,9 @@
-"""Training: one worker for each model that has something to do. It brings the model into memory, and gives the engine its requests in order.
+"""Training: one worker for each model that has something to do. It brings the model into memory,
+and gives the engine its requests in order.
 
-A few requests of one model are with the engine at once, so that the device does not wait for the event loop; what reads or writes a
-checkpoint of a name waits until all before it is done. How each kind is done is in training_steps.py.
+A few requests of one model are with the engine at once, so that the device does not wait for the
+event loop; what reads or writes a checkpoint of a name waits until all before it is done. How each
+kind is done is in training_steps.py.
 """
 
 from __future__ import annotations
@@ -92,13 +94,20 @@ class Training:
     def wake(self, model: Model) -> None:
         """Something may be ready in the model's lane."""
         model.changed.set()
-        if model.worker is None and model.row.closed is None and model.lane.is_ready and not self.is_stopping:
+        if (
+            model.worker is None
+            and model.row.closed is None
+            and model.lane.is_ready
+            and not self.is_stopping
+        ):
             model.worker = asyncio.create_task(self._work(model), name=f"model {model.id}")
 
     async def load(self, model_id: str) -> None:
         model = self._models.get(model_id)
         if model is None:
-            raise UserError(f"model_id={model_id!r} is closed, and what it published without a name is lost with it")
+            raise UserError(
+                f"model_id={model_id!r} is closed, and what it published without a name is lost with it"
+            )
         await self._replay.load(model)
         if model.row.closed is not None:  # meanwhile
             await self._replay.unload(model)
@@ -111,7 +120,9 @@ class Training:
             await self._replay.unload(model)
 
     async def close(self, model: Model, reason: str) -> None:
-        """The model takes no more requests, and what was kept to bring it back goes. Not while it has others with the engine."""
+        """The model takes no more requests, and what was kept to bring it back goes. Not while it
+        has others with the engine.
+        """
         while model.unsaved or model.is_snapshotting:
             await model.change()
         row = model.row
@@ -125,7 +136,10 @@ class Training:
 
         for request in refused:
             self._steps.settle(
-                model, request, Failed(f"model_id={model.id!r} is closed: {reason}", "user"), state="refused"
+                model,
+                request,
+                Failed(f"model_id={model.id!r} is closed: {reason}", "user"),
+                state="refused",
             )
         await self._store.keep(record)
         crash_point("model closed before cleaning")
@@ -145,18 +159,24 @@ class Training:
                 await self._pass_over(model)
 
     async def stop(self, seconds: float) -> None:
-        """Take nothing more, let the engine finish what it has, and take last snapshots, for up to so long."""
+        """Take nothing more, let the engine finish what it has, and take last snapshots, for up to
+        so long.
+        """
         self.is_stopping = True
         for model in self.all():
             model.changed.set()
         try:
             async with asyncio.timeout(seconds):
-                await asyncio.gather(*(model.worker for model in self.all() if model.worker is not None))
+                await asyncio.gather(
+                    *(model.worker for model in self.all() if model.worker is not None)
+                )
                 for model in self.all():
                     if self._residency.is_loaded(model.residence):
                         await self._snapshots.take(model)
         except TimeoutError:
-            _log.warning("not everything could be finished in %g seconds; the journal has it", seconds)
+            _log.warning(
+                "not everything could be finished in %g seconds; the journal has it", seconds
+            )
 
     async def _work(self, model: Model) -> None:
         try:
@@ -236,7 +256,9 @@ class Training:
             f"seq_id={missing} of {model.id!r} did not come within {self._settings.gap_seconds:g} seconds, so what waited "
             "behind it was not done; count on from here, or create a new client"
         )
-        waiting = [item for item in model.lane.give_up() if isinstance(item, Request) and item.row.is_to_do]
+        waiting = [
+            item for item in model.lane.give_up() if isinstance(item, Request) and item.row.is_to_do
+        ]
         await self._refuse(model, waiting, Failed(message, "user"))
         self.wake(model)
 
@@ -260,7 +282,9 @@ class Training:
         await self._store.keep(refuse)
 
     async def _start_over(self, model: Model, error: Exception) -> None:
-        """The model cannot be had as it should be: fail what was taken and what is ready, and begin with the journal next time."""
+        """The model cannot be had as it should be: fail what was taken and what is ready, and begin
+        with the journal next time.
+        """
         await self._replay.unload(model)
         self._residency.forget(model.residence)
         taken = list(model.running.values())

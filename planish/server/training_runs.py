@@ -1,4 +1,6 @@
-"""Training runs as clients list them: every model that a tenant made, in memory or not, open or closed."""
+"""Training runs as clients list them: every model that a tenant made, in memory or not, open or
+closed.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ class TrainingRuns:
         where = "tenant = ?"
         found, total = await self._store.read(
             lambda db: (
-                _with_last(db, f"{where} ORDER BY created DESC LIMIT ? OFFSET ?", [tenant.name, limit, offset]),
+                _with_last(
+                    db,
+                    f"{where} ORDER BY created DESC LIMIT ? OFFSET ?",
+                    [tenant.name, limit, offset],
+                ),
                 count(db, ModelRow, where, [tenant.name]),
             )
         )
@@ -65,9 +71,13 @@ class TrainingRuns:
 
     async def run(self, tenant: Tenant, run_id: str) -> TrainingRun:
         row = await self._submission.model_row(tenant, run_id)
-        return await self._run((await self._store.read(lambda db: _with_last(db, "id = ?", [row.id])))[0])
+        return await self._run(
+            (await self._store.read(lambda db: _with_last(db, "id = ?", [row.id])))[0]
+        )
 
-    async def copy_checkpoint(self, tenant: Tenant, source: str, place: SessionPlace, ttl_seconds: int | None) -> str:
+    async def copy_checkpoint(
+        self, tenant: Tenant, source: str, place: SessionPlace, ttl_seconds: int | None
+    ) -> str:
         """Into a run of its own, which stands for a model that was never made."""
         row = await self._catalog.readable(tenant, source)
         named = CheckpointPath.parse(row.path)
@@ -125,4 +135,7 @@ class TrainingRuns:
 
 def _with_last(db: sqlite3.Connection, where: str, values: list[object]) -> list[_Found]:
     last = "SELECT MAX(accepted) FROM requests WHERE owner = ?"
-    return [_Found(row, db.execute(last, [row.id]).fetchone()[0]) for row in select(db, ModelRow, where, values)]
+    return [
+        _Found(row, db.execute(last, [row.id]).fetchone()[0])
+        for row in select(db, ModelRow, where, values)
+    ]

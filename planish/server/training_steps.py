@@ -1,8 +1,9 @@
 """How each kind of training request is done.
 
-forward_backward, forward and optim_step go to the engine one behind the other. What reads a checkpoint works on a private copy of it, made and
-noted first, so that it can be done again although the checkpoint may be gone by then. What writes one notes first that its name
-was free, so that doing it again does not find its own work and refuse.
+forward_backward, forward and optim_step go to the engine one behind the other. What reads a
+checkpoint works on a private copy of it, made and noted first, so that it can be done again
+although the checkpoint may be gone by then. What writes one notes first that its name was free, so
+that doing it again does not find its own work and refuse.
 
 An error that is raised here says that the engine has not done the request.
 """
@@ -88,9 +89,12 @@ class TrainingSteps:
         self._clock = DeviceClock()
 
     async def start(self, model: Model, request: Request) -> None:
-        """Give a request to the engine; its answer comes by itself. Some kinds are done when this returns."""
+        """Give a request to the engine; its answer comes by itself. Some kinds are done when this
+        returns.
+        """
         operation = await self._requests.operation(request)
-        if not isinstance(operation, ForwardBackward | OptimStep):  # which wait for their turn first
+        if not isinstance(operation, ForwardBackward | OptimStep):
+            # which wait for their turn first
             await self._under_way.enter(request.id)
         match operation:
             case ForwardBackward() | OptimStep():
@@ -104,7 +108,9 @@ class TrainingSteps:
             case PublishSampler():
                 await self._publish(model, request, operation)
 
-    async def _compute(self, model: Model, request: Request, operation: ForwardBackward | OptimStep) -> None:
+    async def _compute(
+        self, model: Model, request: Request, operation: ForwardBackward | OptimStep
+    ) -> None:
         ahead = sum(earlier.tokens for earlier in model.running.values())
         turn = await self._gate.turn(model.tenant.name, 1, token_count(operation), ahead)
         try:
@@ -128,7 +134,9 @@ class TrainingSteps:
     async def _create(self, model: Model, request: Request, operation: CreateModel) -> None:
         submitted, making = self._clock.now(), operation
         if operation.from_path is not None:
-            making = replace(operation, from_path=await self._pinned(model, request, operation.from_path))
+            making = replace(
+                operation, from_path=await self._pinned(model, request, operation.from_path)
+            )
         with _named(making.from_path, operation.from_path):
             info: GetInfoResponse = await self._engine.perform(making)
         arch = info.model_data.arch
@@ -136,7 +144,9 @@ class TrainingSteps:
         self._await(
             model,
             _Work(request, operation, _already(info), submitted),
-            lambda: _nothing(lambda transaction: change(transaction, ModelRow, model.id, arch=arch)),
+            lambda: _nothing(
+                lambda transaction: change(transaction, ModelRow, model.id, arch=arch)
+            ),
         )
         await model.settled()
 
@@ -150,7 +160,9 @@ class TrainingSteps:
         await model.settled()
         model.is_dirty = model.is_dirty and future.exception() is not None
 
-    async def _save(self, model: Model, request: Request, operation: SaveWeights | SaveWeightsForSampler) -> None:
+    async def _save(
+        self, model: Model, request: Request, operation: SaveWeights | SaveWeightsForSampler
+    ) -> None:
         await model.settled()
         await self._catalog.check_quota(model.tenant)
         kind: CheckpointType = "training" if isinstance(operation, SaveWeights) else "sampler"
@@ -165,10 +177,18 @@ class TrainingSteps:
         answering.add_done_callback(lambda _: changing.release())
 
     async def _save_at(
-        self, path: str, model: Model, request: Request, operation: SaveWeights | SaveWeightsForSampler
+        self,
+        path: str,
+        model: Model,
+        request: Request,
+        operation: SaveWeights | SaveWeightsForSampler,
     ) -> asyncio.Task[None]:
         saving = operation
-        if request.row.state == "started" or operation.overwrite or not await self._engine.exists(path):
+        if (
+            request.row.state == "started"
+            or operation.overwrite
+            or not await self._engine.exists(path)
+        ):
             await self._requests.mark(request, "started")
             crash_point("save marked")
             saving = replace(operation, overwrite=True)
@@ -185,7 +205,9 @@ class TrainingSteps:
     async def _publish(self, model: Model, request: Request, operation: PublishSampler) -> None:
         sampler = self._samplers.get(operation.sampler_id)
         if sampler is None:
-            raise UserError(f"sampling_session_id={operation.sampler_id!r} was closed before it was made")
+            raise UserError(
+                f"sampling_session_id={operation.sampler_id!r} was closed before it was made"
+            )
         submitted = self._clock.now()
         future = await self._publishing.begin(model, request.seq, operation)
 
@@ -213,7 +235,9 @@ class TrainingSteps:
         model.running[work.request.seq] = work.request
         return model.spawn(self._answer(model, work, also))
 
-    async def _answer(self, model: Model, work: _Work, also: Callable[[], Awaitable[Also]] | None) -> None:
+    async def _answer(
+        self, model: Model, work: _Work, also: Callable[[], Awaitable[Also]] | None
+    ) -> None:
         request, written_too = work.request, None
         try:
             result = await work.future

@@ -1,20 +1,27 @@
-"""What was under way when the server ended: how a request that ends it is found, and given up, so that all others go on.
+"""What was under way when the server ended: how a request that ends it is found, and given up, so
+that all others go on.
 
-A request that takes all memory, or crashes the process, was answered by nobody, and so is done again at each start. Nothing is asked of a server
-that ends in order. One that comes up after another end watches for a while:
+A request that takes all memory, or crashes the process, was answered by nobody, and so is done
+again at each start. Nothing is asked of a server that ends in order. One that comes up after
+another end watches for a while:
 
-    mark      before the engine gets a request, that it is under way is written down; its answer takes that back
-    suspect   was marked when the server ended. Suspects are done apart from all else, an eighth of those that ended together at a time,
+    mark      before the engine gets a request, that it is under way is written down; its answer
+              takes that back
+    suspect   was marked when the server ended. Suspects are done apart from all else, an eighth of
+              those that ended together at a time,
               at last one by one, and after all base models are in memory, so that loading them is no request's fault
-    given up  was a suspect, and the only one under way, at `_ENDS_ALONE` ends. A request that was not answered fails. What can only be
+    given up  was a suspect, and the only one under way, at `_ENDS_ALONE` ends. A request that was
+              not answered fails. What can only be
               done again, a model that comes back or an adapter that is loaded, is refused from then on
 
-So a request is given up after two ends more than those: the first, at which nothing was marked, and the one that made it a suspect. An end at
-random hits the same request each time only if the server lives shorter than that request takes. A request that is answered is no
-suspect any more, and a stop in order forgets everything but what was given up, which has one try then: there may be more memory.
+So a request is given up after two ends more than those: the first, at which nothing was marked, and
+the one that made it a suspect. An end at random hits the same request each time only if the server
+lives shorter than that request takes. A request that is answered is no suspect any more, and a stop
+in order forgets everything but what was given up, which has one try then: there may be more memory.
 
-Beside journaled requests, these are under way by a key: a request that is done again by its own, a model's snapshot by the model's id, a
-sampler's weights by the sampler's, a draw that is not journaled by what is drawn.
+Beside journaled requests, these are under way by a key: a request that is done again by its own, a
+model's snapshot by the model's id, a sampler's weights by the sampler's, a draw that is not
+journaled by what is drawn.
 """
 
 from __future__ import annotations
@@ -88,13 +95,17 @@ class UnderWay:
         return time.monotonic() < self._watched_until
 
     async def begin(self) -> None:
-        """Before anything is read or done: look at how the last process ended, and fail the request that ended it."""
+        """Before anything is read or done: look at how the last process ended, and fail the request
+        that ended it.
+        """
         try:
             found = await self._store.write(_look_back)
         except StorageError:
             return  # nothing can be marked either while the disk is full
         self._suspects, self._given_up = found.suspects, found.given_up
-        self._widths = {ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()}
+        self._widths = {
+            ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()
+        }
         if found.was_stopped:
             return
         self._watched_until = time.monotonic() + _WATCH_SECONDS
@@ -106,7 +117,9 @@ class UnderWay:
         )
         for request_id in found.failed:
             _log.error(
-                "%s was given up: it was alone under way when the server ended, %d times", request_id, _ENDS_ALONE
+                "%s was given up: it was alone under way when the server ended, %d times",
+                request_id,
+                _ENDS_ALONE,
             )
 
     async def end(self) -> None:
@@ -115,7 +128,9 @@ class UnderWay:
             await self._store.write(_stopped)
 
     async def enter(self, key: str) -> None:
-        """Wait until it may be under way beside what is, and write down that it is. GivenUp if it was given up."""
+        """Wait until it may be under way beside what is, and write down that it is. GivenUp if it
+        was given up.
+        """
         if key in self._given_up:
             raise GivenUp(
                 f"{_ended(key)}, and is not tried again: the server's memory, or what else it needs, does not suffice. Go on with a new client "
@@ -205,7 +220,8 @@ class UnderWay:
         return level == self._level and (not level or self._running.total() < self._widths[level])
 
     def _written(self, change: asyncio.Future[None]) -> None:
-        change.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the end of the process
+        # the end of the process
+        change.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 # Changes of the table.
@@ -215,13 +231,17 @@ def _look_back(transaction: Transaction) -> _LookBack:
     left = transaction.execute("DELETE FROM meta WHERE key = ?", (_RUNNING,)).rowcount
     transaction.execute("INSERT INTO meta VALUES (?, x'')", (_RUNNING,))
     found = _LookBack(was_stopped=not left)
-    found.marked = [row[0] for row in transaction.execute("SELECT id FROM under_way WHERE is_marked")]
+    found.marked = [
+        row[0] for row in transaction.execute("SELECT id FROM under_way WHERE is_marked")
+    ]
     transaction.execute(
         "UPDATE under_way SET is_marked = 0, ends = ends + 1, ends_alone = ends_alone + (ends > 0 AND ?) WHERE is_marked",
         (len(found.marked) == 1,),
     )
     transaction.execute("DELETE FROM under_way WHERE ends = 0")
-    for key, ends, ends_alone in transaction.execute("SELECT id, ends, ends_alone FROM under_way").fetchall():
+    for key, ends, ends_alone in transaction.execute(
+        "SELECT id, ends, ends_alone FROM under_way"
+    ).fetchall():
         if ends_alone < _ENDS_ALONE:
             found.suspects[key] = ends
         elif _fail(transaction, key):
@@ -251,7 +271,8 @@ def _fail(transaction: Transaction, request_id: str) -> bool:
 
 def _mark(transaction: Transaction, key: str) -> None:
     transaction.execute(
-        "INSERT INTO under_way VALUES (?, 1, 0, 0) ON CONFLICT (id) DO UPDATE SET is_marked = 1", (key,)
+        "INSERT INTO under_way VALUES (?, 1, 0, 0) ON CONFLICT (id) DO UPDATE SET is_marked = 1",
+        (key,),
     )
 
 

@@ -1,4 +1,6 @@
-"""The options of supervised training. Names and defaults are those of the public cookbooks; what is added is marked by its doc."""
+"""The options of supervised training. Names and defaults are those of the public cookbooks; what is
+added is marked by its doc.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +34,9 @@ class Config:
     # one step
     learning_rate: float = 1e-4
     lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(default=0, doc="steps in which the learning rate rises to its value")
+    warmup_steps: int = chz.field(
+        default=0, doc="steps in which the learning rate rises to its value"
+    )
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
@@ -42,21 +46,33 @@ class Config:
     # the whole run
     num_epochs: int = 1
     max_steps: int | None = chz.field(default=None, doc="none = num_epochs times through the data")
-    submit_ahead: int = chz.field(default=1, doc="steps submitted before the results of one are waited for")
+    submit_ahead: int = chz.field(
+        default=1, doc="steps submitted before the results of one are waited for"
+    )
 
     # tests
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
-    evaluator_builders: Sequence[Callable[[], Evaluator]] = chz.field(default=(), doc="besides the test set's")
-    infrequent_eval_every: int = chz.field(default=100, doc="the same for infrequent_evaluator_builders")
+    evaluator_builders: Sequence[Callable[[], Evaluator]] = chz.field(
+        default=(), doc="besides the test set's"
+    )
+    infrequent_eval_every: int = chz.field(
+        default=100, doc="the same for infrequent_evaluator_builders"
+    )
     infrequent_evaluator_builders: Sequence[Callable[[], Evaluator]] = ()
 
     # files
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(default=604800, doc="life of the checkpoints before the last")
-    rolling_save_every: int = chz.field(default=0, doc="steps between short-lived checkpoints; 0 = none")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+    rolling_save_every: int = chz.field(
+        default=0, doc="steps between short-lived checkpoints; 0 = none"
+    )
     rolling_ttl_seconds: int = 7200
     enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
-    loggers: Sequence[str] = chz.field(default=(), doc="besides files and console: wandb, trackio, tensorboard")
+    loggers: Sequence[str] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
     wandb_project: str | None = None
     wandb_name: str | None = None
 
@@ -76,8 +92,12 @@ MAY_CHANGE = (
 
 
 def may_change(config: Config) -> tuple[str, ...]:
-    """Options that may differ when a run is resumed. A rate that falls until the last step fixes that step."""
-    return (*MAY_CHANGE, "max_steps", "num_epochs") if config.lr_schedule == "constant" else MAY_CHANGE
+    """Options that may differ when a run is resumed. A rate that falls until the last step fixes
+    that step.
+    """
+    return (
+        (*MAY_CHANGE, "max_steps", "num_epochs") if config.lr_schedule == "constant" else MAY_CHANGE
+    )
 
 
 def check(config: Config) -> None:
@@ -93,7 +113,10 @@ def check(config: Config) -> None:
         "grad_clip_norm": (0 <= config.grad_clip_norm < math.inf, "0 or more"),
         "lora_rank": (config.lora_rank >= 1, "a whole number of at least 1"),
         "num_epochs": (config.num_epochs >= 1, "a whole number of at least 1"),
-        "max_steps": (config.max_steps is None or config.max_steps >= 1, "a whole number of at least 1"),
+        "max_steps": (
+            config.max_steps is None or config.max_steps >= 1,
+            "a whole number of at least 1",
+        ),
         "submit_ahead": (config.submit_ahead >= 0, "a whole number, 0 to wait for each step"),
         "eval_every": (config.eval_every >= 0, "a whole number, 0 for never"),
         "infrequent_eval_every": (config.infrequent_eval_every >= 0, "a whole number, 0 for never"),

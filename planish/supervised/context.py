@@ -11,11 +11,15 @@ from planish.supervised.types import ChatDatasetBuilder
 C = TypeVar("C", bound=Config)
 
 
-async def within_context(config: C, service_client: Any, readers: Sequence[tuple[str, int]] = ()) -> C:
-    """`config` with its data set's `max_length` lowered to what the models' contexts hold, which is then said.
+async def within_context(
+    config: C, service_client: Any, readers: Sequence[tuple[str, int]] = ()
+) -> C:
+    """`config` with its data set's `max_length` lowered to what the models' contexts hold, which is
+    then said.
 
-    `readers`: base models that read each example besides the one that is trained, and how many tokens more than `max_length` each
-    needs. A builder of another kind than chats keeps its lengths, as do models of which the service does not say the context.
+    `readers`: base models that read each example besides the one that is trained, and how many
+    tokens more than `max_length` each needs. A builder of another kind than chats keeps its
+    lengths, as do models of which the service does not say the context.
     """
     builder = config.dataset_builder
     if not isinstance(builder, ChatDatasetBuilder):

@@ -13,7 +13,13 @@ from planish.errors import UserError
 Row = Mapping[str, Any]
 Conversation = list[dict[str, Any]]
 
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
 LIST = "a list of messages with at least one in it"
 FORMS = '"messages", "conversations", or "prompt" and "completion"'
 
@@ -23,7 +29,10 @@ def conversation_of(row: Row, where: str) -> Conversation:
     if "messages" in row:
         return _messages(row["messages"], f'{where}, "messages"')
     if "conversations" in row:
-        return [_of_sharegpt(part, where) for part in _messages(row["conversations"], f'{where}, "conversations"')]
+        return [
+            _of_sharegpt(part, where)
+            for part in _messages(row["conversations"], f'{where}, "conversations"')
+        ]
     if "prompt" in row and "completion" in row:
         return [
             *messages_of(row["prompt"], "user", f'{where}, "prompt"'),
@@ -38,7 +47,9 @@ def _is_conversation(row: Row) -> bool:
 
 
 def is_worked_solution(row: Row) -> bool:
-    """Whether the row is a question with its answer; one that has a conversation too is that conversation."""
+    """Whether the row is a question with its answer; one that has a conversation too is that
+    conversation.
+    """
     return "question" in row and "answer" in row and not _is_conversation(row)
 
 
@@ -49,11 +60,16 @@ def _messages(value: Any, where: str, wanted: str = LIST) -> Conversation:
         if not isinstance(part, Mapping):
             raise UserError(f"{where}: holds a {type(part).__name__}; each message is an object")
     # Tables have every key in every row, those that are not meant as null.
-    return [{key: entry for key, entry in part.items() if entry is not None or key == "content"} for part in value]
+    return [
+        {key: entry for key, entry in part.items() if entry is not None or key == "content"}
+        for part in value
+    ]
 
 
 def messages_of(value: Any, role: str, where: str) -> Conversation:
-    """A text as one message of `role`, or a list of messages; UserError, which says `where` it is, for anything else."""
+    """A text as one message of `role`, or a list of messages; UserError, which says `where` it is,
+    for anything else.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     return _messages(value, where, f"a text, or {LIST}")

@@ -1,8 +1,9 @@
 """Data sets of rows, and the builders that find the rows.
 
-Each epoch shows each row once, in an order that is a function of (shuffle_seed, epoch); the rows that do not fill a batch are
-others each time. With shuffle_seed 0, epoch e has the order of `datasets.Dataset.shuffle(0).shuffle(e)`, in which published
-runs see their data. Rows are rendered when their batch is asked for: what is held is what was read.
+Each epoch shows each row once, in an order that is a function of (shuffle_seed, epoch); the rows
+that do not fill a batch are others each time. With shuffle_seed 0, epoch e has the order of
+`datasets.Dataset.shuffle(0).shuffle(e)`, in which published runs see their data. Rows are rendered
+when their batch is asked for: what is held is what was read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +36,15 @@ class RowDataset(SupervisedDataset):
         shuffle_seed: int | None = None,
         drop_last: bool = True,
     ) -> None:
-        """`shuffle_seed` None: the rows' own order in every epoch. UserError if there is no whole batch."""
+        """`shuffle_seed` None: the rows' own order in every epoch. UserError if there is no whole
+        batch.
+        """
         if batch_size < 1:
             raise UserError(f"batch_size={batch_size}: give a whole number of at least 1")
         if drop_last and len(rows) < batch_size:
-            raise UserError(f"batch_size={batch_size}: there are {len(rows)} rows to train on; give at most so many")
+            raise UserError(
+                f"batch_size={batch_size}: there are {len(rows)} rows to train on; give at most so many"
+            )
         self.rows = rows
         self.batch_size = batch_size
         self.data_of = data_of
@@ -55,7 +60,11 @@ class RowDataset(SupervisedDataset):
         return Batch.joined(self.data_of(self.rows[int(row)]) for row in chosen)
 
     def __len__(self) -> int:
-        return len(self.rows) // self.batch_size if self.drop_last else -(-len(self.rows) // self.batch_size)
+        return (
+            len(self.rows) // self.batch_size
+            if self.drop_last
+            else -(-len(self.rows) // self.batch_size)
+        )
 
     def data_size(self) -> int:
         return len(self.rows)
@@ -97,7 +106,8 @@ class RowSplits:
 def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) -> RowSplits:
     """Rows to train on, and the first `test_size` of the test split (None = all of it).
 
-    Without a test split, `test_size` rows are drawn and held out of training; None is then none at all.
+    Without a test split, `test_size` rows are drawn and held out of training; None is then none at
+    all.
     """
     if test_size is not None and test_size < 0:
         raise UserError(f"test_size={test_size}: give a whole number, 0 for no tests")
@@ -116,19 +126,30 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
             "left to train on; give fewer"
         )
     order = _permutation(shuffle_seed or 0, len(train))
-    return RowSplits(Rows(train, np.sort(order[test_size:]).tolist()), Rows(train, np.sort(order[:test_size]).tolist()))
+    return RowSplits(
+        Rows(train, np.sort(order[test_size:]).tolist()),
+        Rows(train, np.sort(order[:test_size]).tolist()),
+    )
 
 
 def placed(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]:
-    """Each row behind its place, for messages. Rows that were drawn out of a table keep their numbers in it."""
+    """Each row behind its place, for messages. Rows that were drawn out of a table keep their
+    numbers in it.
+    """
     numbers = rows.indices if isinstance(rows, Rows) else range(len(rows))
     return ((f"{where} row {number + 1}", row) for number, row in zip(numbers, rows, strict=True))
 
 
 def check_rows(
-    rows: Sequence[Row], read_row: ReadRow, renderer: Renderer, train_on_what: TrainOnWhat, where: str
+    rows: Sequence[Row],
+    read_row: ReadRow,
+    renderer: Renderer,
+    train_on_what: TrainOnWhat,
+    where: str,
 ) -> None:
-    """UserError for the first row that cannot be trained on, before any of them is: tokens are not made for it."""
+    """UserError for the first row that cannot be trained on, before any of them is: tokens are not
+    made for it.
+    """
     for place, row in placed(rows, where):
         conversation = read_row(row, place)
         try:
@@ -142,22 +163,36 @@ class FromRowsBuilder(ChatDatasetBuilder):
     """Conversations of a hub name, a local directory or one file (planish/dataset_rows.py)."""
 
     dataset: str = chz.field(doc="hub name, local directory or JSONL file")
-    test_size: int | None = chz.field(default=None, doc="test conversations; none = the whole test split, 0 = no tests")
-    shuffle_seed: int | None = chz.field(default=0, doc="of the order and of what is held out; none = the rows' order")
+    test_size: int | None = chz.field(
+        default=None, doc="test conversations; none = the whole test split, 0 = no tests"
+    )
+    shuffle_seed: int | None = chz.field(
+        default=0, doc="of the order and of what is held out; none = the rows' order"
+    )
     read_row: ReadRow = chz.field(default=conversation_of, doc="a row as a conversation")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
         config, renderer = self.common_config, self.renderer
         for name, rows in (("train", splits.train), ("test", splits.test)):
-            check_rows(rows, self.read_row, renderer, config.train_on_what, f"dataset={self.dataset}, {name}")
+            check_rows(
+                rows,
+                self.read_row,
+                renderer,
+                config.train_on_what,
+                f"dataset={self.dataset}, {name}",
+            )
         render = rendering_of(config, renderer)
 
         def data_of(row: Row) -> Batch:
             return render(self.read_row(row, f"dataset={self.dataset}"))
 
         train = RowDataset(splits.train, config.batch_size, data_of, shuffle_seed=self.shuffle_seed)
-        test = RowDataset(splits.test, config.batch_size, data_of, drop_last=False) if splits.test else None
+        test = (
+            RowDataset(splits.test, config.batch_size, data_of, drop_last=False)
+            if splits.test
+            else None
+        )
         return train, test
 
 

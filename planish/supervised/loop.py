@@ -1,12 +1,15 @@
-"""The loop of supervised training: a batch, its gradient, a step, again; the next batch is on its way before the results are there.
+"""The loop of supervised training: a batch, its gradient, a step, again; the next batch is on its
+way before the results are there.
 
-Up to `submit_ahead` steps are submitted before the oldest is waited for; the engine works through them in order, so results
-are the same at any number. An update follows its gradient when no more than `submit_ahead` - 1 steps before it are left: by
-default none, so that no update lies behind a step that fails, and the steps before that can be saved. Before a test or a
-checkpoint everything submitted is waited for and written down: what is measured or saved after `done` steps has seen the
+Up to `submit_ahead` steps are submitted before the oldest is waited for; the engine works through
+them in order, so results are the same at any number. An update follows its gradient when no more
+than `submit_ahead` - 1 steps before it are left: by default none, so that no update lies behind a
+step that fails, and the steps before that can be saved. Before a test or a checkpoint everything
+submitted is waited for and written down: what is measured or saved after `done` steps has seen the
 batches 0 .. done - 1, each once, and nothing of the next.
 
-A run is resumed at a step's beginning. Batch and learning rate of a step are functions of its number alone.
+A run is resumed at a step's beginning. Batch and learning rate of a step are functions of its
+number alone.
 """
 
 import asyncio
@@ -62,7 +65,9 @@ class Submitted:
     spans: Spans
 
     async def is_applied(self) -> bool:
-        """Whether the weights have made this step, as far as is known; waits for it. A UserError says that they have not."""
+        """Whether the weights have made this step, as far as is known; waits for it. A UserError
+        says that they have not.
+        """
         try:
             if self.update is not None:
                 await self.update
@@ -90,7 +95,9 @@ class Loop:
     ahead: deque[Submitted] = field(default_factory=deque)
     """Steps whose results are to come, the oldest first."""
     has_moved: bool = False
-    """The weights may be further than the steps that are written down or ahead: a step is between the two, or on its way there."""
+    """The weights may be further than the steps that are written down or ahead: a step is between
+    the two, or on its way there.
+    """
 
     def __post_init__(self) -> None:
         self.training_client = self.start.training_client
@@ -105,13 +112,17 @@ class Loop:
             await self.make_steps()
         except Interrupted:
             await self.save_unless_saved()
-            self.display.say(f"stopped after {self.done} of {self.steps} steps; the same command goes on from there")
+            self.display.say(
+                f"stopped after {self.done} of {self.steps} steps; the same command goes on from there"
+            )
             return False
         except Exception as error:
             await self.rescue(error)
             raise
         record = await asyncio.to_thread(self.checkpoints.final, self.steps, self.row())
-        self.display.say(f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}")
+        self.display.say(
+            f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}"
+        )
         return True
 
     async def make_steps(self) -> None:
@@ -131,7 +142,9 @@ class Loop:
             self.write_down(self.steps, {"progress": 1.0, **tests}, spans)
 
     async def rescue(self, error: Exception) -> None:
-        """Before an error ends the run, write down the steps that are applied and save them, unless the weights may be further than that."""
+        """Before an error ends the run, write down the steps that are applied and save them, unless
+        the weights may be further than that.
+        """
         if self.has_moved:
             return
         are_applied = [await submitted.is_applied() for submitted in self.ahead]
@@ -144,7 +157,9 @@ class Loop:
         except Exception as another:  # a disk or a server that is gone: the first error says more
             error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
         else:
-            self.display.say(f"failed after {self.done} of {self.steps} steps; the same command goes on from there")
+            self.display.say(
+                f"failed after {self.done} of {self.steps} steps; the same command goes on from there"
+            )
 
     async def begin(self, step: int) -> None:
         """Test if it is time, and submit the step."""
@@ -178,7 +193,10 @@ class Loop:
         """Wait for the oldest steps, and write each down, until so many are left."""
         while len(self.ahead) > left:
             submitted = self.ahead[0]
-            with submitted.spans.measure("wait"), self.display.begin(f"training, step {submitted.step}"):
+            with (
+                submitted.spans.measure("wait"),
+                self.display.begin(f"training, step {submitted.step}"),
+            ):
                 metrics = await results(submitted)
             self.ahead.popleft()
             step, self.has_moved = submitted.step, True
@@ -200,7 +218,8 @@ class Loop:
     async def tests(self, step: int, spans: Spans) -> Metrics:
         """What is due to be measured before `step`, and everything after the last one.
 
-        Also everything at the step with which a finished run goes on: its row takes the place of the one that the run ended in.
+        Also everything at the step with which a finished run goes on: its row takes the place of
+        the one that the run ended in.
         """
         is_edge = step == self.steps or (step == self.start.batch and self.start.was_finished)
         due = [part for part in self.measured if part.is_due(step, is_edge=is_edge)]
@@ -211,7 +230,10 @@ class Loop:
         metrics: Metrics = {}
         sampling_client = None
         for evaluator in evaluators:
-            with spans.measure("run_evals"), self.display.begin(f"evaluating {evaluator_name(evaluator)}"):
+            with (
+                spans.measure("run_evals"),
+                self.display.begin(f"evaluating {evaluator_name(evaluator)}"),
+            ):
                 if isinstance(evaluator, TrainingClientEvaluator):
                     client = self.training_client
                 else:
@@ -223,7 +245,9 @@ class Loop:
 
     async def test(self, step: int, evaluator: Evaluator, client: Any) -> Metrics:
         with asking(evaluator, step):
-            return checked_metrics(await evaluator(client), f"the evaluator {evaluator_name(evaluator)}")
+            return checked_metrics(
+                await evaluator(client), f"the evaluator {evaluator_name(evaluator)}"
+            )
 
     async def publish(self) -> Any:
         return await self.training_client.save_weights_and_get_sampling_client_async()
@@ -240,11 +264,14 @@ class Loop:
             self.trace.write(step, spans)
 
     def is_checkpoint_due(self, done: int) -> bool:
-        return done < self.steps and self.how_to_save(done) is not None  # the final one follows the last step
+        # the final one follows the last step
+        return done < self.steps and self.how_to_save(done) is not None
 
     def how_to_save(self, done: int) -> Any:
         config = self.config
-        return self.checkpoints.due(done, save_every=config.save_every, rolling_save_every=config.rolling_save_every)
+        return self.checkpoints.due(
+            done, save_every=config.save_every, rolling_save_every=config.rolling_save_every
+        )
 
     async def save(self) -> None:
         save = self.how_to_save(self.done)
@@ -262,7 +289,9 @@ class Loop:
 
     def learning_rate(self, step: int) -> float:
         config = self.config
-        return learning_rate_at(step, self.steps, config.learning_rate, config.lr_schedule, config.warmup_steps)
+        return learning_rate_at(
+            step, self.steps, config.learning_rate, config.lr_schedule, config.warmup_steps
+        )
 
     def adam(self, step: int) -> AdamParams:
         config = self.config
@@ -281,7 +310,9 @@ async def results(submitted: Submitted) -> Metrics:
     if submitted.gradient is None:
         return {}
     metrics = await submitted.gradient.metrics()
-    return metrics | {f"optim/{name}": value for name, value in (await submitted.update).metrics.items()}
+    return metrics | {
+        f"optim/{name}": value for name, value in (await submitted.update).metrics.items()
+    }
 
 
 def counts(batch: Batch) -> Metrics:

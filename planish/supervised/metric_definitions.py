@@ -1,4 +1,5 @@
-"""Every metric of supervised training, each defined once. The table in docs/supervised.md is made from here.
+"""Every metric of supervised training, each defined once. The table in docs/supervised.md is made
+from here.
 
     python -m planish.supervised.metric_definitions          rewrite the table
 
@@ -40,7 +41,12 @@ LOSS = Section(
             "falls with `train_mean_nll`",
             "rises while `train_mean_nll` falls: overfitting; stop there, or take fewer epochs",
         ),
-        _M("<evaluator>/bpb", "bits/byte", "as `train_mean_bpb`, on held-out data", "as `<evaluator>/nll`"),
+        _M(
+            "<evaluator>/bpb",
+            "bits/byte",
+            "as `train_mean_bpb`, on held-out data",
+            "as `<evaluator>/nll`",
+        ),
     ),
 )
 DATA = Section(
@@ -54,7 +60,11 @@ DATA = Section(
             "datums of the batch: a conversation gives one, or several where its history is rewritten",
         ),
         _M("num_tokens", "tokens", "tokens of the batch, those that are not learned included"),
-        _M("num_loss_tokens", "", "sum of the weights: tokens with reduction=none, datums with reduction=mean"),
+        _M(
+            "num_loss_tokens",
+            "",
+            "sum of the weights: tokens with reduction=none, datums with reduction=mean",
+        ),
         _M(
             "num_truncated",
             "",
@@ -96,7 +106,11 @@ OPTIMIZER = Section(
 TIME = Section(
     "Time",
     (
-        _M("time/total", "s", "from the row before to this one; the sum over rows is the run's time"),
+        _M(
+            "time/total",
+            "s",
+            "from the row before to this one; the sum over rows is the run's time",
+        ),
         _M("tokens_per_second/trained", "tokens/s", "num_tokens / time/total"),
         *SPANS,
         _M(

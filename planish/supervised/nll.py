@@ -1,11 +1,13 @@
-"""How well a model predicts texts: nats a token and bits a byte, in training steps and on held-out data.
+"""How well a model predicts texts: nats a token and bits a byte, in training steps and on held-out
+data.
 
     nll = -sum(weight * logprob) / sum(weight)
     bpb = nats of the learned tokens that are text / (ln 2 * UTF-8 bytes of that text)
 
-With weights that sum to 1 in each datum, nll is the mean over datums of their nats a token; otherwise it is the mean over
-tokens. bpb takes no account of weights or of how a tokenizer cuts the text, so it can be compared between models. Special
-tokens, such as the mark that ends a message, are no text.
+With weights that sum to 1 in each datum, nll is the mean over datums of their nats a token;
+otherwise it is the mean over tokens. bpb takes no account of weights or of how a tokenizer cuts the
+text, so it can be compared between models. Special tokens, such as the mark that ends a message,
+are no text.
 """
 
 import math
@@ -41,7 +43,9 @@ class Tally:
         self.special = frozenset(marked | set(self.tokenizer.all_special_ids))
 
     def add(self, data: Sequence[Datum], output: ForwardBackwardOutput) -> Self:
-        """Count datums with "target_tokens" (N) or (N, K) and "weights" alike; those of (N, K) have no text."""
+        """Count datums with "target_tokens" (N) or (N, K) and "weights" alike; those of (N, K) have
+        no text.
+        """
         for datum, tensors in zip(data, output.loss_fn_outputs, strict=True):
             weights = datum.loss_fn_inputs["weights"].to_numpy()
             logprobs = tensors["logprobs"].to_numpy()
@@ -53,12 +57,18 @@ class Tally:
         return self
 
     def _add_text(self, targets: list[int], learned: list[bool], logprobs: list[float]) -> None:
-        is_text = [flag and token not in self.special for token, flag in zip(targets, learned, strict=True)]
-        self.text_nats -= math.fsum(logprob for logprob, flag in zip(logprobs, is_text, strict=True) if flag)
+        is_text = [
+            flag and token not in self.special for token, flag in zip(targets, learned, strict=True)
+        ]
+        self.text_nats -= math.fsum(
+            logprob for logprob, flag in zip(logprobs, is_text, strict=True) if flag
+        )
         for flag, run in groupby(zip(is_text, targets, strict=True), key=lambda pair: pair[0]):
             if flag:
                 tokens = [token for _, token in run]
-                text = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                text = self.tokenizer.decode(
+                    tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
                 self.text_bytes += len(text.encode())
 
     def metrics(self, nll: str, bpb: str) -> dict[str, float]:
@@ -92,11 +102,16 @@ class NLLEvaluator(TrainingClientEvaluator):
 
     @classmethod
     def from_dataset(cls, dataset: SupervisedDataset, name: str = "test") -> Self:
-        """Of all batches of the data set's first epoch, rendered now. UserError if they hold nothing."""
+        """Of all batches of the data set's first epoch, rendered now. UserError if they hold
+        nothing.
+        """
         return cls(held_out_data(dataset), name)
 
     async def __call__(self, training_client: Any) -> Mapping[str, float]:
-        parts = [self.data[start : start + DATUMS_PER_CALL] for start in range(0, len(self.data), DATUMS_PER_CALL)]
+        parts = [
+            self.data[start : start + DATUMS_PER_CALL]
+            for start in range(0, len(self.data), DATUMS_PER_CALL)
+        ]
         pending = [await training_client.forward_async(part, "cross_entropy") for part in parts]
         tally = Tally(training_client.get_tokenizer())
         for part, output in zip(parts, pending, strict=True):

@@ -1,6 +1,8 @@
-"""What a supervised loop minimises: how the gradient of a batch is asked for, and what is said of it.
+"""What a supervised loop minimises: how the gradient of a batch is asked for, and what is said of
+it.
 
-The loop itself knows neither the loss nor the metrics. Another objective is another class with these two methods.
+The loop itself knows neither the loss nor the metrics. Another objective is another class with
+these two methods.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,9 @@ class Gradient(Protocol):
 
 class Objective(Protocol):
     async def submit(self, training_client: Any, data: Sequence[Datum]) -> Gradient:
-        """Ask for the gradient of a batch; it is not waited for here, since the step before may be under way."""
+        """Ask for the gradient of a batch; it is not waited for here, since the step before may be
+        under way.
+        """
         ...
 
     def test(self, test_set: SupervisedDataset) -> Evaluator:

@@ -1,10 +1,11 @@
 """A conversation as datums, with one policy for what is too long.
 
-What lies beyond `max_length` positions is cut off. A datum of which nothing that is learned would be left is left out. Both are
-counted, and the counts are in the metrics of the step; nothing is refused in the middle of a run.
+What lies beyond `max_length` positions is cut off. A datum of which nothing that is learned would
+be left is left out. Both are counted, and the counts are in the metrics of the step; nothing is
+refused in the middle of a run.
 
-Where a format strips reasoning from history, each answer is trained after the prompt that it is sampled from, so a
-conversation of several turns gives several datums.
+Where a format strips reasoning from history, each answer is trained after the prompt that it is
+sampled from, so a conversation of several turns gives several datums.
 """
 
 from functools import partial

@@ -1,4 +1,6 @@
-"""A supervised run: from its options to its directory. The loop itself is planish/supervised/loop.py."""
+"""A supervised run: from its options to its directory. The loop itself is
+planish/supervised/loop.py.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +35,8 @@ SHOWN = {
 
 
 async def main(config: Config, service_client: Any = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the run directory.
+    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    run directory.
 
     After Ctrl-C the run is saved where it can be resumed, and KeyboardInterrupt is raised.
     """
@@ -45,7 +48,9 @@ async def main(config: Config, service_client: Any = None) -> Path:
 
 
 async def _run(config: Config, service_client: Any) -> Path:
-    return await train(await within_context(config, service_client), service_client, cross_entropy, SHOWN)
+    return await train(
+        await within_context(config, service_client), service_client, cross_entropy, SHOWN
+    )
 
 
 def cross_entropy(start: Start) -> Objective:
@@ -53,9 +58,14 @@ def cross_entropy(start: Start) -> Objective:
 
 
 async def train(
-    config: Config, service_client: Any, objective_of: Callable[[Start], Objective], shown: dict[str, str]
+    config: Config,
+    service_client: Any,
+    objective_of: Callable[[Start], Objective],
+    shown: dict[str, str],
 ) -> Path:
-    """A run with the objective that `objective_of` makes at its start; `shown` is a step's line on the console."""
+    """A run with the objective that `objective_of` makes at its start; `shown` is a step's line on
+    the console.
+    """
     train_set, test_set = await asyncio.to_thread(config.dataset_builder)
     steps = planned_steps(train_set, config)
     with RunDirectory(config.log_path, chz.asdict(config), may_change=may_change(config)) as run:
@@ -74,7 +84,9 @@ async def train(
             print(f"{run.path}: all {start.batch} steps are done")
             return run.path
         run.resume_at(start.batch)
-        write_whole(run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()]))
+        write_whole(
+            run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
+        )
         objective = await asyncio.to_thread(objective_of, start)
         with (
             StepDisplay(steps, start.batch) as display,
@@ -89,7 +101,9 @@ async def train(
             ) as log,
             TraceFile(run.path, start.batch) if config.enable_trace else nullcontext() as trace,
         ):
-            display.say(f"{config.model_name}: steps {start.batch} to {steps}, written to {run.path}")
+            display.say(
+                f"{config.model_name}: steps {start.batch} to {steps}, written to {run.path}"
+            )
             loop = Loop(
                 config,
                 train_set,
@@ -97,7 +111,9 @@ async def train(
                 steps,
                 start,
                 run,
-                RunCheckpoints.after(start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client),
+                RunCheckpoints.after(
+                    start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client
+                ),
                 await asyncio.to_thread(measured_in, config, objective, test_set),
                 display,
                 log,
@@ -112,15 +128,22 @@ async def train(
 
 def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
     if len(train_set) == 0:
-        raise UserError("dataset_builder gives no batches; give a data set with at least one, or a smaller batch_size")
+        raise UserError(
+            "dataset_builder gives no batches; give a data set with at least one, or a smaller batch_size"
+        )
     steps = config.num_epochs * len(train_set)
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def measured_in(config: Config, objective: Objective, test_set: SupervisedDataset | None) -> list[Measured]:
+def measured_in(
+    config: Config, objective: Objective, test_set: SupervisedDataset | None
+) -> list[Measured]:
     """The test of the data set, if it has one, and those of the options."""
     own = [objective.test(test_set)] if test_set is not None and config.eval_every else []
     return [
         Measured(config.eval_every, [*own, *(build() for build in config.evaluator_builders)]),
-        Measured(config.infrequent_eval_every, [build() for build in config.infrequent_evaluator_builders]),
+        Measured(
+            config.infrequent_eval_every,
+            [build() for build in config.infrequent_evaluator_builders],
+        ),
     ]

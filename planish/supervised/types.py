@@ -1,7 +1,9 @@
-"""The nouns of supervised training: batches of datums, data sets of batches, and the options that make them.
+"""The nouns of supervised training: batches of datums, data sets of batches, and the options that
+make them.
 
-Names are those of the public cookbooks. A data set answers batches by their index within an epoch; `set_epoch` chooses the
-epoch, and both together determine the batch, in every process, so that a run can be resumed at any of them.
+Names are those of the public cookbooks. A data set answers batches by their index within an epoch;
+`set_epoch` chooses the epoch, and both together determine the batch, in every process, so that a
+run can be resumed at any of them.
 """
 
 from abc import ABC, abstractmethod
@@ -19,8 +21,12 @@ from planish.types import Datum
 class Batch(list[Datum]):
     """The datums of a batch, and what became of conversations that were too long."""
 
-    def __init__(self, data: Iterable[Datum] = (), *, truncated: int = 0, left_out: int = 0) -> None:
-        """`truncated`: datums whose end was cut off. `left_out`: those of which nothing that is learned would be left."""
+    def __init__(
+        self, data: Iterable[Datum] = (), *, truncated: int = 0, left_out: int = 0
+    ) -> None:
+        """`truncated`: datums whose end was cut off. `left_out`: those of which nothing that is
+        learned would be left.
+        """
         super().__init__(data)
         self.truncated = truncated
         self.left_out = left_out
@@ -52,15 +58,21 @@ class SupervisedDataset(ABC):
         """Batches an epoch."""
 
     def data_size(self) -> int:
-        """Examples, or batches if it does not say: a run goes on only with as many as it began with."""
+        """Examples, or batches if it does not say: a run goes on only with as many as it began
+        with.
+        """
         return len(self)
 
     def set_epoch(self, seed: int = 0) -> None:  # noqa: B027  (the same order each time is a choice too)
-        """Go to the epoch of that number; called before its first batch, also when a run is resumed within it."""
+        """Go to the epoch of that number; called before its first batch, also when a run is resumed
+        within it.
+        """
 
 
 class SupervisedDatasetBuilder(ABC):
-    """The options of a data set; calling it gives the one for training and, if there is one, that for tests."""
+    """The options of a data set; calling it gives the one for training and, if there is one, that
+    for tests.
+    """
 
     @abstractmethod
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]: ...
@@ -73,7 +85,8 @@ class ChatDatasetBuilderCommonConfig:
     model_name_for_tokenizer: str
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     max_length: int | None = chz.field(
-        default=32768, doc="tokens, at most the model's context; what is beyond is cut off and counted"
+        default=32768,
+        doc="tokens, at most the model's context; what is beyond is cut off and counted",
     )
     batch_size: int = chz.field(default=128, doc="conversations a step")
     train_on_what: TrainOnWhat = TrainOnWhat.ALL_ASSISTANT_MESSAGES
@@ -84,10 +97,14 @@ class ChatDatasetBuilderCommonConfig:
 
 @chz.chz
 class ChatDatasetBuilder(SupervisedDatasetBuilder):
-    """A builder of conversations; `SupervisedDatasetBuilder` with the renderer that its options name."""
+    """A builder of conversations; `SupervisedDatasetBuilder` with the renderer that its options
+    name.
+    """
 
     common_config: ChatDatasetBuilderCommonConfig
 
     @property
     def renderer(self) -> Renderer:
-        return model_renderer(self.common_config.model_name_for_tokenizer, self.common_config.renderer_name)
+        return model_renderer(
+            self.common_config.model_name_for_tokenizer, self.common_config.renderer_name
+        )

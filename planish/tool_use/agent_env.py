@@ -1,13 +1,16 @@
-"""An episode with tools: the model calls them until it answers without a call, and is graded at the end.
+"""An episode with tools: the model calls them until it answers without a call, and is graded at the
+end.
 
-Each turn, the calls of the message are run and their results follow as messages of role "tool". The episode ends when a
-message calls nothing (completed), a tool says stop (tool_stopped), more calls are wanted than there are left
-(max_tool_calls; those within the limit are run), or after `max_turns` answers. Then `reward_fn` sees the conversation, and
-its reward is the last turn's; the time that it takes is not the episode's. An episode that one of the rollout limits ends is graded all the same; one that ends by a
-parse error, a cut off answer or a full context is not, and has the fixed rewards of EnvFromMessageEnv.
+Each turn, the calls of the message are run and their results follow as messages of role "tool". The
+episode ends when a message calls nothing (completed), a tool says stop (tool_stopped), more calls
+are wanted than there are left (max_tool_calls; those within the limit are run), or after
+`max_turns` answers. Then `reward_fn` sees the conversation, and its reward is the last turn's; the
+time that it takes is not the episode's. An episode that one of the rollout limits ends is graded
+all the same; one that ends by a parse error, a cut off answer or a full context is not, and has the
+fixed rewards of EnvFromMessageEnv.
 
-Metrics of a turn: tool_calls (calls that the model wrote), tool_errors (those that were answered with an error),
-tool_calls/NAME for each tool, and what the tools and the reward function give.
+Metrics of a turn: tool_calls (calls that the model wrote), tool_errors (those that were answered
+with an error), tool_calls/NAME for each tool, and what the tools and the reward function give.
 """
 
 import asyncio
@@ -34,8 +37,12 @@ from planish.tool_use.toolbox import CallResult, Toolbox
 from planish.tool_use.tools import Tool, tool_spec
 
 RewardResult: TypeAlias = tuple[float, Metrics]
-RewardFn: TypeAlias = Callable[[list[Message]], float | RewardResult | Awaitable[float] | Awaitable[RewardResult]]
-"""The messages of the whole episode to a reward, or to a reward and metrics. A plain function runs in a thread."""
+RewardFn: TypeAlias = Callable[
+    [list[Message]], float | RewardResult | Awaitable[float] | Awaitable[RewardResult]
+]
+"""The messages of the whole episode to a reward, or to a reward and metrics. A plain function runs
+in a thread.
+"""
 
 MAX_TURNS = 5
 
@@ -55,8 +62,10 @@ class AgentToolMessageEnv(MessageEnv):
         max_result_chars: int = 16384,
         termination: TerminationRewardPolicy | None = None,
     ) -> None:
-        """`initial_messages` offer the tools already (see `offer_tools`). With a `termination` policy, the reward function
-        sees only what came after them, unless the policy passes all messages, and what it gives is bounded as the policy says."""
+        """`initial_messages` offer the tools already (see `offer_tools`). With a `termination`
+        policy, the reward function sees only what came after them, unless the policy passes all
+        messages, and what it gives is bounded as the policy says.
+        """
         if max_turns < 1:
             raise UserError(f"max_turns={max_turns!r}: give a whole number of at least 1")
         self.toolbox = Toolbox(list(tools), tool_execution, tool_timeout_seconds, max_result_chars)
@@ -84,7 +93,9 @@ class AgentToolMessageEnv(MessageEnv):
         self._calls_run += len(results)
         results += [self.toolbox.answer_unparsed(one) for one in unparsed]
         self.history += [result.message for result in results]
-        stop = self._stop_reason(bool(calls or unparsed), any(result.stop for result in results), len(calls) > room)
+        stop = self._stop_reason(
+            bool(calls or unparsed), any(result.stop for result in results), len(calls) > room
+        )
         metrics = self._metrics(len(calls) + len(unparsed), results)
         reward = 0.0
         if stop is not None:
@@ -93,7 +104,12 @@ class AgentToolMessageEnv(MessageEnv):
             reward, graded = await self._grade(stop)
             metrics |= graded
         return MessageStepResult(
-            reward, stop is not None, self.history, metrics, _logs(message, results), stop_reason=stop
+            reward,
+            stop is not None,
+            self.history,
+            metrics,
+            _logs(message, results),
+            stop_reason=stop,
         )
 
     async def observe_truncated_response(self, message: Message) -> list[Message]:
@@ -115,7 +131,9 @@ class AgentToolMessageEnv(MessageEnv):
     def limit_tool_calls(self, max_tool_calls: int) -> None:
         self.max_tool_calls = max_tool_calls
 
-    def _stop_reason(self, has_calls: bool, is_stopped: bool, wants_more: bool) -> StopReason | None:
+    def _stop_reason(
+        self, has_calls: bool, is_stopped: bool, wants_more: bool
+    ) -> StopReason | None:
         if not has_calls:
             return StopReason.COMPLETED
         if is_stopped:
@@ -129,14 +147,19 @@ class AgentToolMessageEnv(MessageEnv):
         seen = self.history
         if policy is not None and not policy.pass_all_messages_to_grader:
             seen = self.history[self._first :]
-        async with time_limit("grader_timeout_seconds", policy.grader_timeout_seconds if policy else None):
+        async with time_limit(
+            "grader_timeout_seconds", policy.grader_timeout_seconds if policy else None
+        ):
             result = await call(partial(self.reward_fn, list(seen)))
         given, metrics = result if isinstance(result, tuple) else (result, {})
         reward = float(given)
         return (reward if policy is None else policy.bounded(reward, reason)), dict(metrics)
 
     def _metrics(self, written: int, results: Sequence[CallResult]) -> Metrics:
-        metrics: Metrics = {"tool_calls": written, "tool_errors": sum(result.is_error for result in results)}
+        metrics: Metrics = {
+            "tool_calls": written,
+            "tool_errors": sum(result.is_error for result in results),
+        }
         for tool in self.toolbox.tools:
             metrics[f"tool_calls/{tool.name}"] = sum(result.tool == tool.name for result in results)
         for result in results:
@@ -146,7 +169,8 @@ class AgentToolMessageEnv(MessageEnv):
 
 
 def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -> list[Message]:
-    """`messages` with the tools in front, in the form of the renderer; a system message keeps its text.
+    """`messages` with the tools in front, in the form of the renderer; a system message keeps its
+    text.
 
     Messages that offer tools already stay as they are; UserError if these are other tools.
     """
@@ -155,11 +179,15 @@ def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -
     offered: list[Any] = list(system.get("tools", [])) if system else []
     names = [tool.name for tool in tools]
     if offered and sorted(spec.get("function", spec)["name"] for spec in offered) != sorted(names):
-        raise UserError(f"initial_messages offer other tools than {names}, which are to be run; give the same to both")
+        raise UserError(
+            f"initial_messages offer other tools than {names}, which are to be run; give the same to both"
+        )
     if offered or not tools:
         return given
     text = get_text_content(system) if system else ""
-    prefix = renderer.create_conversation_prefix_with_tools([tool_spec(tool) for tool in tools], text)
+    prefix = renderer.create_conversation_prefix_with_tools(
+        [tool_spec(tool) for tool in tools], text
+    )
     return cast(list[Message], [*prefix, *given[1 if system else 0 :]])
 
 
@@ -183,10 +211,11 @@ def build_agent_tool_env(
     terminate_on_length: bool | None = None,
     parse_error_policy: ParseErrorPolicy | None = None,
 ) -> EnvFromMessageEnv:
-    """An episode with tools for a policy over tokens; an argument that is given goes before what `rollout_config` says.
+    """An episode with tools for a policy over tokens; an argument that is given goes before what
+    `rollout_config` says.
 
-    `max_turns` is 5 by default. `terminate_on_length` is False by default if the config bounds tokens, since then a cut off
-    answer alone is no end.
+    `max_turns` is 5 by default. `terminate_on_length` is False by default if the config bounds
+    tokens, since then a cut off answer alone is no end.
     """
     config = rollout_config or RolloutConfig()
     turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS
@@ -210,7 +239,9 @@ def build_agent_tool_env(
         max_trajectory_tokens=max_trajectory_tokens,
         max_generation_tokens=max_generation_tokens,
         context_overflow_reward=context_overflow_reward,
-        terminate_on_length=not limits.bounds_tokens if terminate_on_length is None else terminate_on_length,
+        terminate_on_length=not limits.bounds_tokens
+        if terminate_on_length is None
+        else terminate_on_length,
         parse_error_policy=parse_error_policy or config.parse_errors,
         rollout_limits=limits,
     )

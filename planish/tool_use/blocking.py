@@ -1,7 +1,8 @@
 """Calling what may be async or may block, from an event loop that plays many episodes at once.
 
-A plain function gets a daemon thread for itself. A shared pool would be full for ever after a few calls that hang, and Python
-waits for a pool's threads at its end; a thread of one's own is left behind by whoever stops waiting, and harms nobody.
+A plain function gets a daemon thread for itself. A shared pool would be full for ever after a few
+calls that hang, and Python waits for a pool's threads at its end; a thread of one's own is left
+behind by whoever stops waiting, and harms nobody.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ from typing import Any
 
 
 async def call(function: Callable[[], Any]) -> Any:
-    """What `function` returns, awaited if it is async, else computed in a thread. Its exceptions come through."""
+    """What `function` returns, awaited if it is async, else computed in a thread. Its exceptions
+    come through.
+    """
     if inspect.iscoroutinefunction(inspect.unwrap(_unbound(function))):
         return await function()
     value = await _in_thread(function)
@@ -39,9 +42,12 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         try:
             done.set_result(context.run(function))
         except BaseException as error:
-            # What asyncio would not carry (StopIteration) or would take as its own end (SystemExit) is a failure like others.
+            # What asyncio would not carry (StopIteration) or would take as its own end (SystemExit)
+            # is a failure like others.
             ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            done.set_exception(error if ordinary else RuntimeError(f"{type(error).__name__}: {error}"))
+            done.set_exception(
+                error if ordinary else RuntimeError(f"{type(error).__name__}: {error}")
+            )
 
     threading.Thread(target=work, name=f"call of {function!r}"[:80], daemon=True).start()
     return await asyncio.wrap_future(done)

@@ -1,8 +1,10 @@
-"""The parameters of a function: as a JSON schema for a model to read, and as a check of what it then writes.
+"""The parameters of a function: as a JSON schema for a model to read, and as a check of what it
+then writes.
 
-Both come from the annotations, by pydantic. Conversion is generous where the meaning is clear ("3" for an int, 3 for a str),
-since a model's slip in a type is not what a task is about; what cannot be converted, is missing or is unknown comes back as
-an error text that names it. Descriptions come from Annotated[..., "text"], or from the docstring's list of parameters.
+Both come from the annotations, by pydantic. Conversion is generous where the meaning is clear ("3"
+for an int, 3 for a str), since a model's slip in a type is not what a task is about; what cannot be
+converted, is missing or is unknown comes back as an error text that names it. Descriptions come
+from Annotated[..., "text"], or from the docstring's list of parameters.
 """
 
 import inspect
@@ -22,7 +24,10 @@ from typing_extensions import TypedDict  # pydantic asks for this one before Pyt
 from planish.errors import UserError
 
 # "Args:" as Google writes it, ":param x:" as Sphinx does.
-SECTION = re.compile(r"^\s*(args|arguments|parameters|returns?|raises|yields|examples?|notes?)\s*:\s*$", re.IGNORECASE)
+SECTION = re.compile(
+    r"^\s*(args|arguments|parameters|returns?|raises|yields|examples?|notes?)\s*:\s*$",
+    re.IGNORECASE,
+)
 TOLD_SECTIONS = ("example", "examples", "note", "notes")
 """They help a model; what a function returns and raises it will see."""
 GOOGLE_PARAMETER = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
@@ -45,11 +50,15 @@ class Parameters:
     adapter: TypeAdapter[dict[str, Any]]
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the function wants them. UserError, written for the model, if they do not fit."""
+        """The arguments as the function wants them. UserError, written for the model, if they do
+        not fit.
+        """
         try:
             return dict(self.adapter.validate_python(dict(arguments)))
         except ValidationError as error:
-            faults = "; ".join(_fault(detail) for detail in error.errors(include_url=False, include_context=False))
+            faults = "; ".join(
+                _fault(detail) for detail in error.errors(include_url=False, include_context=False)
+            )
             wanted = ", ".join(self.schema["properties"]) or "none"
             raise UserError(f"wrong arguments: {faults}. The parameters are: {wanted}") from None
 
@@ -62,7 +71,9 @@ class _PlainSchema(GenerateJsonSchema):
 
 
 def read_parameters(function: Callable[..., Any], documented: Mapping[str, str]) -> Parameters:
-    """The parameters of `function` but for a first `self`. UserError if one of them has no type that a model can write."""
+    """The parameters of `function` but for a first `self`. UserError if one of them has no type
+    that a model can write.
+    """
     name = getattr(function, "__name__", repr(function))
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -74,13 +85,21 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
     for number, parameter in enumerate(inspect.signature(function).parameters.values()):
         if number == 0 and parameter.name == "self":
             continue
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise UserError(f"tool {name}: parameter {parameter} has no name to call it by; write ordinary parameters")
+        if parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise UserError(
+                f"tool {name}: parameter {parameter} has no name to call it by; write ordinary parameters"
+            )
         if parameter.name not in hints:
             raise UserError(
                 f"tool {name}: parameter {parameter.name} has no type; annotate it, such as {parameter.name}: str"
             )
-        fields[parameter.name] = _field(parameter, hints[parameter.name], documented.get(parameter.name))
+        fields[parameter.name] = _field(
+            parameter, hints[parameter.name], documented.get(parameter.name)
+        )
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
     try:
         adapter = TypeAdapter(_typed_dict(name, fields, config))
@@ -101,7 +120,9 @@ def read_docstring(text: str | None) -> Docstring:
     section, current = "", ""
     for line in inspect.cleandoc(text or "").splitlines():
         heading, sphinx = SECTION.match(line), SPHINX_PARAMETER.match(line)
-        google = GOOGLE_PARAMETER.match(line) if section in ("args", "arguments", "parameters") else None
+        google = (
+            GOOGLE_PARAMETER.match(line) if section in ("args", "arguments", "parameters") else None
+        )
         found = sphinx or google
         if heading and heading.group(1).lower() in TOLD_SECTIONS:
             section, current = "", ""
@@ -126,7 +147,9 @@ def _field(parameter: inspect.Parameter, hint: Any, documented: str | None) -> A
     metadata = list(hint.__metadata__) if get_origin(hint) is Annotated else []
     kind = hint.__origin__ if metadata else hint
     described = any(isinstance(item, FieldInfo) and item.description for item in metadata)
-    texts = [item for item in metadata if isinstance(item, str)] + ([documented] if documented else [])
+    texts = [item for item in metadata if isinstance(item, str)] + (
+        [documented] if documented else []
+    )
     about: dict[str, Any] = {"description": texts[0]} if texts and not described else {}
     is_optional = parameter.default is not parameter.empty
     if is_optional:
@@ -166,8 +189,14 @@ def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:
             return {key: inline(value, within) for key, value in part.items()}
         target = reference.rpartition("/")[2]
         if target in within:
-            raise UserError(f"tool {name}: the type {target} contains itself, which no model can be told; flatten it")
-        own = {key: value for key, value in definitions[target].items() if key not in ("title", "additionalProperties")}
+            raise UserError(
+                f"tool {name}: the type {target} contains itself, which no model can be told; flatten it"
+            )
+        own = {
+            key: value
+            for key, value in definitions[target].items()
+            if key not in ("title", "additionalProperties")
+        }
         rest = {key: value for key, value in part.items() if key != "$ref"}
         return inline({**own, **rest}, (*within, target))
 

@@ -1,8 +1,9 @@
 """Running the tool calls of one message.
 
-Nothing that a model writes and nothing that a tool does ends an episode by accident: an unknown name, wrong arguments, an
-exception, a tool that takes too long, all become the text of a tool message, from which the model can go on. A result that
-is too long is cut in the middle, and the cut says so.
+Nothing that a model writes and nothing that a tool does ends an episode by accident: an unknown
+name, wrong arguments, an exception, a tool that takes too long, all become the text of a tool
+message, from which the model can go on. A result that is too long is cut in the middle, and the cut
+says so.
 """
 
 import asyncio
@@ -50,7 +51,9 @@ class Toolbox:
         if twice:
             raise UserError(f"tools: there are two of the name {', '.join(twice)}; rename one")
         if self.execution not in TOOL_EXECUTIONS:
-            raise UserError(f"tool_execution={self.execution!r}: give {' or '.join(TOOL_EXECUTIONS)}")
+            raise UserError(
+                f"tool_execution={self.execution!r}: give {' or '.join(TOOL_EXECUTIONS)}"
+            )
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise UserError(
                 f"tool_timeout_seconds={self.timeout_seconds!r}: give seconds above 0, or None for no limit"
@@ -59,7 +62,8 @@ class Toolbox:
             raise UserError(f"max_result_chars={self.max_result_chars!r}: give at least 100")
 
     async def run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
-        """Answers in the order of the calls; fewer than calls where one of a sequence stopped the episode.
+        """Answers in the order of the calls; fewer than calls where one of a sequence stopped the
+        episode.
 
         UserError names a tool that gives no ToolResult of text.
         """
@@ -96,7 +100,9 @@ class Toolbox:
         call_id = call.get("id")
         if call_id:
             message["tool_call_id"] = call_id
-        return CallResult(tool.name if tool else None, message, result.error, result.stop, result.metrics)
+        return CallResult(
+            tool.name if tool else None, message, result.error, result.stop, result.metrics
+        )
 
     async def _run(self, tool: Tool, call: ToolCall) -> ToolResult:
         clock = asyncio.timeout(self.timeout_seconds)
@@ -107,22 +113,32 @@ class Toolbox:
                     return await tool.run(ToolInput(arguments, call.get("id")))
         except Exception as error:
             if clock.expired():
-                return error_tool_result(f"{tool.name} gave no result within {self.timeout_seconds:g} seconds")
-            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                return error_tool_result(
+                    f"{tool.name} gave no result within {self.timeout_seconds:g} seconds"
+                )
+            reason = (
+                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            )
             return error_tool_result(f"{tool.name}: {reason}")
 
 
 def checked_result(result: Any, tool: Tool) -> ToolResult:
     """What a tool's `run` gave; UserError if a model cannot be given it."""
     if not isinstance(result, ToolResult):
-        raise UserError(f"the tool {tool.name} gave a {type(result).__name__}; its run is to give a ToolResult")
+        raise UserError(
+            f"the tool {tool.name} gave a {type(result).__name__}; its run is to give a ToolResult"
+        )
     if not isinstance(result.content, str):
-        raise UserError(f"the tool {tool.name} gave ToolResult({result.content!r}); its content is to be text")
+        raise UserError(
+            f"the tool {tool.name} gave ToolResult({result.content!r}); its content is to be text"
+        )
     return result
 
 
 def read_arguments(arguments: Any) -> dict[str, Any]:
-    """The arguments of a call, which are a JSON object's text; UserError, written for the model, if they are not."""
+    """The arguments of a call, which are a JSON object's text; UserError, written for the model, if
+    they are not.
+    """
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,9 @@
 """What a tool is, and how a Python function becomes one.
 
-A `Tool` has a name, a description, a JSON schema of its parameters, and a `run`. `@tool` makes one from a typed function or
-method; a class of your own with these four members is one as well (a tool whose schema comes from elsewhere, say).
-A tool made from a function can still be called as that function.
+A `Tool` has a name, a description, a JSON schema of its parameters, and a `run`. `@tool` makes one
+from a typed function or method; a class of your own with these four members is one as well (a tool
+whose schema comes from elsewhere, say). A tool made from a function can still be called as that
+function.
 """
 
 import functools
@@ -42,7 +43,9 @@ class ToolResult:
     """Added to the turn's; of several calls in a turn, the sum."""
 
 
-def simple_tool_result(content: str, *, should_stop: bool = False, metrics: Metrics | None = None) -> ToolResult:
+def simple_tool_result(
+    content: str, *, should_stop: bool = False, metrics: Metrics | None = None
+) -> ToolResult:
     """ToolResult(content), under the name that tools of the public cookbooks use."""
     return ToolResult(content, stop=should_stop, metrics=metrics or {})
 
@@ -68,13 +71,19 @@ class Tool(Protocol):
         ...
 
     async def run(self, input: ToolInput) -> ToolResult:
-        """Run one call. What it raises is told to the model as an error; it does not end the episode."""
+        """Run one call. What it raises is told to the model as an error; it does not end the
+        episode.
+        """
         ...
 
 
 def tool_spec(tool: Tool) -> ToolSpec:
     """A tool as renderers offer it to a model."""
-    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters_schema}
+    return {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters_schema,
+    }
 
 
 class FunctionTool:
@@ -103,7 +112,8 @@ class FunctionTool:
         return tool_spec(self)
 
     async def run(self, input: ToolInput) -> ToolResult:
-        """Check the arguments and call the function. A plain function runs in a thread of its own, so that it may block.
+        """Check the arguments and call the function. A plain function runs in a thread of its own,
+        so that it may block.
 
         It returns a ToolResult, a text, or anything that JSON can hold.
         """
@@ -128,7 +138,8 @@ class FunctionTool:
         return bound
 
     def __reduce__(self) -> Any:
-        # By name, as functions pickle: the module's attribute of that name is this tool, not the function in it.
+        # By name, as functions pickle: the module's attribute of that name is this tool, not the
+        # function in it.
         if self._instance is not None:
             return getattr, (self._instance, self.name)
         return self.__qualname__
@@ -137,7 +148,9 @@ class FunctionTool:
         return f"<tool {self.__qualname__}>"
 
     def _callable(self) -> Callable[..., Any]:
-        return self._function if self._instance is None else MethodType(self._function, self._instance)
+        return (
+            self._function if self._instance is None else MethodType(self._function, self._instance)
+        )
 
 
 def _as_text(value: Any) -> str:
@@ -147,7 +160,8 @@ def _as_text(value: Any) -> str:
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
-    """A typed function or method as a tool: its name, its docstring, its annotations are what the model is told.
+    """A typed function or method as a tool: its name, its docstring, its annotations are what the
+    model is told.
 
         @tool
         def add(a: int, b: Annotated[int, "the second number"]) -> int:

@@ -10,7 +10,8 @@ from planish.errors import UserError
 
 # A frame's window; the largest that zstd's own command opens without being asked.
 _MAX_WINDOW = 1 << 27
-# Of a compressed body at a time: it can hold 512 blocks of 128 KiB, so no more than 64 MiB come out before the size is looked at.
+# Of a compressed body at a time: it can hold 512 blocks of 128 KiB, so no more than 64 MiB come out
+# before the size is looked at.
 _SLICE = 1 << 11
 
 
@@ -25,7 +26,9 @@ def too_large(limit: int) -> BodyTooLargeError:
 
 
 def open_body(body: bytes, encoding: str, limit: int) -> bytes:
-    """The body as it was before `Content-Encoding: encoding`; BodyTooLargeError above `limit` bytes."""
+    """The body as it was before `Content-Encoding: encoding`; BodyTooLargeError above `limit`
+    bytes.
+    """
     match encoding.strip().lower():
         case "" | "identity":
             opened = body
@@ -34,7 +37,9 @@ def open_body(body: bytes, encoding: str, limit: int) -> bytes:
         case "gzip" | "x-gzip":
             opened = _open_gzip(body, limit)
         case other:
-            raise UserError(f"Content-Encoding {other[:40]!r} is not taken; send zstd, gzip, or none")
+            raise UserError(
+                f"Content-Encoding {other[:40]!r} is not taken; send zstd, gzip, or none"
+            )
     if len(opened) > limit:
         raise too_large(limit)
     return opened
@@ -52,7 +57,9 @@ def _open_zstd(body: bytes, limit: int) -> bytes:
             if size > limit:
                 raise too_large(limit)
     except zstandard.ZstdError as error:
-        raise UserError(f"Content-Encoding is zstd, but the body cannot be opened ({error})") from None
+        raise UserError(
+            f"Content-Encoding is zstd, but the body cannot be opened ({error})"
+        ) from None
     if not reader.eof or reader.unused_data or start < len(body):
         raise UserError("Content-Encoding is zstd, but the body is no whole zstd frame")
     return b"".join(pieces)
@@ -63,7 +70,9 @@ def _open_gzip(body: bytes, limit: int) -> bytes:
     try:
         opened = reader.decompress(body, limit + 1)
     except zlib.error as error:
-        raise UserError(f"Content-Encoding is gzip, but the body cannot be opened ({error})") from None
+        raise UserError(
+            f"Content-Encoding is gzip, but the body cannot be opened ({error})"
+        ) from None
     if len(opened) > limit:
         raise too_large(limit)
     if not reader.eof or reader.unused_data:

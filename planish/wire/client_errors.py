@@ -1,6 +1,8 @@
-"""planish's errors on the wire: beside its sentence, an error has the name of its class, so that a client can raise the same one.
+"""planish's errors on the wire: beside its sentence, an error has the name of its class, so that a
+client can raise the same one.
 
-The name is planish's own addition. Without it, or with one that is not known here, what the server says about the call is a UserError.
+The name is planish's own addition. Without it, or with one that is not known here, what the server
+says about the call is a UserError.
 """
 
 from __future__ import annotations
@@ -19,12 +21,21 @@ ERROR_CLASS = "error_class"
 
 _CLASSES = {
     kind.__name__: kind
-    for kind in (CheckpointError, DamagedFileError, NonFiniteError, UnknownModelError, UnsupportedError, UserError)
+    for kind in (
+        CheckpointError,
+        DamagedFileError,
+        NonFiniteError,
+        UnknownModelError,
+        UnsupportedError,
+        UserError,
+    )
 }
 
 
 def name_of(error: BaseException) -> str | None:
-    """The name of the nearest class that both sides know; None for an error that does not blame the call."""
+    """The name of the nearest class that both sides know; None for an error that does not blame the
+    call.
+    """
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CLASSES), None)
 
 

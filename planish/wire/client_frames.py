@@ -1,7 +1,8 @@
-"""Many answers in one body, each as soon as it is there: a JSON header and bytes, with the lengths of both before them.
+"""Many answers in one body, each as soon as it is there: a JSON header and bytes, with the lengths
+of both before them.
 
-planish's own addition to the protocol: a client draws by one request for many samples (POST /planish/draw), where the public SDK
-makes two for each.
+planish's own addition to the protocol: a client draws by one request for many samples (POST
+/planish/draw), where the public SDK makes two for each.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class FrameReader:
             header_size, _ = _LENGTHS.unpack_from(self._rest, start)
             middle = start + _LENGTHS.size + header_size
             frames.append(
-                Frame(_header(bytes(self._rest[start + _LENGTHS.size : middle])), bytes(self._rest[middle:end]))
+                Frame(
+                    _header(bytes(self._rest[start + _LENGTHS.size : middle])),
+                    bytes(self._rest[middle:end]),
+                )
             )
             start = end
         del self._rest[:start]

@@ -1,7 +1,8 @@
-"""The client's side of the protocol: where each operation is posted, as what body, and how its result reads.
+"""The client's side of the protocol: where each operation is posted, as what body, and how its
+result reads.
 
-Ids of operations are the server's: model `{session}:train:{n}`, sampler `{session}:sample:{n}`. A body that is posted again is the
-same request, so it is made once.
+Ids of operations are the server's: model `{session}:train:{n}`, sampler `{session}:sample:{n}`. A
+body that is posted again is the same request, so it is made once.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def create_model_request(operation: CreateModel) -> Posted:
 
 
 def create_sampler_request(operation: CreateSampler) -> Posted:
-    return Posted.json("/create_sampling_session", create_sampler_to_json(operation, place_of(operation.sampler_id)))
+    return Posted.json(
+        "/create_sampling_session",
+        create_sampler_to_json(operation, place_of(operation.sampler_id)),
+    )
 
 
 def sample_request(operation: Sample, seq_id: int) -> Posted:
@@ -77,10 +81,14 @@ def sample_request(operation: Sample, seq_id: int) -> Posted:
 
 
 def training_request(operation: Operation[Any], seq_id: int) -> Posted:
-    """The request for an operation of a model that exists; `seq_id` is its place among them, counted from 1."""
+    """The request for an operation of a model that exists; `seq_id` is its place among them,
+    counted from 1.
+    """
     match operation:
         case ForwardBackward():
-            return Posted("/forward_backward", forward_backward_to_message(operation, seq_id), PROTOBUF)
+            return Posted(
+                "/forward_backward", forward_backward_to_message(operation, seq_id), PROTOBUF
+            )
         case OptimStep():
             return Posted.json("/optim_step", optim_step_to_json(operation, seq_id))
         case SaveWeights():
@@ -89,11 +97,15 @@ def training_request(operation: Operation[Any], seq_id: int) -> Posted:
             return Posted.json("/save_weights_for_sampler", save_to_json(operation, seq_id))
         case PublishSampler():
             number = place_of(operation.sampler_id).seq_id
-            return Posted.json("/save_weights_for_sampler", publish_to_json(operation, number, seq_id))
+            return Posted.json(
+                "/save_weights_for_sampler", publish_to_json(operation, number, seq_id)
+            )
         case LoadWeights():
             return Posted.json("/load_weights", load_weights_to_json(operation, seq_id))
         case UnloadModel():
-            return Posted.json("/unload_model", {"model_id": operation.model_id, "type": "unload_model"})
+            return Posted.json(
+                "/unload_model", {"model_id": operation.model_id, "type": "unload_model"}
+            )
     raise TypeError(f"{type(operation).__name__} is no operation of a model")
 
 

@@ -1,8 +1,9 @@
-"""Reading a JSON object field by field: every field has a kind, and an error names it by its path in the body.
+"""Reading a JSON object field by field: every field has a kind, and an error names it by its path
+in the body.
 
-`with Fields.of(body) as fields` ends with a check that nothing is left that nobody read. A field that is left is refused, unless it is
-empty (null, false, 0, "", [] or {}): a client may send the defaults of options that we do not know, but an option that is set
-must not be ignored.
+`with Fields.of(body) as fields` ends with a check that nothing is left that nobody read. A field
+that is left is refused, unless it is empty (null, false, 0, "", [] or {}): a client may send the
+defaults of options that we do not know, but an option that is set must not be ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Fields:
     def of(cls, body: bytes) -> Fields:
         """The body of a request, which must be one JSON object."""
         if body.count(b"{") + body.count(b"[") > _MAX_CONTAINERS:
-            raise UserError(f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send fewer in one call")
+            raise UserError(
+                f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send fewer in one call"
+            )
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -53,7 +56,10 @@ class Fields:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.refuse_others()
@@ -96,7 +102,9 @@ class Fields:
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
         if len(value) > _MAX_TEXT:
-            raise UserError(f"{self.path(name)} has {len(value)} characters; at most {_MAX_TEXT} are taken")
+            raise UserError(
+                f"{self.path(name)} has {len(value)} characters; at most {_MAX_TEXT} are taken"
+            )
         return value
 
     def identifier(self, name: str) -> str:
@@ -115,7 +123,11 @@ class Fields:
 
     def number(self, name: str) -> float:
         value = self._get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+        ):
             raise self._wrong(name, "a finite number")
         return value
 
@@ -198,5 +210,12 @@ def shown(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "a number", float: "a number"}
+    names = {
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")

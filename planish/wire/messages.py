@@ -1,14 +1,19 @@
 """The protobuf messages of the protocol, built from this table when the module is loaded.
 
-The wire knows field numbers and types, not names of packages or files, so these messages are the SDK's. A generated module would
-be tied to the releases of the runtime it was made for; a table is not.
+The wire knows field numbers and types, not names of packages or files, so these messages are the
+SDK's. A generated module would be tied to the releases of the runtime it was made for; a table is
+not.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
@@ -16,8 +21,8 @@ PROTOBUF = "application/x-protobuf"
 """The media type of a body."""
 _PACKAGE = "planish.wire"
 
-# "name": "type field = number; ...". `T? f` is an optional field, `T* f` a repeated one, `{T} f` a map from strings to T, and
-# `T|group f` a member of a oneof.
+# "name": "type field = number; ...". `T? f` is an optional field, `T* f` a repeated one, `{T} f` a
+# map from strings to T, and `T|group f` a member of a oneof.
 _MESSAGES = {
     "SampleResponse": "SampledSequence* sequences = 1; bytes? prompt_logprobs = 2; TopkLogprobs? topk_prompt_logprobs = 3; "
     "int32 prompt_cache_hit_tokens = 4; Tensor? target_prompt_logprobs = 5; PromptAltTokens? prompt_alt_tokens = 6",
@@ -53,10 +58,14 @@ _SCALARS = {
 
 def _add_field(message: DescriptorProto, declaration: str) -> None:
     kind, name, _, number = declaration.split()
-    field = message.field.add(name=name, number=int(number), label=FieldDescriptorProto.LABEL_OPTIONAL)
+    field = message.field.add(
+        name=name, number=int(number), label=FieldDescriptorProto.LABEL_OPTIONAL
+    )
     kind, _, group = kind.partition("|")
     if kind.startswith("{"):
-        entry = message.nested_type.add(name="".join(part.title() for part in name.split("_")) + "Entry")
+        entry = message.nested_type.add(
+            name="".join(part.title() for part in name.split("_")) + "Entry"
+        )
         entry.options.map_entry = True
         _add_field(entry, "string key = 1")
         _add_field(entry, f"{kind[1:-1]} value = 2")
@@ -78,7 +87,9 @@ def _set_type(field: FieldDescriptorProto, kind: str) -> None:
     if kind in _SCALARS:
         field.type = _SCALARS[kind]
         return
-    field.type = FieldDescriptorProto.TYPE_ENUM if kind in _ENUMS else FieldDescriptorProto.TYPE_MESSAGE
+    field.type = (
+        FieldDescriptorProto.TYPE_ENUM if kind in _ENUMS else FieldDescriptorProto.TYPE_MESSAGE
+    )
     field.type_name = f".{_PACKAGE}.{kind}"
 
 

@@ -1,6 +1,7 @@
 """Requests that make, save and load models and samplers. All of them are JSON.
 
-Ids are made of those before them, because clients compute them too: model `{session}:train:{n}`, sampler `{session}:sample:{n}`.
+Ids are made of those before them, because clients compute them too: model `{session}:train:{n}`,
+sampler `{session}:sample:{n}`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.errors import UnsupportedError, UserError
-from planish.service import CreateModel, CreateSampler, LoadWeights, PublishSampler, SaveWeights, SaveWeightsForSampler
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    LoadWeights,
+    PublishSampler,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
 from planish.types import GetInfoResponse, LoraConfig, ModelData
 from planish.wire.fields import Fields
 from planish.wire.training import place_from_json
@@ -19,7 +27,9 @@ _LORA_SWITCHES = ("train_unembed", "train_mlp", "train_attn")
 
 @dataclass(frozen=True)
 class SessionPlace:
-    """Where a request stands among those of its session that make something: models and samplers are counted apart, each from 0."""
+    """Where a request stands among those of its session that make something: models and samplers
+    are counted apart, each from 0.
+    """
 
     session_id: str
     seq_id: int
@@ -49,7 +59,9 @@ def model_place_from_json(fields: Fields) -> SessionPlace:
 
 
 def sampler_place_from_json(fields: Fields) -> SessionPlace:
-    return SessionPlace(fields.identifier("session_id"), fields.integer("sampling_session_seq_id", low=0))
+    return SessionPlace(
+        fields.identifier("session_id"), fields.integer("sampling_session_seq_id", low=0)
+    )
 
 
 def create_model_from_json(fields: Fields) -> CreateModel:
@@ -68,7 +80,10 @@ def create_model_from_json(fields: Fields) -> CreateModel:
 
 def create_model_to_json(operation: CreateModel, place: SessionPlace) -> dict[str, Any]:
     """For a model that begins at random; one from a checkpoint is made by load_weights."""
-    lora = {"rank": operation.lora.rank, **{name: getattr(operation.lora, name) for name in _LORA_SWITCHES}}
+    lora = {
+        "rank": operation.lora.rank,
+        **{name: getattr(operation.lora, name) for name in _LORA_SWITCHES},
+    }
     if operation.lora.seed is not None:
         lora["seed"] = operation.lora.seed
     return {
@@ -83,12 +98,17 @@ def create_model_to_json(operation: CreateModel, place: SessionPlace) -> dict[st
 
 
 def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
-    """With `model_id`, into a model that exists; with `session_id`, a new model from the checkpoint."""
+    """With `model_id`, into a model that exists; with `session_id`, a new model from the
+    checkpoint.
+    """
     with fields:
         fields.skip("type")
         refuse_access_token(fields)
         _check_optimizer(fields)
-        path, with_optimizer = fields.text("path"), fields.optional(fields.boolean, "optimizer", False)
+        path, with_optimizer = (
+            fields.text("path"),
+            fields.optional(fields.boolean, "optimizer", False),
+        )
         if fields.has("model_id"):
             return LoadWeights(place_from_json(fields).model_id, path, with_optimizer)
         return CreateModel(
@@ -101,7 +121,9 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
 
 
 def refuse_access_token(fields: Fields, header: str | None = None) -> None:
-    """UnsupportedError for a token that would open another key's checkpoint, in the body or in the header that some calls have it in."""
+    """UnsupportedError for a token that would open another key's checkpoint, in the body or in the
+    header that some calls have it in.
+    """
     if fields.optional(fields.text, "weights_access_token") or header:
         raise UnsupportedError(
             "weights_access_token: checkpoints of another key are read once they are published; leave it out"
@@ -127,7 +149,9 @@ def create_from_weights_to_json(operation: CreateModel, place: SessionPlace) -> 
         "optimizer": operation.with_optimizer,
         "user_metadata": dict(operation.user_metadata),
     }
-    return fields if operation.base_model is None else {**fields, "base_model": operation.base_model}
+    return (
+        fields if operation.base_model is None else {**fields, "base_model": operation.base_model}
+    )
 
 
 def save_weights_from_json(fields: Fields) -> SaveWeights:
@@ -144,10 +168,11 @@ def save_weights_from_json(fields: Fields) -> SaveWeights:
 
 
 def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler | PublishSampler:
-    """With `path`, a checkpoint of that name; with `sampling_session_seq_id`, a sampler that no file is written for.
+    """With `path`, a checkpoint of that name; with `sampling_session_seq_id`, a sampler that no
+    file is written for.
 
-    A sampler of kind "inflight" may follow the weights while they train, or stay as it is; here it stays. `overwrite` is
-    planish's own.
+    A sampler of kind "inflight" may follow the weights while they train, or stay as it is; here it
+    stays. `overwrite` is planish's own.
     """
     with fields:
         place = place_from_json(fields)
@@ -159,11 +184,17 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
         metadata = fields.optional(fields.strings, "user_metadata", {})
         if not fields.has("sampling_session_seq_id"):
             overwrite = fields.optional(fields.boolean, "overwrite", False)
-            return SaveWeightsForSampler(place.model_id, _name(fields, place.seq_id), ttl, overwrite, metadata)
+            return SaveWeightsForSampler(
+                place.model_id, _name(fields, place.seq_id), ttl, overwrite, metadata
+            )
         if fields.optional(fields.text, "path") is not None:
-            raise UserError("path and sampling_session_seq_id are both given; a save has a name, or makes a sampler")
+            raise UserError(
+                "path and sampling_session_seq_id are both given; a save has a name, or makes a sampler"
+            )
         number = fields.integer("sampling_session_seq_id", low=0)
-        return PublishSampler(place.model_id, SessionPlace(session_of(place.model_id), number).sampler_id)
+        return PublishSampler(
+            place.model_id, SessionPlace(session_of(place.model_id), number).sampler_id
+        )
 
 
 def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) -> dict[str, Any]:
@@ -175,7 +206,11 @@ def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) ->
         "overwrite": operation.overwrite,
         "user_metadata": dict(operation.user_metadata),
     }
-    return fields if operation.ttl_seconds is None else {**fields, "ttl_seconds": operation.ttl_seconds}
+    return (
+        fields
+        if operation.ttl_seconds is None
+        else {**fields, "ttl_seconds": operation.ttl_seconds}
+    )
 
 
 def publish_to_json(operation: PublishSampler, sampler_number: int, seq_id: int) -> dict[str, Any]:
@@ -226,7 +261,9 @@ def info_from_json(fields: Fields) -> GetInfoResponse:
     data = fields.object("model_data")
     return GetInfoResponse(
         fields.text("model_id"),
-        ModelData(data.text("arch"), data.text("model_name"), data.optional(data.text, "tokenizer_id")),
+        ModelData(
+            data.text("arch"), data.text("model_name"), data.optional(data.text, "tokenizer_id")
+        ),
         fields.boolean("is_lora"),
         fields.optional(fields.integer, "lora_rank"),
     )

@@ -1,4 +1,6 @@
-"""What the server tells of checkpoints, base models and samplers. All of it is JSON; times are ISO 8601 with their zone."""
+"""What the server tells of checkpoints, base models and samplers. All of it is JSON; times are ISO
+8601 with their zone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from planish.types import (
 )
 from planish.wire.fields import Fields
 
-_CHECKPOINT_TYPES: dict[str, CheckpointType] = {"training": "training", "sampler": "sampler", "external": "sampler"}
+_CHECKPOINT_TYPES: dict[str, CheckpointType] = {
+    "training": "training",
+    "sampler": "sampler",
+    "external": "sampler",
+}
 
 
 def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -33,7 +39,9 @@ def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def checkpoint_from_json(fields: Fields) -> Checkpoint:
-    """External weights are a sampler's, saved for other programs; planish's own types know no third kind."""
+    """External weights are a sampler's, saved for other programs; planish's own types know no third
+    kind.
+    """
     kind = fields.text("checkpoint_type")
     if kind not in _CHECKPOINT_TYPES:
         raise UserError(f"checkpoint_type={kind[:40]!r} is unknown")
@@ -65,7 +73,8 @@ def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
 def lora_from_weights_info(fields: Fields) -> LoraConfig:
     """The shape of a checkpoint's adapter."""
     switches = {
-        name: fields.optional(fields.boolean, name, True) for name in ("train_unembed", "train_mlp", "train_attn")
+        name: fields.optional(fields.boolean, name, True)
+        for name in ("train_unembed", "train_mlp", "train_attn")
     }
     return LoraConfig(fields.integer("lora_rank"), **switches)
 
@@ -73,7 +82,11 @@ def lora_from_weights_info(fields: Fields) -> LoraConfig:
 def capabilities_to_json(capabilities: GetServerCapabilitiesResponse) -> dict[str, Any]:
     models = []
     for model in capabilities.supported_models:
-        fields = {"model_name": model.model_name, "trainable": model.trainable, "sampleable": model.sampleable}
+        fields = {
+            "model_name": model.model_name,
+            "trainable": model.trainable,
+            "sampleable": model.sampleable,
+        }
         models.append(fields | {"max_context_length": model.max_context_length})
     return {"supported_models": models}
 
@@ -98,7 +111,11 @@ def sampler_info_to_json(info: SamplerInfo) -> dict[str, Any]:
 
 
 def sampler_info_from_json(fields: Fields) -> SamplerInfo:
-    return SamplerInfo(fields.text("sampler_id"), fields.text("base_model"), fields.optional(fields.text, "model_path"))
+    return SamplerInfo(
+        fields.text("sampler_id"),
+        fields.text("base_model"),
+        fields.optional(fields.text, "model_path"),
+    )
 
 
 def time_from_json(fields: Fields, name: str) -> datetime:

@@ -1,7 +1,8 @@
 """asample: its request, and its answer in both wires.
 
-Undefined logprobs are NaN in planish's arrays. On the wire a prompt logprob that is undefined is NaN in protobuf and null in JSON, and a
-row of likeliest tokens that is undefined is token 0 at -99999.
+Undefined logprobs are NaN in planish's arrays. On the wire a prompt logprob that is undefined is
+NaN in protobuf and null in JSON, and a row of likeliest tokens that is undefined is token 0 at
+-99999.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class SampleRequest:
     """An asample body."""
 
     seq_id: int
-    """Names the request within its sampling session; copies of one client count from far apart numbers."""
+    """Names the request within its sampling session; copies of one client count from far apart
+    numbers.
+    """
     operation: Sample
 
 
@@ -73,12 +76,16 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
         operation = Sample(
             sampler_id=fields.identifier("sampling_session_id"),
             prompt=model_input_from_json(fields.object("prompt")),
-            num_samples=fields.optional(lambda name: fields.integer(name, 1, MAX_SAMPLES), "num_samples", 1),
+            num_samples=fields.optional(
+                lambda name: fields.integer(name, 1, MAX_SAMPLES), "num_samples", 1
+            ),
             sampling_params=_params_from_json(fields.object("sampling_params")),
             prompt_logprobs=fields.optional(fields.boolean, "prompt_logprobs", False),
             topk_prompt_logprobs=_count(fields, "topk_prompt_logprobs"),
             topk_sample_logprobs=_count(fields, "topk_sample_logprobs"),
-            target_prompt_logprobs=_targets(tensor_from_json(targets)) if targets is not None else None,
+            target_prompt_logprobs=_targets(tensor_from_json(targets))
+            if targets is not None
+            else None,
             prompt_alt_tokens_k=_count(fields, "prompt_alt_tokens_k"),
             prompt_logprobs_last_n=fields.optional(fields.integer, "prompt_logprobs_last_n"),
             prompt_only=fields.optional(fields.boolean, "prompt_only", False),
@@ -129,13 +136,21 @@ def sample_response_to_message(response: SampleResponse) -> bytes:
     if response.target_prompt_logprobs is not None:
         message.target_prompt_logprobs.CopyFrom(tensor_to_message(response.target_prompt_logprobs))
     if response.prompt_alt_tokens is not None:
-        message.prompt_alt_tokens.tokens.CopyFrom(tensor_to_message(response.prompt_alt_tokens.tokens))
-        message.prompt_alt_tokens.logprobs.CopyFrom(tensor_to_message(response.prompt_alt_tokens.logprobs))
+        message.prompt_alt_tokens.tokens.CopyFrom(
+            tensor_to_message(response.prompt_alt_tokens.tokens)
+        )
+        message.prompt_alt_tokens.logprobs.CopyFrom(
+            tensor_to_message(response.prompt_alt_tokens.logprobs)
+        )
     return message.SerializeToString()
 
 
-def sample_response_from_message(body: bytes, sequence_ids: Sequence[str] | None = None) -> SampleResponse:
-    """`sequence_ids` came with the acceptance of the request; without them, the sequences have empty ids."""
+def sample_response_from_message(
+    body: bytes, sequence_ids: Sequence[str] | None = None
+) -> SampleResponse:
+    """`sequence_ids` came with the acceptance of the request; without them, the sequences have
+    empty ids.
+    """
     message = SampleResponseMessage()
     try:
         message.ParseFromString(body)
@@ -143,10 +158,14 @@ def sample_response_from_message(body: bytes, sequence_ids: Sequence[str] | None
         raise UserError(f"the body is no SampleResponse in protobuf: {error}") from None
     ids = [""] * len(message.sequences) if sequence_ids is None else sequence_ids
     if len(message.sequences) != len(ids):
-        raise UserError(f"the answer has {len(message.sequences)} sequences, and {len(ids)} were accepted")
+        raise UserError(
+            f"the answer has {len(message.sequences)} sequences, and {len(ids)} were accepted"
+        )
     alt = message.prompt_alt_tokens
     return SampleResponse(
-        sequences=[_sequence(sequence, name) for sequence, name in zip(message.sequences, ids, strict=True)],
+        sequences=[
+            _sequence(sequence, name) for sequence, name in zip(message.sequences, ids, strict=True)
+        ],
         prompt_logprobs_np=_floats(message.prompt_logprobs) if message.prompt_logprobs else None,
         topk_prompt_logprobs_np=_topk(message, "topk_prompt_logprobs"),
         target_prompt_logprobs=(
@@ -170,7 +189,11 @@ def sample_response_to_json(response: SampleResponse) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "type": "sample",
         "sequences": [
-            {"tokens": sequence.tokens, "logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
+            {
+                "tokens": sequence.tokens,
+                "logprobs": sequence.logprobs,
+                "stop_reason": sequence.stop_reason,
+            }
             for sequence in response.sequences
         ],
     }
@@ -200,13 +223,23 @@ def _params_from_json(fields: Fields) -> SamplingParams:
 def _stop_from_json(fields: Fields) -> Any:
     stop = fields.raw("stop")
     if stop is not None and not isinstance(stop, (str, list)):
-        raise UserError(f"{fields.path('stop')}={shown(stop)}: give a string, a list of strings or a list of token ids")
+        raise UserError(
+            f"{fields.path('stop')}={shown(stop)}: give a string, a list of strings or a list of token ids"
+        )
     return stop
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    fields |= {name: value for name in ("max_tokens", "seed") if (value := getattr(params, name)) is not None}
+    fields: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+    }
+    fields |= {
+        name: value
+        for name in ("max_tokens", "seed")
+        if (value := getattr(params, name)) is not None
+    }
     if params.stop is not None:
         fields["stop"] = params.stop if isinstance(params.stop, str) else list(params.stop)
     if params.min_p:
@@ -256,7 +289,9 @@ def _topk(message: Any, name: str) -> TopkLogprobs | None:
     ids = numbers(topk.token_ids, "<i4", f"{name}.token_ids")
     logprobs = _floats(topk.logprobs)
     if ids.size != topk.length * topk.k or logprobs.size != ids.size:
-        raise UserError(f"{name}: {ids.size} token ids and {logprobs.size} logprobs are not {topk.length} x {topk.k}")
+        raise UserError(
+            f"{name}: {ids.size} token ids and {logprobs.size} logprobs are not {topk.length} x {topk.k}"
+        )
     logprobs[logprobs == UNDEFINED_LOGPROB] = np.nan
     shape = (topk.length, topk.k)
     return TopkLogprobs(ids.reshape(shape).copy(), logprobs.reshape(shape))

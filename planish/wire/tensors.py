@@ -1,7 +1,9 @@
-"""TensorData and token chunks in both encodings: little-endian bytes in protobuf, lists of numbers in JSON.
+"""TensorData and token chunks in both encodings: little-endian bytes in protobuf, lists of numbers
+in JSON.
 
-A CSR tensor stays one; whoever reads it fills it up. Its shape is only a claim, so what all of a body would fill is counted against
-`MAX_DENSE_ELEMENTS` before anything is allocated. What is small and many is counted too. Text is the one kind of chunk that planish reads.
+A CSR tensor stays one; whoever reads it fills it up. Its shape is only a claim, so what all of a
+body would fill is counted against `MAX_DENSE_ELEMENTS` before anything is allocated. What is small
+and many is counted too. Text is the one kind of chunk that planish reads.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def numbers(data: bytes, dtype: np.dtype[Any] | str, where: str) -> np.ndarray:
     """Bytes as numbers, not copied."""
     item = np.dtype(dtype)
     if len(data) % item.itemsize:
-        raise UserError(f"{where} has {len(data)} bytes, which is no multiple of the {item.itemsize} of {item.name}")
+        raise UserError(
+            f"{where} has {len(data)} bytes, which is no multiple of the {item.itemsize} of {item.name}"
+        )
     return np.frombuffer(data, dtype=item)
 
 
@@ -74,8 +78,12 @@ def tensor_to_message(tensor: TensorData) -> Any:
         message.dense = tensor.to_numpy().astype(item, copy=False).tobytes()
     else:
         message.sparse_csr.values = np.asarray(tensor.data, dtype=item).tobytes()
-        message.sparse_csr.crow_indices = np.asarray(tensor.sparse_crow_indices, dtype="<i8").tobytes()
-        message.sparse_csr.col_indices = np.asarray(tensor.sparse_col_indices, dtype="<i8").tobytes()
+        message.sparse_csr.crow_indices = np.asarray(
+            tensor.sparse_crow_indices, dtype="<i8"
+        ).tobytes()
+        message.sparse_csr.col_indices = np.asarray(
+            tensor.sparse_col_indices, dtype="<i8"
+        ).tobytes()
     return message
 
 
@@ -87,11 +95,18 @@ def tensor_from_json(fields: Fields) -> TensorData:
             raise UserError(f"{fields.path('dtype')}={dtype[:40]!r}: give 'float32' or 'int64'")
         values = _from_list(fields.array("data"), dtype, where)
         shape = _integers(fields, "shape")
-        crow, col = _integers(fields, "sparse_crow_indices"), _integers(fields, "sparse_col_indices")
+        crow, col = (
+            _integers(fields, "sparse_crow_indices"),
+            _integers(fields, "sparse_col_indices"),
+        )
         if crow is None and col is None:
-            return _tensor(where, values, dtype, _shape(shape or (), values.size, fields.path("shape")))
+            return _tensor(
+                where, values, dtype, _shape(shape or (), values.size, fields.path("shape"))
+            )
         if crow is None or col is None or shape is None:
-            raise UserError(f"{where}: a CSR tensor has shape, sparse_crow_indices and sparse_col_indices")
+            raise UserError(
+                f"{where}: a CSR tensor has shape, sparse_crow_indices and sparse_col_indices"
+            )
         return _sparse(where, values, dtype, shape, crow, col)
 
 
@@ -112,7 +127,11 @@ def model_input_from_messages(chunks: Sequence[Any], where: str) -> ModelInput:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise _unsupported_chunk(f"{where}[{index}]", kind)
-        found.append(EncodedTextChunk(numbers(chunk.encoded_text.tokens, "<i4", f"{where}[{index}].tokens").tolist()))
+        found.append(
+            EncodedTextChunk(
+                numbers(chunk.encoded_text.tokens, "<i4", f"{where}[{index}].tokens").tolist()
+            )
+        )
     return ModelInput(found)
 
 
@@ -122,7 +141,9 @@ def write_chunks(model_input: ModelInput, chunks: Any) -> None:
         try:
             chunks.add().encoded_text.tokens = np.asarray(chunk.tokens, dtype="<i4").tobytes()
         except OverflowError:
-            raise UserError("a prompt or model_input holds a token id that no vocabulary has") from None
+            raise UserError(
+                "a prompt or model_input holds a token id that no vocabulary has"
+            ) from None
 
 
 def model_input_from_json(fields: Fields) -> ModelInput:
@@ -141,10 +162,14 @@ def model_input_from_json(fields: Fields) -> ModelInput:
 
 
 def model_input_to_json(model_input: ModelInput) -> dict[str, Any]:
-    return {"chunks": [{"type": "encoded_text", "tokens": chunk.tokens} for chunk in model_input.chunks]}
+    return {
+        "chunks": [{"type": "encoded_text", "tokens": chunk.tokens} for chunk in model_input.chunks]
+    }
 
 
-def _tensor(where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int] | None) -> TensorData:
+def _tensor(
+    where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int] | None
+) -> TensorData:
     try:
         return TensorData(values, dtype, shape)
     except ValueError as error:
@@ -152,7 +177,12 @@ def _tensor(where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int]
 
 
 def _sparse(
-    where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int], crow: list[int], col: list[int]
+    where: str,
+    values: np.ndarray,
+    dtype: TensorDtype,
+    shape: list[int],
+    crow: list[int],
+    col: list[int],
 ) -> TensorData:
     if len(shape) != 2 or min(shape) < 0:
         raise UserError(f"{where}: a CSR tensor of shape {shape[:4]}; it has two dimensions")
@@ -166,7 +196,9 @@ def _sparse(
 def check_filled(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:
     """UserError if so many elements of CSR tensors, filled up, are too many."""
     if elements > most:
-        raise UserError(f"{where}: CSR tensors of {elements:,} elements when they are filled up; give at most {most:,}")
+        raise UserError(
+            f"{where}: CSR tensors of {elements:,} elements when they are filled up; give at most {most:,}"
+        )
 
 
 def check_parts(where: str, parts: int) -> None:
@@ -209,7 +241,8 @@ def _from_list(values: list[Any], dtype: TensorDtype, where: str) -> np.ndarray:
         if type(value) is not int and type(value) is not float:
             raise UserError(f"{where} holds {str(value)[:40]!r}; give one flat list of numbers")
     if dtype == "float32":
-        with np.errstate(over="ignore"):  # what overflows is not finite, and named where finiteness counts
+        with np.errstate(over="ignore"):
+            # what overflows is not finite, and named where finiteness counts
             return np.asarray(values, dtype=np.float64).astype(np.float32)
     for value in values:
         if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):

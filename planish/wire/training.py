@@ -1,8 +1,8 @@
 """forward_backward, forward and optim_step, in both wires.
 
-The SDK of 0.38 sends and reads forward_backward as protobuf, and says in the body whether it is forward only; that of 0.21
-sends JSON, to another path for forward only. Spans that say which sampler a datum's tokens come from matter to no loss served here, and
-are not read.
+The SDK of 0.38 sends and reads forward_backward as protobuf, and says in the body whether it is
+forward only; that of 0.21 sends JSON, to another path for forward only. Spans that say which
+sampler a datum's tokens come from matter to no loss served here, and are not read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from planish.wire.tensors import (
 _REQUEST = ForwardBackwardRequestMessage.DESCRIPTOR.name
 _DATA_FIELD = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].number
 _MAX_FIELDS = 1 << 19
-"""Of one body, and of its datums, in all: as objects, empty ones take 30 times their bytes, so they are counted before."""
+"""Of one body, and of its datums, in all: as objects, empty ones take 30 times their bytes, so they
+are counted before.
+"""
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
@@ -67,34 +69,47 @@ def place_from_message(message: Any) -> Place:
 
 
 def parse_forward_backward_head(body: bytes) -> Any:
-    """The protobuf message of a request's body, without its data and what comes behind too many of them."""
+    """The protobuf message of a request's body, without its data and what comes behind too many of
+    them.
+    """
     fields = islice(_fields_of(body, 0, len(body)), _MAX_FIELDS)
     head = [body[begin:end] for number, begin, _, end in fields if number != _DATA_FIELD]
     return _parsed(ForwardBackwardRequestMessage(), b"".join(head))
 
 
 def parse_forward_backward(body: bytes) -> Any:
-    """The protobuf message of a request's body. UserError before it is parsed if it is of more parts than any that is taken."""
+    """The protobuf message of a request's body. UserError before it is parsed if it is of more
+    parts than any that is taken.
+    """
     count = 0
     for number, _, begin, end in _fields_of(body, 0, len(body)):
         inside = _fields_of(body, begin, end) if number == _DATA_FIELD else ()
         for _ in chain([number], inside):
             count += 1
             if count > _MAX_FIELDS:
-                raise UserError(f"the body has more than {_MAX_FIELDS:,} datums and parts; send fewer in one call")
+                raise UserError(
+                    f"the body has more than {_MAX_FIELDS:,} datums and parts; send fewer in one call"
+                )
     return _parsed(ForwardBackwardRequestMessage(), body)
 
 
 def forward_backward_from_message(message: Any) -> ForwardBackward:
     check_parts("data", len(message.data))
-    data = _within_bounds(_datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data))
-    return ForwardBackward(message.model_id, data, message.loss_fn, _config(message), message.forward_only)
+    data = _within_bounds(
+        _datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)
+    )
+    return ForwardBackward(
+        message.model_id, data, message.loss_fn, _config(message), message.forward_only
+    )
 
 
 def forward_backward_to_message(operation: ForwardBackward, seq_id: int) -> bytes:
     """The same operation has the same bytes."""
     message = ForwardBackwardRequestMessage(
-        model_id=operation.model_id, seq_id=seq_id, loss_fn=operation.loss_fn, forward_only=operation.forward_only
+        model_id=operation.model_id,
+        seq_id=seq_id,
+        loss_fn=operation.loss_fn,
+        forward_only=operation.forward_only,
     )
     for key, value in operation.loss_fn_config.items():
         if isinstance(value, str):
@@ -121,7 +136,9 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
                 if isinstance(value, bool) or not isinstance(value, int | float | str):
                     path = given.path("loss_fn_config")
                     raise UserError(f"{path}.{key[:40]}={shown(value)}: give a number or a string")
-            return ForwardBackward(place.model_id, data, given.text("loss_fn"), config, forward_only)
+            return ForwardBackward(
+                place.model_id, data, given.text("loss_fn"), config, forward_only
+            )
 
 
 def forward_backward_to_json(operation: ForwardBackward, seq_id: int) -> dict[str, Any]:
@@ -136,10 +153,14 @@ def forward_backward_to_json(operation: ForwardBackward, seq_id: int) -> dict[st
 
 def output_to_message(output: ForwardBackwardOutput) -> bytes:
     """Datums in a row with the same fields, dtypes and trailing shapes share one record."""
-    message = ForwardBackwardOutputMessage(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
+    message = ForwardBackwardOutputMessage(
+        loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics
+    )
     for _, run in groupby(output.loss_fn_outputs, key=_layout):
         datums = list(run)
-        record = message.loss_fn_outputs.add(type_tag=output.loss_fn_output_type, num_datums=len(datums))
+        record = message.loss_fn_outputs.add(
+            type_tag=output.loss_fn_output_type, num_datums=len(datums)
+        )
         for name in datums[0]:
             _write_batch(record.fields[name], [datum[name] for datum in datums])
     return message.SerializeToString()
@@ -151,15 +172,21 @@ def output_from_message(body: bytes) -> ForwardBackwardOutput:
     for record in message.loss_fn_outputs:
         columns = {name: _read_batch(batch, name) for name, batch in record.fields.items()}
         if any(len(column) != record.num_datums for column in columns.values()):
-            raise UserError(f"loss_fn_outputs: a field has not one tensor for each of {record.num_datums} datums")
-        outputs += [{name: column[i] for name, column in columns.items()} for i in range(record.num_datums)]
+            raise UserError(
+                f"loss_fn_outputs: a field has not one tensor for each of {record.num_datums} datums"
+            )
+        outputs += [
+            {name: column[i] for name, column in columns.items()} for i in range(record.num_datums)
+        ]
     return ForwardBackwardOutput(message.loss_fn_output_type, outputs, dict(message.metrics))
 
 
 def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
     return {
         "loss_fn_output_type": output.loss_fn_output_type,
-        "loss_fn_outputs": [{k: tensor_to_json(v) for k, v in datum.items()} for datum in output.loss_fn_outputs],
+        "loss_fn_outputs": [
+            {k: tensor_to_json(v) for k, v in datum.items()} for datum in output.loss_fn_outputs
+        ],
         "metrics": output.metrics,
     }
 
@@ -180,7 +207,12 @@ def optim_step_from_json(fields: Fields) -> OptimStep:
 
 def optim_step_to_json(operation: OptimStep, seq_id: int) -> dict[str, Any]:
     params = {name: getattr(operation.adam_params, name) for name in _ADAM_FIELDS}
-    return {"model_id": operation.model_id, "seq_id": seq_id, "type": "optim_step", "adam_params": params}
+    return {
+        "model_id": operation.model_id,
+        "seq_id": seq_id,
+        "type": "optim_step",
+        "adam_params": params,
+    }
 
 
 def optim_step_response_from_json(fields: Fields) -> OptimStepResponse:
@@ -189,7 +221,9 @@ def optim_step_response_from_json(fields: Fields) -> OptimStepResponse:
 
 
 def _fields_of(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of the message at `begin` to `end`: number, where it begins, where its content does, and the end. UserError if it is none."""
+    """The fields of the message at `begin` to `end`: number, where it begins, where its content
+    does, and the end. UserError if it is none.
+    """
     while begin < end:
         tag, content = _varint(body, begin, end)
         match tag & 7:
@@ -232,11 +266,14 @@ def _parsed(message: Any, body: bytes) -> Any:
 
 
 def _config(message: Any) -> Mapping[str, float]:
-    """The config of a loss. Clients write numbers twice; strings are only in the newer map, and the loss refuses them by name."""
+    """The config of a loss. Clients write numbers twice; strings are only in the newer map, and the
+    loss refuses them by name.
+    """
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
     return {
-        key: getattr(value, value.WhichOneof("value") or "number") for key, value in message.loss_fn_config_v2.items()
+        key: getattr(value, value.WhichOneof("value") or "number")
+        for key, value in message.loss_fn_config_v2.items()
     }
 
 
@@ -272,7 +309,9 @@ def _datum_from_json(fields: Fields) -> Datum:
 def _datum_to_json(datum: Datum) -> dict[str, Any]:
     return {
         "model_input": model_input_to_json(datum.model_input),
-        "loss_fn_inputs": {name: tensor_to_json(tensor) for name, tensor in datum.loss_fn_inputs.items()},
+        "loss_fn_inputs": {
+            name: tensor_to_json(tensor) for name, tensor in datum.loss_fn_inputs.items()
+        },
     }
 
 

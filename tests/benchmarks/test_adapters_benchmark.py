@@ -10,7 +10,15 @@ from planish.testing import tiny_model
 def test_it_is_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("adapters.read_bandwidth", lambda: 1e9)
     model = tiny_model(tmp_path / "model")
-    options = Options(model=str(model), rank=4, prompt_tokens=8, new_tokens=3, rounds=2, small=True, directory=tmp_path)
+    options = Options(
+        model=str(model),
+        rank=4,
+        prompt_tokens=8,
+        new_tokens=3,
+        rounds=2,
+        small=True,
+        directory=tmp_path,
+    )
     main(options)
     report = json.loads((tmp_path / "adapters.json").read_text())
     assert [(point["adapters"], point["samples"]) for point in report["points"]] == [(1, 4), (2, 4)]

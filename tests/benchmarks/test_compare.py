@@ -27,7 +27,12 @@ def load(model):
 
 serve(load)
 """
-ROUND = {"prompts": [[1, 2], [1, 3]], "samples": 2, "new_tokens": 5, "advantages": [[1.0, -1.0], [0.5, 0.5]]}
+ROUND = {
+    "prompts": [[1, 2], [1, 3]],
+    "samples": 2,
+    "new_tokens": 5,
+    "advantages": [[1.0, -1.0], [0.5, 0.5]],
+}
 
 
 @pytest.fixture
@@ -81,7 +86,9 @@ def measured(name: str, **facts: Any) -> Measured:
 
 
 def test_the_same_work_is_accepted():
-    check_same_work("W2", [{}, ROUND], [measured("a", loss=1.0), measured("b", loss=1.1), measured("limit")])
+    check_same_work(
+        "W2", [{}, ROUND], [measured("a", loss=1.0), measured("b", loss=1.1), measured("limit")]
+    )
 
 
 def test_another_number_of_tokens_is_refused():

@@ -13,20 +13,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from planish.model.config import ModelConfig, RopeConfig
 
-SIZES = ModelConfig("qwen3", 100, 8, 12, 3, 4, 2, 2, 1e-6, RopeConfig(1e6), 128, True, True, False, ())
+SIZES = ModelConfig(
+    "qwen3", 100, 8, 12, 3, 4, 2, 2, 1e-6, RopeConfig(1e6), 128, True, True, False, ()
+)
 """A layer's linears: q 8 x 8, k and v 4 x 8, o 8 x 8, gate and up 12 x 8, down 8 x 12."""
 LINEARS = 8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 12 * 8
 ENDS = (8 + 8) + 2 * (4 + 8) + (8 + 8) + 3 * (12 + 8)
 """Sum of outputs and inputs of the linears."""
 
 
-def work(prompts: int, samples: int, new_tokens: int, prompt_tokens: int, shared: int) -> dict[str, object]:
+def work(
+    prompts: int, samples: int, new_tokens: int, prompt_tokens: int, shared: int
+) -> dict[str, object]:
     tokens = [[0] * prompt_tokens for _ in range(prompts)]
-    return {"prompts": tokens, "shared_tokens": shared, "samples": samples, "new_tokens": new_tokens}
+    return {
+        "prompts": tokens,
+        "shared_tokens": shared,
+        "samples": samples,
+        "new_tokens": new_tokens,
+    }
 
 
 def test_pairs_are_those_of_a_mask_in_which_what_is_shared_is_there_once():
-    # Positions 0 .. 3 once, 4 and 5 of each prompt, 6 .. 8 of each answer (whose last token is no input); each sees itself and all before.
+    # Positions 0 .. 3 once, 4 and 5 of each prompt, 6 .. 8 of each answer (whose last token is no
+    # input); each sees itself and all before.
     assert seen_pairs(work(2, 3, 4, 6, 4)) == (1 + 2 + 3 + 4) + 2 * (5 + 6) + 2 * 3 * (7 + 8 + 9)
 
 
@@ -38,14 +48,18 @@ def test_the_flops_of_training():
     shared, separate = work(4, 1, 2, 50, 50), work(4, 1, 2, 50, 0)
     rows = 50 + 4 * 1, 4 * 50 + 4 * 1
     pairs = 51 * 25 + 4 * 51, 4 * 51 * 25 + 4 * 51
-    saved = 3 * ((4 * LINEARS + 6 * 5 * ENDS) * (rows[1] - rows[0]) + 12 * 4 * 2 * (pairs[1] - pairs[0]))
+    saved = 3 * (
+        (4 * LINEARS + 6 * 5 * ENDS) * (rows[1] - rows[0]) + 12 * 4 * 2 * (pairs[1] - pairs[0])
+    )
     assert training_flops(SIZES, separate, rank=5) - training_flops(SIZES, shared, rank=5) == saved
 
 
 def test_the_bytes_of_a_decode_step():
     weights = 2 * (3 * LINEARS + 8 * 100)
     position = 2 * 2 * 3 * 2 * 2  # keys and values, two bytes, layers, key heads, head_dim
-    assert decode_bytes(SIZES, work(2, 3, 9, 10, 4), 5) == weights + position * (4 + 2 * (10 - 4 + 3 * 5))
+    assert decode_bytes(SIZES, work(2, 3, 9, 10, 4), 5) == weights + position * (
+        4 + 2 * (10 - 4 + 3 * 5)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +89,9 @@ def test_the_shapes_are_those_of_the_models():
 
 
 def run(directory, models, parts: str) -> dict[str, dict]:
-    gpu.main(Options(model="tiny", small=True, rounds=1, parts=parts, directory=directory, models=models))
+    gpu.main(
+        Options(model="tiny", small=True, rounds=1, parts=parts, directory=directory, models=models)
+    )
     return json.loads((directory / "gpu-tiny.json").read_text())["parts"]
 
 
@@ -83,17 +99,28 @@ def test_all_parts_run_and_are_recorded_one_by_one(tmp_path, models, capsys, mon
     whole = gpu.write_whole
     written = []
     monkeypatch.setattr(
-        gpu, "write_whole", lambda file, text: (written.append(list(json.loads(text)["parts"])), whole(file, text))
+        gpu,
+        "write_whole",
+        lambda file, text: (written.append(list(json.loads(text)["parts"])), whole(file, text)),
     )
     names = ["decode", "training", "grpo-16x8", "tenants", "grpo-128x16"]
     parts = run(tmp_path, models, ",".join(names))
     assert written == [["limits", *names[:count]] for count in range(len(names) + 1)]
-    assert [row["what"] for row in parts["decode"]["rows"]] == ["decode, 1 row", "decode, 2 rows", "decode, 8 rows"]
+    assert [row["what"] for row in parts["decode"]["rows"]] == [
+        "decode, 1 row",
+        "decode, 2 rows",
+        "decode, 8 rows",
+    ]
     assert [row["what"] for row in parts["tenants"]["rows"]] == [
         "decode, 8 rows, 1 adapter",
         "decode, 8 rows, 8 adapters",
     ]
-    assert [row["unit"] for row in parts["grpo-16x8"]["rows"]] == ["s", "new tokens/s", "tokens/s", "TFLOP/s"]
+    assert [row["unit"] for row in parts["grpo-16x8"]["rows"]] == [
+        "s",
+        "new tokens/s",
+        "tokens/s",
+        "TFLOP/s",
+    ]
     for part in parts.values():
         assert part["limits"]["bandwidth"] > 0
     for row in parts["training"]["rows"]:
@@ -106,7 +133,9 @@ def test_all_parts_run_and_are_recorded_one_by_one(tmp_path, models, capsys, mon
 
 
 def test_after_its_minutes_no_part_is_begun(tmp_path, models, capsys):
-    options = Options(model="tiny", small=True, minutes=0, parts="decode", directory=tmp_path, models=models)
+    options = Options(
+        model="tiny", small=True, minutes=0, parts="decode", directory=tmp_path, models=models
+    )
     gpu.main(options)
     assert list(json.loads((tmp_path / "gpu-tiny.json").read_text())["parts"]) == ["limits"]
     assert "decode: not begun" in capsys.readouterr().err
@@ -119,19 +148,28 @@ def test_a_part_that_fails_is_named_and_the_others_run(tmp_path, models, capsys,
     monkeypatch.setitem(gpu.SERVED_PARTS, "decode", fails)
     with pytest.raises(SystemExit, match="decode"):
         run(tmp_path, models, "decode,training")
-    assert list(json.loads((tmp_path / "gpu-tiny.json").read_text())["parts"]) == ["limits", "training"]
+    assert list(json.loads((tmp_path / "gpu-tiny.json").read_text())["parts"]) == [
+        "limits",
+        "training",
+    ]
     assert "out of memory" in capsys.readouterr().err
 
 
 def test_the_profile_names_what_takes_the_time(tmp_path, models, capsys):
     rows = run(tmp_path, models, "profile")["profile"]["rows"]
-    assert [row["what"] for row in rows] == ["profile: a decode step of 8 rows", "profile: a micro-batch of 496 rows"]
+    assert [row["what"] for row in rows] == [
+        "profile: a decode step of 8 rows",
+        "profile: a micro-batch of 496 rows",
+    ]
     assert "aten::" in capsys.readouterr().out
 
 
 def test_time_without_a_kernel_is_what_no_span_covers():
     assert gpu_profile.covered([(0, 2), (1, 3), (1, 2), (5, 6)]) == pytest.approx(4)
-    assert gpu_profile.by_name([("a", 1, 1.0), ("b", 1, 5.0), ("a", 2, 2.0)]) == [("b", 1, 5.0), ("a", 3, 3.0)]
+    assert gpu_profile.by_name([("a", 1, 1.0), ("b", 1, 5.0), ("a", 2, 2.0)]) == [
+        ("b", 1, 5.0),
+        ("a", 3, 3.0),
+    ]
 
 
 @pytest.mark.slow

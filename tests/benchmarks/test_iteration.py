@@ -35,7 +35,9 @@ def test_an_iteration_trains_on_what_it_sampled(client):
 
 
 def test_the_loss_is_that_of_importance_sampling(client):
-    """Sampler and trainer agree, so every ratio is about one, and the loss the advantages' negative sum over tokens."""
+    """Sampler and trainer agree, so every ratio is about one, and the loss the advantages' negative
+    sum over tokens.
+    """
     groups = rollouts(client.save_weights_and_get_sampling_client(), WORK)
     answers = answered(WORK, groups) | {"advantages": [[1.0, 0.5, -0.25], [0.0, 0.0, 2.0]]}
     assert train_step(client, answers) == pytest.approx(-4 * (1.0 + 0.5 - 0.25 + 2.0), rel=1e-3)
@@ -53,7 +55,9 @@ class WordTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         letters = str.maketrans("0123456789", "abcdefghij")
-        return "".join(" " + str(token).translate(letters) if token < 2000 else "?" for token in tokens)
+        return "".join(
+            " " + str(token).translate(letters) if token < 2000 else "?" for token in tokens
+        )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -62,7 +66,9 @@ class WordTokenizer:
 
 
 def test_prompts_share_what_they_should():
-    one, other = (make_round(WordTokenizer(), name, Shape(3, 2, 4, 20, 12), 0) for name in ("a", "b"))
+    one, other = (
+        make_round(WordTokenizer(), name, Shape(3, 2, 4, 20, 12), 0) for name in ("a", "b")
+    )
     shared = {tuple(prompt[:12]) for prompt in one["prompts"]}
     assert len(shared) == 1
     assert [len(prompt) for prompt in one["prompts"]] == [20, 20, 20]

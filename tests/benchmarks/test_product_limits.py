@@ -8,9 +8,16 @@ from planish.model.config import ModelConfig
 from planish.testing import tiny_model
 
 
-def work(prompts: int, samples: int, new_tokens: int, prompt_tokens: int, shared: int) -> dict[str, object]:
+def work(
+    prompts: int, samples: int, new_tokens: int, prompt_tokens: int, shared: int
+) -> dict[str, object]:
     tokens = [[0] * prompt_tokens for _ in range(prompts)]
-    return {"prompts": tokens, "shared_tokens": shared, "samples": samples, "new_tokens": new_tokens}
+    return {
+        "prompts": tokens,
+        "shared_tokens": shared,
+        "samples": samples,
+        "new_tokens": new_tokens,
+    }
 
 
 def test_what_is_shared_counts_once():

@@ -6,11 +6,21 @@ import pytest
 from report import PAGE, RESULTS, TABLES, with_tables
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "flags": ["amx_bf16"], "memory_gib": 7.6}
-HEADER = {"date": "2026-01-02", "commit": "0123456789ab", "machine": MACHINE, "load_average_before": 0.25}
+HEADER = {
+    "date": "2026-01-02",
+    "commit": "0123456789ab",
+    "machine": MACHINE,
+    "load_average_before": 0.25,
+}
 
 
 def peer(seconds: float) -> dict[str, object]:
-    return {"median_seconds": seconds, "seconds": [seconds, 2 * seconds], "peak_gib": 1.5, "load_seconds": 3.0}
+    return {
+        "median_seconds": seconds,
+        "seconds": [seconds, 2 * seconds],
+        "peak_gib": 1.5,
+        "load_seconds": 3.0,
+    }
 
 
 def test_the_page_is_what_the_results_make():
@@ -28,7 +38,10 @@ def test_every_result_has_its_table():
 
 
 def test_a_peer_is_compared_with_planish_on_the_same_work(tmp_path):
-    report = {**HEADER, "works": {"W1": {"ours": peer(2.0), "limit": peer(1.0), "generate": peer(20.0)}}}
+    report = {
+        **HEADER,
+        "works": {"W1": {"ours": peer(2.0), "limit": peer(1.0), "generate": peer(20.0)}},
+    }
     (tmp_path / "bench.json").write_text(json.dumps(report))
     page = with_tables("before\n<!-- table: bench -->\nold\n<!-- end -->\nafter\n", tmp_path)
     assert page.startswith(
@@ -42,7 +55,10 @@ def test_a_peer_is_compared_with_planish_on_the_same_work(tmp_path):
 
 def test_what_was_not_measured_is_no_table(tmp_path):
     page = "<!-- table: bench -->\nold\n<!-- end --> <!-- table: start -->\nold\n<!-- end -->"
-    assert with_tables(page, tmp_path) == "<!-- table: bench -->\n<!-- end --> <!-- table: start -->\n<!-- end -->"
+    assert (
+        with_tables(page, tmp_path)
+        == "<!-- table: bench -->\n<!-- end --> <!-- table: start -->\n<!-- end -->"
+    )
 
 
 def test_a_longer_context_is_charged_for_what_it_adds(tmp_path):
@@ -57,12 +73,23 @@ def test_a_longer_context_is_charged_for_what_it_adds(tmp_path):
 
 
 def test_adapters_are_compared_round_by_round(tmp_path):
-    point = {"samples": 64, "tokens": 2048, "new_tokens": 32, "median_seconds": 4.0, "seconds": [4.0, 5.0, 4.0]}
+    point = {
+        "samples": 64,
+        "tokens": 2048,
+        "new_tokens": 32,
+        "median_seconds": 4.0,
+        "seconds": [4.0, 5.0, 4.0],
+    }
     many = {**point, "adapters": 8, "alone_seconds": [3.0, 3.0, 2.0], "read_seconds_a_step": 0.005}
     one = {**point, "adapters": 1, "alone_seconds": [4.0, 4.0, 4.0], "read_seconds_a_step": 0.0005}
     first = {"new": [0.020, 0.030, 0.100], "used": [0.012, 0.010, 0.011]}
-    (tmp_path / "adapters.json").write_text(json.dumps({**HEADER, "points": [one, many], "first_tokens": first}))
+    (tmp_path / "adapters.json").write_text(
+        json.dumps({**HEADER, "points": [one, many], "first_tokens": first})
+    )
     page = with_tables("<!-- table: adapters -->\n<!-- end -->", tmp_path)
     assert "| 64 = 1 x 64 | 4.00 (4.00 to 5.00) | 512 |  | 125.0 | 0.5 |" in page
     assert "| 64 = 8 x 8 | 4.00 (4.00 to 5.00) | 512 | 0.60 | 125.0 | 5.0 |" in page
-    assert "First token of a new version, which is packed for it: 30.0 ms; to another prompt then: 11.0 ms." in page
+    assert (
+        "First token of a new version, which is packed for it: 30.0 ms; to another prompt then: 11.0 ms."
+        in page
+    )

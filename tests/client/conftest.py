@@ -27,7 +27,9 @@ def server_url(server) -> str:
 @pytest.fixture
 def embedded_client(model_dir, tmp_path) -> Iterator[ServiceClient]:
     """An engine in this process."""
-    client = ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32")
+    client = ServiceClient(
+        models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32"
+    )
     yield client
     client._close(finish=False)
 
@@ -44,7 +46,9 @@ def remote_client(server_url, tmp_path, monkeypatch) -> Iterator[ServiceClient]:
 @pytest.fixture(params=["near", "far"])
 def service_client(request) -> ServiceClient:
     """Either: what a test of clients shows must hold for both."""
-    return request.getfixturevalue("embedded_client" if request.param == "near" else "remote_client")
+    return request.getfixturevalue(
+        "embedded_client" if request.param == "near" else "remote_client"
+    )
 
 
 @pytest.fixture
@@ -53,7 +57,9 @@ def make_client(request, service_client, model_dir, tmp_path) -> Callable[[], Se
     if request.node.callspec.params["service_client"] == "far":
         url = request.getfixturevalue("server_url")
         return lambda: ServiceClient(base_url=url)
-    return lambda: ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32")
+    return lambda: ServiceClient(
+        models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32"
+    )
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
-"""A server in a thread of this process, on a real socket, with the engine, journal and routes that `planish serve` has, and with a
-network in front of it that can be made to fail."""
+"""A server in a thread of this process, on a real socket, with the engine, journal and routes that
+`planish serve` has, and with a network in front of it that can be made to fail.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ class Network:
         async def swallow(message: Any) -> None: ...
 
         await self.app(scope, receive, swallow)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]}
+        )
         raise ConnectionFailure
 
     async def _break(self, scope: Any, receive: Any, send: Any) -> None:
@@ -72,7 +75,11 @@ class Network:
             nonlocal sent
             sent += 1
             if sent <= 2:
-                await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+                await send(
+                    {**message, "more_body": True}
+                    if message["type"] == "http.response.body"
+                    else message
+                )
 
         await self.app(scope, receive, begin)
         raise ConnectionFailure
@@ -90,12 +97,16 @@ def serving(
     data: Path, models: Mapping[str, Path], keys: Mapping[str, str] | None = None, port: int = 0
 ) -> Iterator[ServerThread]:
     """A server for the length of a block, which ends in order."""
-    engine = Engine({name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32"))
+    engine = Engine(
+        {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32")
+    )
     core = ServerCore(engine, data, list(models), keys)
     settings = HttpSettings(tokenizer_directories=models, has_keys=keys is not None)
     app = create_app(core, settings, more=routes_draw.ROUTES)
     network = Network(app)
-    server = uvicorn.Server(uvicorn.Config(network, lifespan="on", log_level="critical", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(network, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)
+    )
     with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

@@ -1,4 +1,6 @@
-"""Every kind of bad input: refused with the argument and the remedy, by the same errors near and far, and nothing has changed."""
+"""Every kind of bad input: refused with the argument and the remedy, by the same errors near and
+far, and nothing has changed.
+"""
 
 import math
 from collections.abc import Iterator
@@ -40,7 +42,12 @@ def training_client(embedded_client) -> TrainingClient:
 
 
 def logprobs(client: TrainingClient) -> list[float]:
-    return client.forward([datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].tolist()
+    return (
+        client.forward([datum()], "cross_entropy")
+        .result(WAIT)
+        .loss_fn_outputs[0]["logprobs"]
+        .tolist()
+    )
 
 
 def put_in_later() -> Datum:
@@ -52,39 +59,103 @@ def put_in_later() -> Datum:
 PROMPT = ModelInput.from_ints([1, 2, 3])
 
 
-def sample(client: SamplingClient, prompt: Any = PROMPT, n: Any = 1, params: Any = None, **more: Any) -> Any:
+def sample(
+    client: SamplingClient, prompt: Any = PROMPT, n: Any = 1, params: Any = None, **more: Any
+) -> Any:
     return client.sample(prompt, n, params or SamplingParams(max_tokens=2), **more)
 
 
-def backward(client: TrainingClient, *data: Datum, loss_fn: str = "cross_entropy", **more: Any) -> Any:
+def backward(
+    client: TrainingClient, *data: Datum, loss_fn: str = "cross_entropy", **more: Any
+) -> Any:
     return client.forward_backward(list(data), loss_fn, **more)
 
 
 BAD_GRADIENTS: list[tuple[str, Any, str]] = [
     ("empty data", lambda c: backward(c), "data is empty"),
-    ("one datum for a list", lambda c: c.forward_backward(datum(), "cross_entropy"), "list of Datum"),
+    (
+        "one datum for a list",
+        lambda c: c.forward_backward(datum(), "cross_entropy"),
+        "list of Datum",
+    ),
     ("no datum", lambda c: c.forward_backward([1], "cross_entropy"), r"data\[0\]"),
-    ("unknown loss", lambda c: backward(c, datum(), loss_fn="dpo"), "loss_fn='dpo'.*importance_sampling"),
-    ("a loss that is not served", lambda c: backward(c, datum(), loss_fn="stable_reinforce"), "not supported"),
-    ("unknown option", lambda c: backward(c, datum(), loss_fn_config={"epsilon": 0.2}), "'epsilon'.*takes"),
-    ("option of another loss", lambda c: backward(c, datum(), loss_fn_config={"beta": 0.2}), "'beta'"),
-    ("option that is no number", lambda c: backward(c, datum(), loss_fn_config={"temperature": "1"}), "temperature"),
-    ("options that are none", lambda c: backward(c, datum(), loss_fn_config=[("temperature", 1)]), "loss_fn_config"),
+    (
+        "unknown loss",
+        lambda c: backward(c, datum(), loss_fn="dpo"),
+        "loss_fn='dpo'.*importance_sampling",
+    ),
+    (
+        "a loss that is not served",
+        lambda c: backward(c, datum(), loss_fn="stable_reinforce"),
+        "not supported",
+    ),
+    (
+        "unknown option",
+        lambda c: backward(c, datum(), loss_fn_config={"epsilon": 0.2}),
+        "'epsilon'.*takes",
+    ),
+    (
+        "option of another loss",
+        lambda c: backward(c, datum(), loss_fn_config={"beta": 0.2}),
+        "'beta'",
+    ),
+    (
+        "option that is no number",
+        lambda c: backward(c, datum(), loss_fn_config={"temperature": "1"}),
+        "temperature",
+    ),
+    (
+        "options that are none",
+        lambda c: backward(c, datum(), loss_fn_config=[("temperature", 1)]),
+        "loss_fn_config",
+    ),
     ("temperature 0", lambda c: backward(c, datum(), loss_fn_config={"temperature": 0}), "above 0"),
-    ("empty input", lambda c: backward(c, Datum(ModelInput.empty(), {"target_tokens": []})), "empty"),
+    (
+        "empty input",
+        lambda c: backward(c, Datum(ModelInput.empty(), {"target_tokens": []})),
+        "empty",
+    ),
     ("lengths", lambda c: backward(c, datum(weights=[1.0] * 5)), r"weights.*\[5\].*\[6\]"),
-    ("target lengths", lambda c: backward(c, Datum(PROMPT, {"target_tokens": [1, 2]})), "target_tokens.*3 tokens"),
-    ("targets missing", lambda c: backward(c, Datum(PROMPT, {"weights": [1.0] * 3})), "target_tokens"),
-    ("input missing", lambda c: backward(c, datum(logprobs=[0.0] * 6), loss_fn="ppo"), "'advantages'"),
+    (
+        "target lengths",
+        lambda c: backward(c, Datum(PROMPT, {"target_tokens": [1, 2]})),
+        "target_tokens.*3 tokens",
+    ),
+    (
+        "targets missing",
+        lambda c: backward(c, Datum(PROMPT, {"weights": [1.0] * 3})),
+        "target_tokens",
+    ),
+    (
+        "input missing",
+        lambda c: backward(c, datum(logprobs=[0.0] * 6), loss_fn="ppo"),
+        "'advantages'",
+    ),
     (
         "vocabulary",
         lambda c: backward(c, Datum(ModelInput.from_ints([VOCAB_SIZE]), {"target_tokens": [1]})),
         "vocabulary",
     ),
-    ("negative token", lambda c: backward(c, Datum(ModelInput.from_ints([-1]), {"target_tokens": [1]})), "vocabulary"),
-    ("target vocabulary", lambda c: backward(c, Datum(PROMPT, {"target_tokens": [1, 2, 9999]})), "target_tokens.*9999"),
-    ("ignored targets", lambda c: backward(c, Datum(PROMPT, {"target_tokens": [-100, 1, 2]})), "-100.*weight"),
-    ("inputs put in later", lambda c: backward(c, put_in_later()), r"'weights'\] is a list; give TensorData"),
+    (
+        "negative token",
+        lambda c: backward(c, Datum(ModelInput.from_ints([-1]), {"target_tokens": [1]})),
+        "vocabulary",
+    ),
+    (
+        "target vocabulary",
+        lambda c: backward(c, Datum(PROMPT, {"target_tokens": [1, 2, 9999]})),
+        "target_tokens.*9999",
+    ),
+    (
+        "ignored targets",
+        lambda c: backward(c, Datum(PROMPT, {"target_tokens": [-100, 1, 2]})),
+        "-100.*weight",
+    ),
+    (
+        "inputs put in later",
+        lambda c: backward(c, put_in_later()),
+        r"'weights'\] is a list; give TensorData",
+    ),
     ("float targets", lambda c: backward(c, Datum(PROMPT, {"target_tokens": np.ones(3)})), "int64"),
     ("NaN", lambda c: backward(c, datum(weights=[math.nan] * 6)), "weights.*not finite"),
     (
@@ -92,23 +163,51 @@ BAD_GRADIENTS: list[tuple[str, Any, str]] = [
         lambda c: backward(c, datum(logprobs=[0.0] * 6, advantages=[math.inf] * 6), loss_fn="ppo"),
         "advantages.*not finite",
     ),
-    ("no list", lambda c: c.forward_backward(None, "cross_entropy"), "data is a NoneType; give a list"),
+    (
+        "no list",
+        lambda c: c.forward_backward(None, "cross_entropy"),
+        "data is a NoneType; give a list",
+    ),
     ("no name of a loss", lambda c: c.forward_backward([datum()], ["ppo"]), "loss_fn is a list"),
-    ("option of no name", lambda c: backward(c, datum(), loss_fn_config={1: 2.0}), r"loss_fn_config\[1\]"),
-    ("option yes", lambda c: backward(c, datum(), loss_fn_config={"temperature": True}), "temperature'\\]=True"),
-    ("option of any size", lambda c: backward(c, datum(), loss_fn_config={"temperature": 10**400}), "finite number"),
+    (
+        "option of no name",
+        lambda c: backward(c, datum(), loss_fn_config={1: 2.0}),
+        r"loss_fn_config\[1\]",
+    ),
+    (
+        "option yes",
+        lambda c: backward(c, datum(), loss_fn_config={"temperature": True}),
+        "temperature'\\]=True",
+    ),
+    (
+        "option of any size",
+        lambda c: backward(c, datum(), loss_fn_config={"temperature": 10**400}),
+        "finite number",
+    ),
     ("too long", lambda c: backward(c, datum(2049)), "2049 tokens.*2048"),
-    ("custom without targets", lambda c: c.forward_backward_custom([Datum(PROMPT, {})], len), "target_tokens"),
+    (
+        "custom without targets",
+        lambda c: c.forward_backward_custom([Datum(PROMPT, {})], len),
+        "target_tokens",
+    ),
     ("custom with other data", lambda c: c.forward_backward_custom([1], len), r"data\[0\]"),
-    ("custom of too much", lambda c: c.forward_backward_custom([datum(2049)], len), "2049 tokens.*2048"),
+    (
+        "custom of too much",
+        lambda c: c.forward_backward_custom([datum(2049)], len),
+        "2049 tokens.*2048",
+    ),
     ("custom of nothing", lambda c: c.forward_backward_custom([], len), "data is empty"),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_GRADIENTS])
+@pytest.mark.parametrize(
+    ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_GRADIENTS]
+)
 @pytest.mark.parametrize("client", ["training_client", "remote_training_client"])
 def test_a_step_behind_a_part_that_is_refused_is_refused_too(request, client, call, message):
-    """Submitted together, near and far: the rest of a gradient would be a step that nobody asked for."""
+    """Submitted together, near and far: the rest of a gradient would be a step that nobody asked
+    for.
+    """
     client = request.getfixturevalue(client)
     before = logprobs(client)
     client.forward_backward([datum()], "cross_entropy")
@@ -116,7 +215,8 @@ def test_a_step_behind_a_part_that_is_refused_is_refused_too(request, client, ca
     with pytest.raises(UserError, match=message) as refused:
         part.result(WAIT)
     with pytest.raises(
-        UserError, match=f"(?s)nothing was applied: the forward_backward before it failed.*{message}"
+        UserError,
+        match=f"(?s)nothing was applied: the forward_backward before it failed.*{message}",
     ) as torn:
         update.result(WAIT)
     assert isinstance(torn.value, NonFiniteError) == isinstance(refused.value, NonFiniteError)
@@ -131,21 +231,51 @@ BAD_TRAINING: list[tuple[str, Any, str]] = [
     ("sampler slash", lambda c: c.save_weights_for_sampler("a/b"), "^name='a/b'"),
     ("no name", lambda c: c.save_state(""), "name=''"),
     ("ttl", lambda c: c.save_state("a", ttl_seconds=-1), "ttl_seconds=-1"),
-    ("a ttl without end", lambda c: c.save_state("a", ttl_seconds=10**30), "ttl_seconds has more than 64 bits"),
-    ("half a second", lambda c: c.save_state("a", ttl_seconds=1.5), "ttl_seconds=1.5: give a whole number"),
-    ("a ttl that is whole and no int", lambda c: c.save_weights_for_sampler("a", ttl_seconds=3.0), "ttl_seconds=3.0"),
-    ("overwrite", lambda c: c.save_state("a", overwrite="no"), "overwrite='no': give True or False"),
+    (
+        "a ttl without end",
+        lambda c: c.save_state("a", ttl_seconds=10**30),
+        "ttl_seconds has more than 64 bits",
+    ),
+    (
+        "half a second",
+        lambda c: c.save_state("a", ttl_seconds=1.5),
+        "ttl_seconds=1.5: give a whole number",
+    ),
+    (
+        "a ttl that is whole and no int",
+        lambda c: c.save_weights_for_sampler("a", ttl_seconds=3.0),
+        "ttl_seconds=3.0",
+    ),
+    (
+        "overwrite",
+        lambda c: c.save_state("a", overwrite="no"),
+        "overwrite='no': give True or False",
+    ),
     ("metadata", lambda c: c.save_state("a", user_metadata={"a": 1}), "user_metadata"),
     ("no path", lambda c: c.load_state("model.pt"), "tinker://"),
-    ("missing checkpoint", lambda c: c.load_state("tinker://x/weights/y"), "there is no checkpoint"),
+    (
+        "missing checkpoint",
+        lambda c: c.load_state("tinker://x/weights/y"),
+        "there is no checkpoint",
+    ),
     ("a path outside", lambda c: c.load_state("tinker://../weights/y"), r"slash|\.\./weights"),
-    ("missing sampler", lambda c: c.create_sampling_client("tinker://x/sampler_weights/y"), "there is no checkpoint"),
+    (
+        "missing sampler",
+        lambda c: c.create_sampling_client("tinker://x/sampler_weights/y"),
+        "there is no checkpoint",
+    ),
     ("forward of nothing", lambda c: c.forward([], "cross_entropy"), "data is empty"),
-    ("forward of too much", lambda c: c.forward([datum(2049)], "cross_entropy"), "2049 tokens.*2048"),
+    (
+        "forward of too much",
+        lambda c: c.forward([datum(2049)], "cross_entropy"),
+        "2049 tokens.*2048",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING])
+@pytest.mark.parametrize(
+    ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING]
+)
 def test_bad_training_input_is_refused_at_once(training_client, call, message):
     before = logprobs(training_client)
     training_client.forward_backward([datum()], "cross_entropy").result(WAIT)
@@ -158,9 +288,17 @@ def test_bad_training_input_is_refused_at_once(training_client, call, message):
 BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("empty prompt", lambda c: sample(c, ModelInput.empty()), "prompt is empty"),
     ("prompt of another kind", lambda c: sample(c, [1, 2]), "prompt is a list.*ModelInput"),
-    ("vocabulary", lambda c: sample(c, ModelInput.from_ints([5, VOCAB_SIZE])), f"{VOCAB_SIZE}.*vocabulary"),
+    (
+        "vocabulary",
+        lambda c: sample(c, ModelInput.from_ints([5, VOCAB_SIZE])),
+        f"{VOCAB_SIZE}.*vocabulary",
+    ),
     ("no samples", lambda c: sample(c, n=0), "^num_samples=0"),
-    ("many samples", lambda c: sample(c, n=4097), "^num_samples=4097: give.*1 to 4096; more take several requests"),
+    (
+        "many samples",
+        lambda c: sample(c, n=4097),
+        "^num_samples=4097: give.*1 to 4096; more take several requests",
+    ),
     ("samples without end", lambda c: sample(c, n=10**20), "^num_samples has more than 64 bits"),
     (
         "a large answer",
@@ -182,14 +320,22 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
         lambda c: sample(c, ModelInput.from_ints([1] * 2048), params=SamplingParams()),
         "2048 tokens are all",
     ),
-    ("stop token", lambda c: sample(c, params=SamplingParams(max_tokens=2, stop=[VOCAB_SIZE])), "stop.*vocabulary"),
+    (
+        "stop token",
+        lambda c: sample(c, params=SamplingParams(max_tokens=2, stop=[VOCAB_SIZE])),
+        "stop.*vocabulary",
+    ),
     ("top-k", lambda c: sample(c, topk_prompt_logprobs=-1), "^topk_prompt_logprobs=-1"),
     (
         "a word for a flag",
         lambda c: sample(c, include_prompt_logprobs="no"),
         "prompt_logprobs='no': give True or False",
     ),
-    ("top-k beyond", lambda c: sample(c, topk_sample_logprobs=VOCAB_SIZE + 1), "topk_sample_logprobs"),
+    (
+        "top-k beyond",
+        lambda c: sample(c, topk_sample_logprobs=VOCAB_SIZE + 1),
+        "topk_sample_logprobs",
+    ),
     ("last n", lambda c: sample(c, prompt_logprobs_last_n=0), "prompt_logprobs_last_n=0"),
     (
         "targets' shape",
@@ -201,12 +347,18 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
         lambda c: sample(c, target_prompt_logprobs=np.zeros((2, 1), np.int64)),
         "target_prompt_logprobs is a ndarray",
     ),
-    ("top-k of another kind", lambda c: sample(c, topk_sample_logprobs=5.0), "topk_sample_logprobs=5.0"),
+    (
+        "top-k of another kind",
+        lambda c: sample(c, topk_sample_logprobs=5.0),
+        "topk_sample_logprobs=5.0",
+    ),
     ("scored prompt", lambda c: c.compute_logprobs(ModelInput.empty()), "prompt is empty"),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING])
+@pytest.mark.parametrize(
+    ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING]
+)
 def test_bad_sampling_input_is_refused_at_once(embedded_client, call, message):
     client = embedded_client.create_sampling_client(base_model="tiny")
     with pytest.raises(UserError, match=message):
@@ -215,21 +367,53 @@ def test_bad_sampling_input_is_refused_at_once(embedded_client, call, message):
 
 
 BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
-    ("unknown model", lambda c: c.create_lora_training_client("no/such-model"), UnknownModelError, "no/such-model"),
-    ("unknown sampler", lambda c: c.create_sampling_client(base_model="nothing"), UnknownModelError, "nothing"),
+    (
+        "unknown model",
+        lambda c: c.create_lora_training_client("no/such-model"),
+        UnknownModelError,
+        "no/such-model",
+    ),
+    (
+        "unknown sampler",
+        lambda c: c.create_sampling_client(base_model="nothing"),
+        UnknownModelError,
+        "nothing",
+    ),
     ("no model", lambda c: c.create_lora_training_client(""), ValueError, "name"),
     ("rank", lambda c: c.create_lora_training_client("tiny", rank=0), ValueError, "rank=0"),
-    ("large rank", lambda c: c.create_lora_training_client("tiny", rank=257), ValueError, "rank=257"),
+    (
+        "large rank",
+        lambda c: c.create_lora_training_client("tiny", rank=257),
+        ValueError,
+        "rank=257",
+    ),
     (
         "nothing to train",
-        lambda c: c.create_lora_training_client("tiny", train_mlp=False, train_attn=False, train_unembed=False),
+        lambda c: c.create_lora_training_client(
+            "tiny", train_mlp=False, train_attn=False, train_unembed=False
+        ),
         ValueError,
         "nothing would be trained",
     ),
-    ("metadata", lambda c: c.create_lora_training_client("tiny", user_metadata={"a": 1}), ValueError, "user_metadata"),
+    (
+        "metadata",
+        lambda c: c.create_lora_training_client("tiny", user_metadata={"a": 1}),
+        ValueError,
+        "user_metadata",
+    ),
     ("neither", lambda c: c.create_sampling_client(), ValueError, "model_path.*base_model"),
-    ("a name for a path", lambda c: c.create_sampling_client("tiny"), ValueError, "base_model='tiny'"),
-    ("a name of another kind", lambda c: c.create_lora_training_client(object()), ValueError, "is a object; give"),
+    (
+        "a name for a path",
+        lambda c: c.create_sampling_client("tiny"),
+        ValueError,
+        "base_model='tiny'",
+    ),
+    (
+        "a name of another kind",
+        lambda c: c.create_lora_training_client(object()),
+        ValueError,
+        "is a object; give",
+    ),
     (
         "metadata of a list",
         lambda c: c.create_lora_training_client("tiny", user_metadata=["a"]),
@@ -237,7 +421,12 @@ BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
         "user_metadata",
     ),
     ("path", lambda c: c.create_training_client_from_state("runs/x"), ValueError, "tinker://"),
-    ("no path", lambda c: c.create_training_client_from_state(None), ValueError, "checkpoint path None"),
+    (
+        "no path",
+        lambda c: c.create_training_client_from_state(None),
+        ValueError,
+        "checkpoint path None",
+    ),
     ("tokenizer", lambda c: c._session.tokenizer("nothing"), UnknownModelError, "nothing"),
     (
         "a run that can be none",
@@ -257,11 +446,18 @@ BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
         CheckpointError,
         "no checkpoint",
     ),
-    ("outside", lambda c: c.create_sampling_client("tinker://../weights/y"), CheckpointError, r"slash|\.\./weights"),
+    (
+        "outside",
+        lambda c: c.create_sampling_client("tinker://../weights/y"),
+        CheckpointError,
+        r"slash|\.\./weights",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE])
+@pytest.mark.parametrize(
+    ("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE]
+)
 def test_bad_names_are_refused_at_once(embedded_client, monkeypatch, call, kind, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(kind, match=message):
@@ -272,21 +468,31 @@ def test_bad_names_are_refused_at_once(embedded_client, monkeypatch, call, kind,
 # A server says the same, of a call that it has seen.
 
 
-@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING])
-def test_a_server_refuses_bad_training_input(training_client, remote_training_client, call, message):
+@pytest.mark.parametrize(
+    ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING]
+)
+def test_a_server_refuses_bad_training_input(
+    training_client, remote_training_client, call, message
+):
     with pytest.raises(ValueError, match=message) as far:
         outcome(call(remote_training_client))
     assert type(far.value) is refusal(call, training_client)
 
 
-@pytest.mark.parametrize(("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING])
+@pytest.mark.parametrize(
+    ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING]
+)
 def test_a_server_refuses_bad_sampling_input(remote_sampling_client, call, message):
     with pytest.raises(UserError, match=message):
         outcome(call(remote_sampling_client))
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE])
-def test_a_server_refuses_bad_names(shared_remote_client, embedded_client, monkeypatch, call, kind, message):
+@pytest.mark.parametrize(
+    ("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE]
+)
+def test_a_server_refuses_bad_names(
+    shared_remote_client, embedded_client, monkeypatch, call, kind, message
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(kind, match=message) as far:
         call(shared_remote_client)

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from planish.client.futures import Pending, awaiting, chained, completed, in_thread, reading, submitting
+from planish.client.futures import (
+    Pending,
+    awaiting,
+    chained,
+    completed,
+    in_thread,
+    reading,
+    submitting,
+)
 
 
 def later(value: Any, seconds: float = 0.02) -> Future[Any]:
@@ -44,8 +52,14 @@ def test_async_forms_are_coroutines_for_task_groups():
 
     async def main() -> list[int]:
         async with asyncio.TaskGroup() as tasks:
-            first, second = tasks.create_task(awaiting(submit)(1)), tasks.create_task(reading(submit)(2))
-            third, fourth = tasks.create_task(submitting(submit)(3)), tasks.create_task(in_thread(submit)(4))
+            first, second = (
+                tasks.create_task(awaiting(submit)(1)),
+                tasks.create_task(reading(submit)(2)),
+            )
+            third, fourth = (
+                tasks.create_task(submitting(submit)(3)),
+                tasks.create_task(in_thread(submit)(4)),
+            )
         return [first.result(), second.result(), await third.result(), await fourth.result()]
 
     assert asyncio.run(main()) == [1, 2, 3, 4]

@@ -1,4 +1,6 @@
-"""Recipes with `base_url`: the rows of a run in this process, and a run that goes on in another session."""
+"""Recipes with `base_url`: the rows of a run in this process, and a run that goes on in another
+session.
+"""
 
 import asyncio
 import json
@@ -15,7 +17,10 @@ from planish.runs import read_rows
 def sums(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("sums")
     for split, count in (("train", 12), ("test", 2)):
-        rows = [{"question": f"{n} + 2?", "answer": f"It is {n + 2}\n#### {n + 2}"} for n in range(count)]
+        rows = [
+            {"question": f"{n} + 2?", "answer": f"It is {n + 2}\n#### {n + 2}"}
+            for n in range(count)
+        ]
         (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -29,7 +34,10 @@ def rows_of(run: Path) -> list[dict]:
     """Without what depends on time, on what a cache knows, and on how many steps there will be."""
     other = ("time/", "tokens_per_second/", "tokens/prefill", "progress/done_frac")
     rows = read_rows(run / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(other) and "cached" not in k} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(other) and "cached" not in k}
+        for row in rows
+    ]
 
 
 def test_supervised_training_is_the_same(server_url, embedded_client, sums, tmp_path):
@@ -42,13 +50,19 @@ def test_supervised_training_is_the_same(server_url, embedded_client, sums, tmp_
         "save_every": 2,
         "eval_examples": 2,
     }
-    far = sl_loop.main(sl_loop.Config(**options, base_url=server_url, log_path=str(tmp_path / "far")))
-    near = sl_loop.train(sl_loop.Config(**options, log_path=str(tmp_path / "near")), embedded_client)
+    far = sl_loop.main(
+        sl_loop.Config(**options, base_url=server_url, log_path=str(tmp_path / "far"))
+    )
+    near = sl_loop.train(
+        sl_loop.Config(**options, log_path=str(tmp_path / "near")), embedded_client
+    )
     assert rows_of(far) == rows_of(near)
     assert len(rows_of(far)) == 4
 
 
-def test_reinforcement_learning_is_the_same_and_goes_on_in_another_session(server_url, embedded_client, sums, tmp_path):
+def test_reinforcement_learning_is_the_same_and_goes_on_in_another_session(
+    server_url, embedded_client, sums, tmp_path
+):
     options = {
         "model_name": "tiny",
         "dataset": str(sums),
@@ -61,13 +75,22 @@ def test_reinforcement_learning_is_the_same_and_goes_on_in_another_session(serve
     far = {**options, "base_url": server_url, "log_path": str(tmp_path / "far")}
     rl_loop.main(rl_loop.Config(**far, max_steps=1))
     run = rl_loop.main(rl_loop.Config(**far, max_steps=2))
-    near = rl_loop.train(rl_loop.Config(**options, log_path=str(tmp_path / "near"), max_steps=2), embedded_client)
+    near = rl_loop.train(
+        rl_loop.Config(**options, log_path=str(tmp_path / "near"), max_steps=2), embedded_client
+    )
     assert rows_of(run) == rows_of(near)
     assert [row["batch"] for row in read_rows(run / "checkpoints.jsonl")] == [1, 2]
 
 
 def test_the_library_of_recipes_runs_on_a_server(server_url, tmp_path):
-    changes = {"max_steps": 2, "batch_size": 2, "group_size": 2, "eval_problems": 2, "max_tokens": 8, "lora_rank": 4}
+    changes = {
+        "max_steps": 2,
+        "batch_size": 2,
+        "group_size": 2,
+        "eval_problems": 2,
+        "max_tokens": 8,
+        "lora_rank": 4,
+    }
     options = math_rl.options_for(
         "arithmetic",
         **changes,
@@ -92,6 +115,10 @@ def test_an_evaluation_is_the_same(remote_client, embedded_client, sums, tmp_pat
         model = open_model(client, "tiny", "role_colon")
         assert model.context_window == 2048
         out = tmp_path / f"out-{len(rows)}"
-        asyncio.run(evaluate(model.sampling_client, task, draws, renderer=model.renderer, concurrency=1, out=out))
+        asyncio.run(
+            evaluate(
+                model.sampling_client, task, draws, renderer=model.renderer, concurrency=1, out=out
+            )
+        )
         rows.append(read_rows(out / "samples.jsonl"))
     assert rows[0] == rows[1]

@@ -1,4 +1,6 @@
-"""A client of a server, on a network that fails: the same results, patience with an end, and errors that say what to do."""
+"""A client of a server, on a network that fails: the same results, patience with an end, and errors
+that say what to do.
+"""
 
 import http.server
 import itertools
@@ -18,7 +20,15 @@ from server_thread import BROKEN, LOST, Fault, ServerThread, serving
 from starlette.responses import Response
 
 import planish
-from planish import AdamParams, Datum, EngineClosedError, ModelInput, SamplingParams, ServiceClient, UserError
+from planish import (
+    AdamParams,
+    Datum,
+    EngineClosedError,
+    ModelInput,
+    SamplingParams,
+    ServiceClient,
+    UserError,
+)
 from planish.client import remote_session
 from planish.client.remote import RemoteService
 from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
@@ -43,17 +53,28 @@ def train(client: ServiceClient) -> list[Any]:
     stepped = training_client.optim_step(AdamParams(learning_rate=1e-2))
     output = training_client.forward([datum()], "cross_entropy")
     sampling_client = training_client.save_weights_and_get_sampling_client()
-    samples = [sampling_client.sample(PROMPT, 2, SamplingParams(max_tokens=5, seed=seed)) for seed in range(6)]
+    samples = [
+        sampling_client.sample(PROMPT, 2, SamplingParams(max_tokens=5, seed=seed))
+        for seed in range(6)
+    ]
     path = training_client.save_state("one").result(WAIT).path
     resumed = client.create_training_client_from_state_with_optimizer(path)
     resumed.forward_backward([datum()], "cross_entropy")
     return [
         stepped.result(WAIT),
         output.result(WAIT).loss_fn_outputs[0]["logprobs"].tolist(),
-        [[(one.tokens, one.logprobs) for one in sample.result(WAIT).sequences] for sample in samples],
+        [
+            [(one.tokens, one.logprobs) for one in sample.result(WAIT).sequences]
+            for sample in samples
+        ],
         sampling_client.compute_logprobs(PROMPT).result(WAIT),
         resumed.optim_step(AdamParams(learning_rate=1e-2)).result(WAIT),
-        len(client.create_rest_client().list_checkpoints(training_client.model_id).result().checkpoints),
+        len(
+            client.create_rest_client()
+            .list_checkpoints(training_client.model_id)
+            .result()
+            .checkpoints
+        ),
     ]
 
 
@@ -67,7 +88,9 @@ def failing(server: ServerThread, fault: Callable[[str], Fault]) -> Iterator[Non
 
 
 def later(status: int) -> Response:
-    return Response(json.dumps({"detail": "later"}), status, {"Retry-After": "0"}, media_type="application/json")
+    return Response(
+        json.dumps({"detail": "later"}), status, {"Retry-After": "0"}, media_type="application/json"
+    )
 
 
 @pytest.fixture
@@ -106,7 +129,11 @@ def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, 
 
     with ServiceClient(base_url=server.url) as client, failing(server, every_second_of_a_path):
         assert train(client) == undisturbed
-    assert {"/api/v1/forward_backward", "/api/v1/optim_step", "/api/v1/planish/draw"} <= counts.keys()
+    assert {
+        "/api/v1/forward_backward",
+        "/api/v1/optim_step",
+        "/api/v1/planish/draw",
+    } <= counts.keys()
 
 
 def test_who_is_told_to_come_later_keeps_nobody_from_asking(server, monkeypatch):
@@ -155,7 +182,9 @@ def test_a_server_that_stays_away_is_an_error(server, impatient):
     client = ServiceClient(service=service)
     sampling_client = client.create_sampling_client(base_model="tiny")
     with failing(server, lambda path: LOST):
-        with pytest.raises(ServerUnreachableError, match=r"no server answers at http://127.*planish serve"):
+        with pytest.raises(
+            ServerUnreachableError, match=r"no server answers at http://127.*planish serve"
+        ):
             client.create_lora_training_client("tiny", rank=4)
         with pytest.raises(ServerUnreachableError):
             sampling_client.compute_logprobs(PROMPT).result(WAIT)
@@ -167,7 +196,10 @@ def test_a_fault_of_the_server_is_told(server, impatient):
     with ServiceClient(base_url=server.url) as client:
         sampling_client = client.create_sampling_client(base_model="tiny")
         fault = Response('{"detail": "a fault of the server (KeyError)"}', 500)
-        with failing(server, lambda path: fault), pytest.raises(ServerFaultError, match="500.*KeyError"):
+        with (
+            failing(server, lambda path: fault),
+            pytest.raises(ServerFaultError, match="500.*KeyError"),
+        ):
             sampling_client.compute_logprobs(PROMPT).result(WAIT)
         assert len(sampling_client.compute_logprobs(PROMPT).result(WAIT)) == PROMPT.length
 
@@ -179,7 +211,9 @@ def test_no_server_is_told(monkeypatch):
     monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(ServerUnreachableError, match=f"no server answers at http://127.0.0.1:{port}.*planish serve"):
+    with pytest.raises(
+        ServerUnreachableError, match=f"no server answers at http://127.0.0.1:{port}.*planish serve"
+    ):
         ServiceClient(base_url=f"http://127.0.0.1:{port}")
 
 
@@ -204,10 +238,14 @@ def test_what_the_caller_changes_after_a_call_is_not_sent(server):
 
 
 def test_what_meets_the_closing_harms_nothing_else(server):
-    """Given from another thread at the moment of `close`, it is done or refused; what was given before is finished."""
+    """Given from another thread at the moment of `close`, it is done or refused; what was given
+    before is finished.
+    """
     client = ServiceClient(base_url=server.url)
     sampling_client = client.create_sampling_client(base_model="tiny")
-    before = [sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=200, stop=[])) for _ in range(4)]
+    before = [
+        sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=200, stop=[])) for _ in range(4)
+    ]
     refused = threading.Event()
     late: list[Any] = []
 
@@ -302,7 +340,9 @@ def test_who_answers_there_is_told(answers, message):
 def test_a_wrong_key_is_told(model_dir, tmp_path, monkeypatch):
     monkeypatch.delenv("PLANISH_API_KEY", raising=False)
     monkeypatch.setenv("TINKER_API_KEY", "tml-second")
-    with serving(tmp_path / "data", {"tiny": model_dir}, {"tml-first": "a", "tml-second": "b"}) as server:
+    with serving(
+        tmp_path / "data", {"tiny": model_dir}, {"tml-first": "a", "tml-second": "b"}
+    ) as server:
         for key in ("tml-third", "x" * 99):
             with pytest.raises(UserError, match="key.*PLANISH_API_KEY"):
                 ServiceClient(base_url=server.url, api_key=key)
@@ -310,7 +350,12 @@ def test_a_wrong_key_is_told(model_dir, tmp_path, monkeypatch):
             ServiceClient(base_url=server.url, api_key="tml-first") as first,
             ServiceClient(base_url=server.url) as second,
         ):
-            path = first.create_lora_training_client("tiny", rank=2).save_state("mine").result(WAIT).path
+            path = (
+                first.create_lora_training_client("tiny", rank=2)
+                .save_state("mine")
+                .result(WAIT)
+                .path
+            )
             with pytest.raises(planish.CheckpointError, match="no checkpoint"):
                 second.create_training_client_from_state(path)
             assert second.create_rest_client().list_user_checkpoints().result().checkpoints == []
@@ -325,7 +370,9 @@ def test_what_is_no_key_is_refused(key):
 def test_the_environment_names_a_server(server, monkeypatch):
     monkeypatch.setenv("PLANISH_BASE_URL", server.url)
     with ServiceClient() as client:
-        assert [model.model_name for model in client.get_server_capabilities().supported_models] == ["tiny"]
+        assert [
+            model.model_name for model in client.get_server_capabilities().supported_models
+        ] == ["tiny"]
     with pytest.raises(UserError, match=r"PLANISH_BASE_URL=.* and models is for an engine"):
         ServiceClient(models={"tiny": "/nowhere"})
 
@@ -341,7 +388,10 @@ def test_a_session_is_kept_alive_and_ended(server, monkeypatch):
         # A few that fail change nothing.
         with failing(server, lambda path: LOST if next(failures) < 3 else None):
             give_up = time.monotonic() + WAIT
-            while server.network.paths[before:].count("/api/v1/session_heartbeat") < 6 and time.monotonic() < give_up:
+            while (
+                server.network.paths[before:].count("/api/v1/session_heartbeat") < 6
+                and time.monotonic() < give_up
+            ):
                 time.sleep(0.01)
         assert client.create_sampling_client(base_model="tiny").get_base_model() == "tiny"
     asked = server.network.paths[before:]
@@ -379,13 +429,18 @@ def test_a_session_that_the_server_has_ended_says_so(server):
             training_client.forward([datum()], "cross_entropy").result(WAIT)
 
 
-def test_a_sampler_that_is_released_while_it_is_made_is_freed_when_it_is_there(remote_client, server):
+def test_a_sampler_that_is_released_while_it_is_made_is_freed_when_it_is_there(
+    remote_client, server
+):
     before, service = len(server.network.paths), remote_client._session.service
     made = service.submit(CreateSampler("s", "tiny"))
     service.submit(ReleaseSampler("s")).result(WAIT)
     made.result(WAIT)
     give_up = time.monotonic() + WAIT
-    while "/api/v1/planish/release" not in server.network.paths[before:] and time.monotonic() < give_up:
+    while (
+        "/api/v1/planish/release" not in server.network.paths[before:]
+        and time.monotonic() < give_up
+    ):
         time.sleep(0.01)
     asked = [path.removeprefix("/api/v1/") for path in server.network.paths[before:]]
     assert [path for path in asked if "sampl" in path or "release" in path] == [
@@ -401,14 +456,27 @@ def test_a_sample_that_is_given_up_is_given_up_there(server):
         before = len(server.network.paths)
         pending = sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=1500, stop=[]))
         give_up = time.monotonic() + WAIT
-        while "/api/v1/planish/draw" not in server.network.paths[before:] and time.monotonic() < give_up:
+        while (
+            "/api/v1/planish/draw" not in server.network.paths[before:]
+            and time.monotonic() < give_up
+        ):
             time.sleep(0.005)
         time.sleep(0.05)
         assert pending.cancel()
-        while "/api/v1/cancel_future" not in server.network.paths[before:] and time.monotonic() < give_up:
+        while (
+            "/api/v1/cancel_future" not in server.network.paths[before:]
+            and time.monotonic() < give_up
+        ):
             time.sleep(0.005)
         assert "/api/v1/cancel_future" in server.network.paths[before:]
-        assert len(sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(WAIT).sequences) == 1
+        assert (
+            len(
+                sampling_client.sample(PROMPT, 1, SamplingParams(max_tokens=2))
+                .result(WAIT)
+                .sequences
+            )
+            == 1
+        )
 
 
 def test_a_callback_for_tokens_cannot_travel(server):
@@ -425,7 +493,10 @@ def test_a_callback_for_tokens_cannot_travel(server):
 
 def test_tokenizers_are_kept_by_what_is_in_them(tmp_path):
     first = keep_tokenizer({"tokenizer.json": "{}", "config.json": "{}"}, tmp_path)
-    assert {path.name: path.read_text() for path in first.iterdir()} == {"tokenizer.json": "{}", "config.json": "{}"}
+    assert {path.name: path.read_text() for path in first.iterdir()} == {
+        "tokenizer.json": "{}",
+        "config.json": "{}",
+    }
     assert keep_tokenizer({"config.json": "{}", "tokenizer.json": "{}"}, tmp_path) == first
     assert keep_tokenizer({"tokenizer.json": "{} "}, tmp_path) != first
     assert len(list(tmp_path.iterdir())) == 2

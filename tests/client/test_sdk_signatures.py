@@ -1,4 +1,6 @@
-"""Programs written against the public SDK move over by an import: same methods, same arguments in the same order."""
+"""Programs written against the public SDK move over by an import: same methods, same arguments in
+the same order.
+"""
 
 import inspect
 from typing import Any
@@ -8,7 +10,8 @@ import tinker
 
 import planish
 
-# What the SDK's methods take and planish refuses as an unknown argument: there is nothing behind it here.
+# What the SDK's methods take and planish refuses as an unknown argument: there is nothing behind it
+# here.
 NOT_OFFERED = {
     "loss_type_input",
     "optim_params",
@@ -59,11 +62,14 @@ def test_the_comparison_sees_the_methods_that_loops_use():
 
 
 @pytest.mark.parametrize(
-    "kind", ["Datum", "ModelInput", "TensorData", "EncodedTextChunk", "SampleResponse", "SampledSequence"]
+    "kind",
+    ["Datum", "ModelInput", "TensorData", "EncodedTextChunk", "SampleResponse", "SampledSequence"],
 )
 def test_types_have_the_public_sdks_attributes(kind):
     theirs = getattr(tinker, kind)
-    names = {name for name in dir(theirs) if not name.startswith("_")} - set(dir(tinker.types.AdamParams))
+    names = {name for name in dir(theirs) if not name.startswith("_")} - set(
+        dir(tinker.types.AdamParams)
+    )
     ours = getattr(planish, kind)
     fields = set(getattr(ours, "__dataclass_fields__", {})) | set(dir(ours))
     missing = {name for name in names if name not in fields}

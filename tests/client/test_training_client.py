@@ -1,4 +1,6 @@
-"""The clients on a real engine with a tiny model: the tutorial's loop, custom losses, checkpoints, and every kind of bad input."""
+"""The clients on a real engine with a tiny model: the tutorial's loop, custom losses, checkpoints,
+and every kind of bad input.
+"""
 
 import asyncio
 import copy
@@ -46,7 +48,12 @@ def training_client(service_client) -> TrainingClient:
 
 
 def logprobs(client: TrainingClient) -> list[float]:
-    return client.forward([datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].tolist()
+    return (
+        client.forward([datum()], "cross_entropy")
+        .result(WAIT)
+        .loss_fn_outputs[0]["logprobs"]
+        .tolist()
+    )
 
 
 # The tutorial's loop
@@ -85,7 +92,9 @@ def sampling_params(step: int) -> SamplingParams:
 
 
 async def tutorial_loop(service_client: ServiceClient) -> list[float]:
-    training_client = await service_client.create_lora_training_client_async(base_model="tiny", rank=8, seed=0)
+    training_client = await service_client.create_lora_training_client_async(
+        base_model="tiny", rank=8, seed=0
+    )
     tokenizer = training_client.get_tokenizer()
     rewards = []
     for step in range(STEPS):
@@ -93,7 +102,9 @@ async def tutorial_loop(service_client: ServiceClient) -> list[float]:
         prompts = [ModelInput.from_ints(tokenizer.encode(text)) for text in PROMPTS]
         results = await asyncio.gather(
             *[
-                sampling_client.sample_async(prompt=p, num_samples=8, sampling_params=sampling_params(step))
+                sampling_client.sample_async(
+                    prompt=p, num_samples=8, sampling_params=sampling_params(step)
+                )
                 for p in prompts
             ]
         )
@@ -103,8 +114,12 @@ async def tutorial_loop(service_client: ServiceClient) -> list[float]:
             group, mean = grpo_datums(prompt, result.sequences)
             datums += group
             means.append(mean)
-        fwd_bwd_future = await training_client.forward_backward_async(datums, loss_fn="importance_sampling")
-        optim_future = await training_client.optim_step_async(AdamParams(learning_rate=3e-2, beta1=0.9, beta2=0.95))
+        fwd_bwd_future = await training_client.forward_backward_async(
+            datums, loss_fn="importance_sampling"
+        )
+        optim_future = await training_client.optim_step_async(
+            AdamParams(learning_rate=3e-2, beta1=0.9, beta2=0.95)
+        )
         out = await fwd_bwd_future.result_async()
         await optim_future.result_async()
         assert out.metrics["ratio:max"] == pytest.approx(1.0, abs=1e-4)
@@ -113,15 +128,21 @@ async def tutorial_loop(service_client: ServiceClient) -> list[float]:
 
 
 def blocking_loop(service_client: ServiceClient) -> list[float]:
-    training_client = service_client.create_lora_training_client(base_model="tiny", rank=8, seed=0).result()
+    training_client = service_client.create_lora_training_client(
+        base_model="tiny", rank=8, seed=0
+    ).result()
     tokenizer = training_client.get_tokenizer()
     rewards = []
     for step in range(STEPS):
         sampling_client = training_client.save_weights_and_get_sampling_client().result()
         prompts = [ModelInput.from_ints(tokenizer.encode(text)) for text in PROMPTS]
         futures = [sampling_client.sample(prompt, 8, sampling_params(step)) for prompt in prompts]
-        groups = [grpo_datums(p, f.result(WAIT).sequences) for p, f in zip(prompts, futures, strict=True)]
-        backward = training_client.forward_backward([d for group, _ in groups for d in group], "importance_sampling")
+        groups = [
+            grpo_datums(p, f.result(WAIT).sequences) for p, f in zip(prompts, futures, strict=True)
+        ]
+        backward = training_client.forward_backward(
+            [d for group, _ in groups for d in group], "importance_sampling"
+        )
         update = training_client.optim_step(AdamParams(learning_rate=3e-2, beta1=0.9, beta2=0.95))
         backward.result(WAIT)
         update.result(WAIT)
@@ -141,7 +162,10 @@ def test_the_tutorials_loop_raises_the_reward_and_async_equals_blocking(service_
 def test_a_custom_loss_equals_the_built_in_one(service_client):
     old = [-2.0, -1.0, -3.0, -1.5, -2.5, -0.5]
     advantages = [1.0, -1.0, 0.5, 2.0, -0.3, 0.0]
-    data = [datum(logprobs=old, advantages=advantages), datum(4, logprobs=old[:4], advantages=advantages[:4])]
+    data = [
+        datum(logprobs=old, advantages=advantages),
+        datum(4, logprobs=old[:4], advantages=advantages[:4]),
+    ]
 
     def importance_sampling(data, logprobs_list):
         total = torch.zeros(())
@@ -150,12 +174,16 @@ def test_a_custom_loss_equals_the_built_in_one(service_client):
             total = total - (ratio * d.loss_fn_inputs["advantages"].to_torch()).sum()
         return total, {"mean_ratio:mean": 3.0}
 
-    ours, theirs = (service_client.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2))
+    ours, theirs = (
+        service_client.create_lora_training_client("tiny", rank=4, seed=1) for _ in range(2)
+    )
     for _ in range(2):
         custom = ours.forward_backward_custom(data, importance_sampling)
         norm = ours.optim_step(STEP).result(WAIT).metrics["grad_norm"]
         built_in = theirs.forward_backward(data, "importance_sampling").result(WAIT)
-        assert norm == pytest.approx(theirs.optim_step(STEP).result(WAIT).metrics["grad_norm"], rel=1e-4)
+        assert norm == pytest.approx(
+            theirs.optim_step(STEP).result(WAIT).metrics["grad_norm"], rel=1e-4
+        )
         out = custom.result(WAIT)
         assert out.metrics["loss:sum"] == pytest.approx(built_in.metrics["loss:sum"], rel=1e-5)
         assert out.metrics["mean_ratio:mean"] == 3.0
@@ -246,9 +274,16 @@ def test_sampled_and_trained_logprobs_agree(training_client):
     whole = [*prompt.to_ints(), *sequence.tokens]
     data = [Datum(ModelInput.from_ints(whole[:-1]), {"target_tokens": whole[1:]})]
     trained = training_client.forward(data, "cross_entropy", {"temperature": 0.7}).result(WAIT)
-    assert trained.loss_fn_outputs[0]["logprobs"].tolist()[2:] == pytest.approx(sequence.logprobs, abs=1e-4)
+    assert trained.loss_fn_outputs[0]["logprobs"].tolist()[2:] == pytest.approx(
+        sequence.logprobs, abs=1e-4
+    )
     scored = sampling_client.compute_logprobs(ModelInput.from_ints(whole)).result(WAIT)
-    at_one = training_client.forward(data, "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].tolist()
+    at_one = (
+        training_client.forward(data, "cross_entropy")
+        .result(WAIT)
+        .loss_fn_outputs[0]["logprobs"]
+        .tolist()
+    )
     assert scored[0] is None
     assert scored[1:] == pytest.approx(at_one, abs=1e-4)
 
@@ -272,7 +307,9 @@ def test_everything_that_can_be_asked_about_a_prompt(training_client):
     assert [p is None for p in response.prompt_logprobs] == [True, True, False, False]
     assert response.target_prompt_logprobs is not None
     assert response.target_prompt_logprobs.shape == [3, 2]
-    assert response.target_prompt_logprobs.to_numpy()[2, 1] == pytest.approx(response.prompt_logprobs[3], abs=1e-5)
+    assert response.target_prompt_logprobs.to_numpy()[2, 1] == pytest.approx(
+        response.prompt_logprobs[3], abs=1e-5
+    )
     assert response.prompt_alt_tokens is not None
     assert response.prompt_alt_tokens.tokens.shape == [3, 2]
     assert response.sequences[0].topk_logprobs is not None
@@ -297,7 +334,9 @@ def test_cancelling_an_async_sample_withdraws_it(embedded_client):
     async def main() -> None:
         prompt = ModelInput.from_ints([1, 2, 3])
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.sample_async(prompt, 4, SamplingParams(max_tokens=2000, stop=[])), 0.2)
+            await asyncio.wait_for(
+                client.sample_async(prompt, 4, SamplingParams(max_tokens=2000, stop=[])), 0.2
+            )
         while sampler.busy:
             await asyncio.sleep(0.01)
 
@@ -338,8 +377,12 @@ def test_answers_come_though_nobody_holds_the_clients(make_client):
     """As in a function that returns what a client of its own has begun."""
     prompt = ModelInput.from_ints([1, 2])
     answers = [
-        make_client().create_sampling_client(base_model="tiny").sample(prompt, 1, SamplingParams(max_tokens=50)),
-        make_client().create_lora_training_client("tiny", rank=4).forward([datum()], "cross_entropy"),
+        make_client()
+        .create_sampling_client(base_model="tiny")
+        .sample(prompt, 1, SamplingParams(max_tokens=50)),
+        make_client()
+        .create_lora_training_client("tiny", rank=4)
+        .forward([datum()], "cross_entropy"),
         make_client().create_lora_training_client("tiny", rank=4).save_state("held-by-nobody"),
     ]
     gc.collect()
@@ -375,9 +418,15 @@ def test_who_gives_up_waiting_for_a_client_leaves_nothing_behind(embedded_client
 
 
 def test_clients_stay_in_their_process(service_client, training_client):
-    for client in (service_client, training_client, service_client.create_sampling_client(base_model="tiny")):
+    for client in (
+        service_client,
+        training_client,
+        service_client.create_sampling_client(base_model="tiny"),
+    ):
         for leave in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match=f"{type(client).__name__} cannot be copied.*ServiceClient"):
+            with pytest.raises(
+                TypeError, match=f"{type(client).__name__} cannot be copied.*ServiceClient"
+            ):
                 leave(client)
 
 
@@ -388,7 +437,11 @@ def test_state_goes_on_where_it_was(service_client, another_client, training_cli
     for _ in range(2):
         training_client.forward_backward([datum()], "cross_entropy")
         training_client.optim_step(STEP)
-    path = training_client.save_state("two", ttl_seconds=3600, user_metadata={"note": "x"}).result(WAIT).path
+    path = (
+        training_client.save_state("two", ttl_seconds=3600, user_metadata={"note": "x"})
+        .result(WAIT)
+        .path
+    )
     assert re.fullmatch(r"tinker://[0-9a-f]+:train:0/weights/two", path)
     resumed = another_client.create_training_client_from_state_with_optimizer(path)
     assert resumed.get_info().model_data.model_name == "tiny"
@@ -408,10 +461,14 @@ def test_state_goes_on_where_it_was(service_client, another_client, training_cli
     assert checkpoint.user_metadata == {"note": "x"}
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     rest.delete_checkpoint(training_client.model_id, checkpoint.checkpoint_id).result()
-    assert path not in [checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints]
+    assert path not in [
+        checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints().result().checkpoints
+    ]
 
 
-def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(service_client, training_client, another_client):
+def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(
+    service_client, training_client, another_client
+):
     rest = service_client.create_rest_client()
     assert rest.list_checkpoints(training_client.model_id).result().checkpoints == []
     with pytest.raises(CheckpointError, match="'nope'"):
@@ -425,7 +482,10 @@ def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(service_client, t
 
 def test_errors_have_the_same_class_near_and_far(service_client, training_client):
     unlikely = datum(logprobs=[-1e4] * 6, advantages=[1.0] * 6)
-    torn = training_client.forward_backward([unlikely], "importance_sampling"), training_client.optim_step(STEP)
+    torn = (
+        training_client.forward_backward([unlikely], "importance_sampling"),
+        training_client.optim_step(STEP),
+    )
     for pending in torn:
         with pytest.raises(NonFiniteError):
             pending.result(WAIT)
@@ -443,8 +503,13 @@ def test_async_forms_of_checkpoints(service_client, training_client):
     async def main() -> None:
         saved = await (await training_client.save_state_async("x"))
         named = await (await training_client.save_weights_for_sampler_async("x"))
-        assert (await (await training_client.load_state_with_optimizer_async(saved.path))).path == saved.path
-        for make in (service_client.create_sampling_client_async, training_client.create_sampling_client_async):
+        assert (
+            await (await training_client.load_state_with_optimizer_async(saved.path))
+        ).path == saved.path
+        for make in (
+            service_client.create_sampling_client_async,
+            training_client.create_sampling_client_async,
+        ):
             client = await make(model_path=named.path)
             answer = await client.compute_logprobs_async(ModelInput.from_ints([1, 2]))
             assert answer[0] is None
@@ -458,7 +523,9 @@ def test_async_forms_of_checkpoints(service_client, training_client):
         await rest.delete_checkpoint_from_tinker_path_async(named.path)
         assert (await service_client.get_server_capabilities_async()).supported_models
         assert (
-            await (await service_client.create_sampling_client_async(base_model="tiny")).get_base_model_async()
+            await (
+                await service_client.create_sampling_client_async(base_model="tiny")
+            ).get_base_model_async()
             == "tiny"
         )
 
@@ -520,7 +587,9 @@ def test_the_child_of_a_fork_is_told_to_make_a_client_of_its_own(service_client)
     child = os.fork()
     if not child:
         try:
-            sampling_client.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)).result(WAIT)
+            sampling_client.sample(
+                ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)
+            ).result(WAIT)
         except planish.EngineClosedError as error:
             os._exit(17 if "forked" in str(error) else 1)
         os._exit(1)
@@ -542,7 +611,9 @@ print(client.model_id)
 """
 
 
-def test_a_program_that_ends_leaves_the_checkpoints_it_asked_for(request, make_client, model_dir, tmp_path):
+def test_a_program_that_ends_leaves_the_checkpoints_it_asked_for(
+    request, make_client, model_dir, tmp_path
+):
     url = request.getfixturevalue("server_url") if "far" in request.node.name else ""
     done = subprocess.run(
         [sys.executable, "-c", LEAVING, url, str(model_dir), str(tmp_path / "data")],
@@ -551,7 +622,13 @@ def test_a_program_that_ends_leaves_the_checkpoints_it_asked_for(request, make_c
         timeout=WAIT,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    listed = make_client().create_rest_client().list_checkpoints(done.stdout.strip()).result().checkpoints
+    listed = (
+        make_client()
+        .create_rest_client()
+        .list_checkpoints(done.stdout.strip())
+        .result()
+        .checkpoints
+    )
     assert [checkpoint.checkpoint_id for checkpoint in listed] == ["weights/at-the-end"]
 
 
@@ -559,7 +636,9 @@ def test_leaving_a_block_by_an_error_does_not_wait_for_what_is_queued(model_dir,
     left = []
 
     def work() -> None:
-        with ServiceClient(models={"tiny": str(model_dir)}, data_dir=tmp_path, dtype="float32") as client:
+        with ServiceClient(
+            models={"tiny": str(model_dir)}, data_dir=tmp_path, dtype="float32"
+        ) as client:
             sampling_client = client.create_sampling_client(base_model="tiny")
             params = SamplingParams(max_tokens=2000, stop=[])
             left.append(sampling_client.sample(ModelInput.from_ints([1]), 8, params))

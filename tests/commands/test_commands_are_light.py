@@ -10,8 +10,15 @@ import pytest
 @pytest.mark.parametrize("command", ["models", "runs", "checkpoints list"])
 def test_it_loads_no_torch(tmp_path, command):
     code = "import sys; from planish.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    environment = os.environ | {"PLANISH_DATA": str(tmp_path), "PLANISH_HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
+    environment = os.environ | {
+        "PLANISH_DATA": str(tmp_path),
+        "PLANISH_HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code, *command.split()], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code, *command.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,10 @@ from planish.tokenizer import load_tokenizer
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Three random models of one shape and one tokenizer: a student, and two teachers."""
-    return [str(tiny_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed, tied=False)) for seed in range(3)]
+    return [
+        str(tiny_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed, tied=False))
+        for seed in range(3)
+    ]
 
 
 @pytest.fixture(scope="session")

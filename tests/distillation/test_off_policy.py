@@ -23,17 +23,22 @@ from planish.types import Datum, ModelInput, TopkLogprobs
 
 
 def test_the_likeliest_tokens_are_made_to_sum_to_one():
-    datum = Datum(ModelInput.from_ints([7, 8, 9]), {"target_tokens": [8, 9, 10], "weights": [0.0, 0.5, 1.0]})
+    datum = Datum(
+        ModelInput.from_ints([7, 8, 9]), {"target_tokens": [8, 9, 10], "weights": [0.0, 0.5, 1.0]}
+    )
     chances = [[np.nan, np.nan], [np.nan, np.nan], [0.6, 0.2], [0.5, 0.5]]
     top = TopkLogprobs(
-        np.array([[0, 0], [0, 0], [3, 4], [5, 6]], np.int32), np.log(np.array(chances)).astype(np.float32)
+        np.array([[0, 0], [0, 0], [3, 4], [5, 6]], np.int32),
+        np.log(np.array(chances)).astype(np.float32),
     )
     soft = soft_datum(datum, top)
     [made] = soft.data
     assert made.model_input == datum.model_input
     assert made.loss_fn_inputs["target_tokens"].to_numpy().tolist() == [[8, 8], [3, 4], [5, 6]]
     assert made.loss_fn_inputs["target_tokens"].dtype == "int64"
-    assert made.loss_fn_inputs["weights"].to_numpy() == pytest.approx(np.array([[0, 0], [0.375, 0.125], [0.5, 0.5]]))
+    assert made.loss_fn_inputs["weights"].to_numpy() == pytest.approx(
+        np.array([[0, 0], [0.375, 0.125], [0.5, 0.5]])
+    )
     entropies = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)), np.log(2)
     assert soft.weight == 1.5
     assert soft.nats == pytest.approx(0.5 * entropies[0] + entropies[1])
@@ -56,7 +61,9 @@ def data_of(model, chats):
 
 
 def builder_of(model, chats, max_length=64):
-    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=model, batch_size=4, max_length=max_length)
+    common = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=model, batch_size=4, max_length=max_length
+    )
     return FromRowsBuilder(common_config=common, dataset=str(chats), test_size=2)
 
 
@@ -80,7 +87,11 @@ def test_the_loss_is_the_cross_entropy_of_two_whole_distributions(client, models
         weights = datum.loss_fn_inputs["weights"].to_torch()
         own, theirs = whole(models[0], datum), whole(models[1], datum)
         best = theirs.topk(topk)
-        kept = torch.full_like(theirs, -torch.inf).scatter(1, best.indices, best.values).log_softmax(-1)
+        kept = (
+            torch.full_like(theirs, -torch.inf)
+            .scatter(1, best.indices, best.values)
+            .log_softmax(-1)
+        )
         chances = kept.exp()
         loss -= float((weights[:, None] * chances * own).sum())
         entropy -= float((weights[:, None] * chances * kept.nan_to_num(neginf=0.0)).sum())
@@ -107,7 +118,9 @@ def config_of(models, chats, path, max_length=64, **changes):
     return Config(dataset_builder=builder_of(models[0], chats, max_length), **options)
 
 
-def test_the_student_takes_on_the_distribution_and_every_metric_is_defined(client, models, chats, tmp_path):
+def test_the_student_takes_on_the_distribution_and_every_metric_is_defined(
+    client, models, chats, tmp_path
+):
     run = asyncio.run(main(config_of(models, chats, tmp_path / "run"), client))
     rows = read_rows(run / "metrics.jsonl")
     assert rows[-1]["test/teacher_kl"] < 0.7 * rows[0]["test/teacher_kl"]
@@ -115,8 +128,12 @@ def test_the_student_takes_on_the_distribution_and_every_metric_is_defined(clien
     for row in rows[:-1]:
         assert row["teacher_kl"] == pytest.approx(row["train_mean_nll"] - row["teacher_entropy"])
         assert 0 < row["teacher_topk_mass"] < 1
-    assert rows[0]["test/nll"] == pytest.approx(rows[0]["test/teacher_kl"] + rows[0]["test/teacher_entropy"])
-    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert rows[0]["test/nll"] == pytest.approx(
+        rows[0]["test/teacher_kl"] + rows[0]["test/teacher_entropy"]
+    )
+    assert [
+        key for row in rows for key in row if key != "step" and definition_of(key) is None
+    ] == []
 
 
 def test_answers_beyond_the_context_are_cut_so_that_the_teacher_holds_them_too(models, tmp_path):
@@ -126,9 +143,16 @@ def test_answers_beyond_the_context_are_cut_so_that_the_teacher_holds_them_too(m
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ServiceClient(models=names, data_dir=tmp_path / "data") as client:
         learn_renderer(client, "long")
-        given = {"teacher_config": TeacherConfig(base_model="short"), "max_length": None, "num_epochs": 1}
+        given = {
+            "teacher_config": TeacherConfig(base_model="short"),
+            "max_length": None,
+            "num_epochs": 1,
+        }
         run = asyncio.run(
-            main(config_of(["long", "short"], tmp_path / "chats.jsonl", tmp_path / "run", **given), client)
+            main(
+                config_of(["long", "short"], tmp_path / "chats.jsonl", tmp_path / "run", **given),
+                client,
+            )
         )
     first, *_, last = read_rows(run / "metrics.jsonl")
     assert first["num_tokens"] == 98 * first["num_sequences"]
@@ -189,9 +213,15 @@ def test_a_resumed_run_ends_as_if_it_was_not_stopped(client, models, chats, tmp_
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"topk": 0}, "topk=0"), ({"topk": VOCAB_SIZE + 1}, "topk=273"), ({"learning_rate": -1.0}, "learning_rate=")],
+    [
+        ({"topk": 0}, "topk=0"),
+        ({"topk": VOCAB_SIZE + 1}, "topk=273"),
+        ({"learning_rate": -1.0}, "learning_rate="),
+    ],
 )
-def test_an_option_that_cannot_be_right_is_refused(client, models, chats, tmp_path, changes, message):
+def test_an_option_that_cannot_be_right_is_refused(
+    client, models, chats, tmp_path, changes, message
+):
     with pytest.raises(UserError, match=message):
         asyncio.run(main(config_of(models, chats, tmp_path / "run", **changes), client))
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,6 @@
-"""On-policy distillation: advantages by hand, gradients of plain torch, and runs on the engine with one and with two teachers."""
+"""On-policy distillation: advantages by hand, gradients of plain torch, and runs on the engine with
+one and with two teachers.
+"""
 
 import asyncio
 import json
@@ -13,7 +15,11 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from planish.distillation.datasets import DistillationDatasetBuilder, DistillationDatasetConfig, TaughtGroup
+from planish.distillation.datasets import (
+    DistillationDatasetBuilder,
+    DistillationDatasetConfig,
+    TaughtGroup,
+)
 from planish.distillation.metric_definitions import definition_of
 from planish.distillation.on_policy import Config, TeacherPull, main
 from planish.distillation.prompts import PromptOnlyDatasetBuilder, PromptOnlyEnv
@@ -31,7 +37,11 @@ from planish.types import LoraConfig
 def sequence(tokens, logprobs, mask, teacher, advantage=0.0):
     mask_N = np.array(mask, np.float32)
     return TrainingSequence(
-        np.array(tokens), np.array(logprobs, np.float32), mask_N * np.float32(advantage), mask_N, teacher
+        np.array(tokens),
+        np.array(logprobs, np.float32),
+        mask_N * np.float32(advantage),
+        mask_N,
+        teacher,
     )
 
 
@@ -74,7 +84,9 @@ def test_every_token_is_pulled_by_the_teacher_of_its_group_and_nothing_is_centre
 
 def test_with_a_discount_a_token_answers_for_those_behind_it():
     data = [sequence([9, 1, 5, 2], [0, -2.0, 0, -4.0], [0, 1, 0, 1], "dataset_0")]
-    pulled, metrics = asyncio.run(TeacherPull({"dataset_0": Teacher(1.0)}, coefficient=1.0, discount=0.5)(data))
+    pulled, metrics = asyncio.run(
+        TeacherPull({"dataset_0": Teacher(1.0)}, coefficient=1.0, discount=0.5)(data)
+    )
     # the terms are 1 and 2; the first sees a quarter of the second, two places on
     assert pulled[0].advantages_N.tolist() == [0, 1 + 0.25 * 2, 0, 2]
     assert metrics == {"teacher_kl": -1.5}
@@ -85,8 +97,12 @@ def logits_of(model, tokens):
 
 
 def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
-    """All answers of one token, each weighted by its chance: a sum over the whole vocabulary in the place of samples."""
-    student, teacher = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models[:2])
+    """All answers of one token, each weighted by its chance: a sum over the whole vocabulary in the
+    place of samples.
+    """
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models[:2]
+    )
     prompt = [60, 61, 62]
     logprobs = torch.log_softmax(logits_of(student, prompt)[-1], -1)
     with torch.no_grad():
@@ -95,7 +111,10 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
     expected = [p.grad.clone() for p in student.parameters() if p.grad is not None]
     student.zero_grad()
     sampled = logprobs.detach().numpy()
-    data = [sequence([*prompt, v], [0, 0, 0, sampled[v]], [0, 0, 0, 1], "dataset_0") for v in range(len(sampled))]
+    data = [
+        sequence([*prompt, v], [0, 0, 0, sampled[v]], [0, 0, 0, 1], "dataset_0")
+        for v in range(len(sampled))
+    ]
     clients = {"dataset_0": client.create_sampling_client(base_model=models[1])}
     pulled, metrics = asyncio.run(TeacherPull(clients, coefficient=1.0, discount=0.0)(data))
     advantages = torch.tensor([float(one.advantages_N[-1]) for one in pulled])
@@ -105,7 +124,9 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
     found = [p.grad for p in student.parameters() if p.grad is not None]
     for ours, want in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, want, rtol=1e-3, atol=1e-5)
-    assert metrics["teacher_kl"] == pytest.approx(float((sampled - theirs.numpy()).mean()), abs=1e-4)
+    assert metrics["teacher_kl"] == pytest.approx(
+        float((sampled - theirs.numpy()).mean()), abs=1e-4
+    )
 
 
 def builder_of(models, prompts, *teachers, **changes):
@@ -113,7 +134,13 @@ def builder_of(models, prompts, *teachers, **changes):
     parts = [
         DistillationDatasetConfig(
             dataset_builder=PromptOnlyDatasetBuilder(
-                **{"dataset": str(prompts), "model_name": models[0], "batch_size": 3, "group_size": 2, **changes}
+                **{
+                    "dataset": str(prompts),
+                    "model_name": models[0],
+                    "batch_size": 3,
+                    "group_size": 2,
+                    **changes,
+                }
             ),
             teacher_config=TeacherConfig(base_model=teacher),
         )
@@ -164,13 +191,19 @@ def by_transformers(model, datum):
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
-def test_a_run_trains_on_the_gap_of_two_models_by_transformers(client, models, prompts, tmp_path, monkeypatch):
+def test_a_run_trains_on_the_gap_of_two_models_by_transformers(
+    client, models, prompts, tmp_path, monkeypatch
+):
     """Data, and the norm of the whole gradient, by transformers and PEFT."""
     calls = recorded(client, monkeypatch)
-    run = asyncio.run(main(config_of(models, builder_of(models, prompts, models[1]), tmp_path / "run"), client))
+    run = asyncio.run(
+        main(config_of(models, builder_of(models, prompts, models[1]), tmp_path / "run"), client)
+    )
     [(data, loss_fn)] = calls
     assert (len(data), loss_fn) == (6, "importance_sampling")
-    student, teacher = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models[:2])
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models[:2]
+    )
     gaps = []
     for datum in data:
         sampled = datum.loss_fn_inputs["logprobs"].to_numpy() != 0
@@ -187,7 +220,9 @@ def peft_gradient_norm(path, data):
     layout = LoraLayout(ModelConfig.from_directory(path), LoraConfig(rank=4, seed=0))
     targets = sorted({entry.target for entry in layout.entries})
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    twin = get_peft_model(base, PeftConfig(r=4, lora_alpha=32, target_modules=targets, lora_dropout=0.0))
+    twin = get_peft_model(
+        base, PeftConfig(r=4, lora_alpha=32, target_modules=targets, lora_dropout=0.0)
+    )
     parameters = dict(twin.named_parameters())
     for name, value in layout.views(layout.init(0)).items():
         target, part = name.rsplit(".", 1)
@@ -197,17 +232,26 @@ def peft_gradient_norm(path, data):
         logprobs = torch.log_softmax(logits_of(twin, datum.model_input.to_ints()), -1)
         logprobs = logprobs.gather(1, inputs["target_tokens"][:, None])[:, 0]
         (-((logprobs - inputs["logprobs"]).exp() * inputs["advantages"]).sum()).backward()
-    return float(torch.stack([p.grad.norm() for p in twin.parameters() if p.grad is not None]).norm())
+    return float(
+        torch.stack([p.grad.norm() for p in twin.parameters() if p.grad is not None]).norm()
+    )
 
 
-def test_the_student_comes_nearer_to_its_teacher_and_every_metric_is_defined(client, models, prompts, tmp_path):
+def test_the_student_comes_nearer_to_its_teacher_and_every_metric_is_defined(
+    client, models, prompts, tmp_path
+):
     builder = builder_of(models, prompts, models[1], batch_size=12, group_size=8)
     run = asyncio.run(
-        main(config_of(models, builder, tmp_path / "run", max_steps=7, num_epochs=7, max_tokens=4), client)
+        main(
+            config_of(models, builder, tmp_path / "run", max_steps=7, num_epochs=7, max_tokens=4),
+            client,
+        )
     )
     rows = read_rows(run / "metrics.jsonl")
     assert rows[-1]["teacher_kl"] < 0.7 * rows[0]["teacher_kl"]
-    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert [
+        key for row in rows for key in row if key != "step" and definition_of(key) is None
+    ] == []
 
 
 def test_each_data_set_is_taught_by_its_own_teacher(client, models, prompts, tmp_path, monkeypatch):
@@ -215,18 +259,24 @@ def test_each_data_set_is_taught_by_its_own_teacher(client, models, prompts, tmp
     builder = builder_of(models, prompts, models[1], models[2])
     run = asyncio.run(main(config_of(models, builder, tmp_path / "run"), client))
     [(data, _)] = calls
-    student, *teachers = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models)
+    student, *teachers = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models
+    )
     assert len(data) == 12
     for index, datum in enumerate(data):
         sampled = datum.loss_fn_inputs["logprobs"].to_numpy() != 0
-        gap = (by_transformers(student, datum) - by_transformers(teachers[index // 6], datum)) * sampled
+        gap = (
+            by_transformers(student, datum) - by_transformers(teachers[index // 6], datum)
+        ) * sampled
         np.testing.assert_allclose(datum.loss_fn_inputs["advantages"].to_numpy(), -gap, atol=2e-3)
     [row] = read_rows(run / "metrics.jsonl")
     tokens = [
-        sum(int((d.loss_fn_inputs["logprobs"].to_numpy() != 0).sum()) for d in half) for half in (data[:6], data[6:])
+        sum(int((d.loss_fn_inputs["logprobs"].to_numpy() != 0).sum()) for d in half)
+        for half in (data[:6], data[6:])
     ]
     assert row["teacher_kl"] == pytest.approx(
-        np.average([row["teacher_kl/dataset_0"], row["teacher_kl/dataset_1"]], weights=tokens), abs=1e-5
+        np.average([row["teacher_kl/dataset_0"], row["teacher_kl/dataset_1"]], weights=tokens),
+        abs=1e-5,
     )
 
 
@@ -242,17 +292,23 @@ def test_a_checkpoint_as_teacher_is_pinned_when_the_run_begins(client, models, p
 
     run = asyncio.run(main(taught(tmp_path / "run"), client))
     [row] = read_rows(run / "metrics.jsonl")
-    assert row["teacher_kl"] != pytest.approx(0.0, abs=1e-4), "the teacher has moved away from the base model"
+    assert row["teacher_kl"] != pytest.approx(0.0, abs=1e-4), (
+        "the teacher has moved away from the base model"
+    )
     [state] = [row["state_path"] for row in read_rows(teacher / "checkpoints.jsonl")]
     config = json.loads((run / "config.json").read_text())
     assert config["dataset_builder"]["parts"][0]["teacher_config"]["load_checkpoint_path"] == state
     asyncio.run(main(config_of(models, builder, tmp_path / "teacher", max_steps=2), client))
-    with pytest.raises(UserError, match=r"parts.0.teacher_config.load_checkpoint_path was .*000001"):
+    with pytest.raises(
+        UserError, match=r"parts.0.teacher_config.load_checkpoint_path was .*000001"
+    ):
         asyncio.run(main(taught(tmp_path / "run", max_steps=2), client))
 
 
 def test_rewards_are_added_to_what_the_teacher_says(client, models, prompts, tmp_path, monkeypatch):
-    """A reward that is the parity of the last token; the group's mean is taken out of it, and of nothing else."""
+    """A reward that is the parity of the last token; the group's mean is taken out of it, and of
+    nothing else.
+    """
     calls = recorded(client, monkeypatch)
     step = PromptOnlyEnv.step
 
@@ -271,7 +327,8 @@ def test_rewards_are_added_to_what_the_teacher_says(client, models, prompts, tmp
         for (without, with_reward), reward in zip(datums, rewards, strict=True):
             sampled = without.loss_fn_inputs["logprobs"].to_numpy() != 0
             added = (
-                with_reward.loss_fn_inputs["advantages"].to_numpy() - without.loss_fn_inputs["advantages"].to_numpy()
+                with_reward.loss_fn_inputs["advantages"].to_numpy()
+                - without.loss_fn_inputs["advantages"].to_numpy()
             )
             np.testing.assert_allclose(added, (reward - np.mean(rewards)) * sampled, atol=1e-5)
 
@@ -304,7 +361,11 @@ class Pair(EnvGroupBuilder):
 def test_a_group_with_a_teacher_is_otherwise_what_it_was():
     inner = Pair([])
     taught = pickle.loads(pickle.dumps(TaughtGroup(inner, "dataset_3")))
-    assert (taught.teacher(), taught.logging_tags(), taught.plays_together) == ("dataset_3", ["pairs"], True)
+    assert (taught.teacher(), taught.logging_tags(), taught.plays_together) == (
+        "dataset_3",
+        ["pairs"],
+        True,
+    )
 
     async def play():
         envs = await taught.make_envs()
@@ -339,14 +400,18 @@ class BatchesBuilder(RLDatasetBuilder):
 def test_a_batch_holds_one_of_each_part_and_there_are_as_many_as_the_shortest_has():
     teacher = TeacherConfig(base_model="x")
     parts = [
-        DistillationDatasetConfig(dataset_builder=BatchesBuilder(sizes=[2, 2, 2]), teacher_config=teacher),
+        DistillationDatasetConfig(
+            dataset_builder=BatchesBuilder(sizes=[2, 2, 2]), teacher_config=teacher
+        ),
         DistillationDatasetConfig(
             dataset_builder=BatchesBuilder(sizes=[4]), teacher_config=teacher, groups_per_batch=2
         ),
     ]
     train, test = asyncio.run(DistillationDatasetBuilder(parts=parts)())
     assert len(train) == 2
-    assert [group.teacher() for group in train.get_batch(1)] == ["dataset_0"] * 2 + ["dataset_1"] * 2
+    assert [group.teacher() for group in train.get_batch(1)] == ["dataset_0"] * 2 + [
+        "dataset_1"
+    ] * 2
     assert test is not None
     assert len(test) == 2
 
@@ -355,15 +420,29 @@ def test_a_batch_holds_one_of_each_part_and_there_are_as_many_as_the_shortest_ha
     ("changes", "error", "message"),
     [
         ({"kl_penalty_coef": 0.0}, UserError, "kl_penalty_coef=0"),
-        ({"kl_reference_config": KLReferenceConfig(base_model="x")}, UserError, "kl_reference_config"),
+        (
+            {"kl_reference_config": KLReferenceConfig(base_model="x")},
+            UserError,
+            "kl_reference_config",
+        ),
         ({"remove_constant_reward_groups": True}, UserError, "remove_constant_reward_groups"),
         ({"temperature": 0.7}, UnsupportedError, "temperature=0.7"),
-        ({"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)}, UnsupportedError, "as a whole"),
+        (
+            {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)},
+            UnsupportedError,
+            "as a whole",
+        ),
         ({"learning_rate": 0.0}, UserError, "learning_rate="),
-        ({"dataset_builder": DistillationDatasetBuilder(parts=[])}, UserError, "at least one data set"),
+        (
+            {"dataset_builder": DistillationDatasetBuilder(parts=[])},
+            UserError,
+            "at least one data set",
+        ),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(client, models, prompts, tmp_path, changes, error, message):
+def test_an_option_that_cannot_be_right_is_refused(
+    client, models, prompts, tmp_path, changes, error, message
+):
     builder = changes.pop("dataset_builder", builder_of(models, prompts, models[1]))
     with pytest.raises(error, match=message):
         asyncio.run(main(config_of(models, builder, tmp_path / "run", **changes), client))

@@ -10,7 +10,12 @@ import pytest
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.distillation.prompts import PromptGroup, load_prompts, read_prompt
-from planish.distillation.sampling import PROMPTS_AT_ONCE, SampledFile, TeacherSampler, sample_conversations
+from planish.distillation.sampling import (
+    PROMPTS_AT_ONCE,
+    SampledFile,
+    TeacherSampler,
+    sample_conversations,
+)
 from planish.errors import DamagedFileError, UserError
 from planish.renderers import get_renderer
 from planish.rl.rollouts import do_group_rollout
@@ -85,7 +90,9 @@ def test_an_answer_to_a_prompt_has_no_reward_and_a_long_prompt_no_answer(models)
 
 
 class Teacher:
-    """Answers with the number of its call by seed, or is cut off where `is_cut` says so of the prompt."""
+    """Answers with the number of its call by seed, or is cut off where `is_cut` says so of the
+    prompt.
+    """
 
     def __init__(self, renderer, is_cut=lambda text: False):
         self.renderer = renderer
@@ -96,8 +103,12 @@ class Teacher:
         text = self.renderer.tokenizer.decode(prompt.to_ints())
         self.asked.append(text)
         end = "" if self.is_cut(text) else "<|im_end|>"
-        tokens = self.renderer.tokenizer.encode(f"{sampling_params.seed % 1000}{end}", add_special_tokens=False)
-        sequence = SampledSequence("stop", "0", np.array(tokens, np.int32), np.zeros(len(tokens), np.float32))
+        tokens = self.renderer.tokenizer.encode(
+            f"{sampling_params.seed % 1000}{end}", add_special_tokens=False
+        )
+        sequence = SampledSequence(
+            "stop", "0", np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)
+        )
         return SampleResponse([sequence])
 
 
@@ -113,7 +124,10 @@ def sample(teacher, prompts, path, origin=None, **changes):
 def test_the_teacher_sees_the_prefix_and_the_rows_do_not(renderer, tmp_path):
     teacher = Teacher(renderer, lambda text: "q1." in text)
     kept = sample(
-        teacher, [ask(n) for n in range(3)], tmp_path / "s.jsonl", prefix=[{"role": "system", "content": "Be brief."}]
+        teacher,
+        [ask(n) for n in range(3)],
+        tmp_path / "s.jsonl",
+        prefix=[{"role": "system", "content": "Be brief."}],
     )
     assert (kept.done, kept.left_out) == (3, 1)
     assert all("Be brief." in text for text in teacher.asked)
@@ -129,7 +143,8 @@ def test_a_killed_process_goes_on_with_the_same_draws(renderer, tmp_path):
     sample(Teacher(renderer), prompts, tmp_path / "whole.jsonl")
     path = tmp_path / "parts.jsonl"
     sample(Teacher(renderer), prompts[:PROMPTS_AT_ONCE], path)
-    with path.open("a") as file:  # rows of a part whose record was not written any more, the last one torn
+    with path.open("a") as file:
+        # rows of a part whose record was not written any more, the last one torn
         file.write(json.dumps({"index": PROMPTS_AT_ONCE, "messages": []}) + '\n{"index": 65, "mess')
     teacher = Teacher(renderer)
     sample(teacher, prompts, path)
@@ -150,7 +165,9 @@ def test_answers_are_on_disk_before_the_record_that_speaks_of_them(renderer, tmp
     monkeypatch.setattr(os, "fsync", fsync)
     with closing(RowFile(path)) as rows:
         file.add([{"index": 0, "messages": []}], rows)
-    assert synced[0] == (path.stat().st_ino, path.stat().st_size), "a power cut would leave the record alone"
+    assert synced[0] == (path.stat().st_ino, path.stat().st_size), (
+        "a power cut would leave the record alone"
+    )
 
 
 def test_a_file_of_other_origin_is_left_alone(renderer, tmp_path):
@@ -167,7 +184,9 @@ def test_a_file_of_other_origin_is_left_alone(renderer, tmp_path):
         SampledFile(path, {"temperature": 1.0})
 
 
-def test_a_prompt_without_room_is_left_out_and_answers_without_an_end_are_an_error(renderer, tmp_path):
+def test_a_prompt_without_room_is_left_out_and_answers_without_an_end_are_an_error(
+    renderer, tmp_path
+):
     teacher = Teacher(renderer)
     long = [{"role": "user", "content": "x" * 200}]
     kept = sample(teacher, [ask(0), long], tmp_path / "a.jsonl", context_window=100)

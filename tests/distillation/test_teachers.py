@@ -6,7 +6,12 @@ import shutil
 
 import pytest
 
-from planish.distillation.teachers import TeacherConfig, pinned, teacher_client, vocabulary_difference
+from planish.distillation.teachers import (
+    TeacherConfig,
+    pinned,
+    teacher_client,
+    vocabulary_difference,
+)
 from planish.errors import UserError
 
 
@@ -30,17 +35,28 @@ def other_vocabulary(models, tmp_path):
 
 
 def test_another_base_model_with_the_same_tokens_may_teach(client, models):
-    found = asyncio.run(teacher_client(TeacherConfig(base_model=models[1]), client, models[0], "teacher_config"))
+    found = asyncio.run(
+        teacher_client(TeacherConfig(base_model=models[1]), client, models[0], "teacher_config")
+    )
     assert found.get_base_model() == models[1]
 
 
 def test_other_tokens_are_refused(client, models, other_vocabulary):
     with pytest.raises(UserError, match=r"teacher_config: the vocabulary of .*'<(think|muse)>'"):
-        asyncio.run(teacher_client(TeacherConfig(base_model=other_vocabulary), client, models[0], "teacher_config"))
+        asyncio.run(
+            teacher_client(
+                TeacherConfig(base_model=other_vocabulary), client, models[0], "teacher_config"
+            )
+        )
 
 
 def test_a_checkpoint_of_another_base_model_is_refused(client, models):
-    path = client.create_lora_training_client(base_model=models[1], rank=2, seed=0).save_state("x").result().path
+    path = (
+        client.create_lora_training_client(base_model=models[1], rank=2, seed=0)
+        .save_state("x")
+        .result()
+        .path
+    )
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=path)
     with pytest.raises(UserError, match="give the checkpoint's own"):
         asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
@@ -54,9 +70,12 @@ def test_what_is_neither_checkpoint_nor_run_is_refused(client, models, tmp_path)
 
 def test_a_run_directory_is_its_newest_state(tmp_path):
     rows = [
-        {"name": name, "batch": batch, "state_path": f"tinker://a/weights/{name}"} for batch, name in enumerate("xy")
+        {"name": name, "batch": batch, "state_path": f"tinker://a/weights/{name}"}
+        for batch, name in enumerate("xy")
     ]
     (tmp_path / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     teacher = TeacherConfig(base_model="m", load_checkpoint_path=str(tmp_path))
-    assert pinned(teacher) == TeacherConfig(base_model="m", load_checkpoint_path="tinker://a/weights/y")
+    assert pinned(teacher) == TeacherConfig(
+        base_model="m", load_checkpoint_path="tinker://a/weights/y"
+    )
     assert pinned(TeacherConfig(base_model="m")) == TeacherConfig(base_model="m")

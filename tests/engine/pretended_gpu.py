@@ -1,8 +1,11 @@
-"""A GPU that is none: what would fail on one because of where tensors lie, or because a step is being recorded, fails here too.
+"""A GPU that is none: what would fail on one because of where tensors lie, or because a step is
+being recorded, fails here too.
 
-Tensors lie on the CPU. A storage is marked when it is made with device="cuda" or from marked ones, and of a marked tensor `device` is the GPU.
-Refused, as a GPU refuses it: operations on marked and plain tensors together, numpy() of marked ones, kernels over plain ones, and
-whatever waits for the device while a step is recorded. All of it holds in the thread that enters `pretended_gpu`, and in its backward passes.
+Tensors lie on the CPU. A storage is marked when it is made with device="cuda" or from marked ones,
+and of a marked tensor `device` is the GPU. Refused, as a GPU refuses it: operations on marked and
+plain tensors together, numpy() of marked ones, kernels over plain ones, and whatever waits for the
+device while a step is recorded. All of it holds in the thread that enters `pretended_gpu`, and in
+its backward passes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ from triton.runtime.interpreter import InterpretedFunction
 from planish.engine.graph_passes import GraphRecorder, Step
 
 GPU = torch.device("cuda", 0)
-WAITING = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique_consecutive")
+WAITING = (
+    "tolist",
+    "item",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+    "unique_consecutive",
+)
 
 
 class RefusedError(Exception):
@@ -36,7 +48,8 @@ class Marks:
     """Which storages are on the GPU, and whether a step is being recorded."""
 
     def __init__(self) -> None:
-        self._known: dict[int, StorageWeakRef] = {}  # which also keeps their addresses from being used again
+        # which also keeps their addresses from being used again
+        self._known: dict[int, StorageWeakRef] = {}
         self.is_recording = False
         self.waited: list[str] = []
         """For what the device was waited for."""
@@ -93,14 +106,22 @@ class _Functions(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         place = kwargs.pop("device", None)
         made = func(*args, **kwargs)
-        if (place is not None and torch.device(place) == GPU) or (is_marked and name == "new_tensor"):
+        if (place is not None and torch.device(place) == GPU) or (
+            is_marked and name == "new_tensor"
+        ):
             if name in ("tensor", "new_tensor"):
                 marks.wait(name)
             marks.put(made)
         return made
 
-    def _moved(self, func: Any, own: Tensor, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        places = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, torch.device | str)]
+    def _moved(
+        self, func: Any, own: Tensor, name: str, args: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        places = [
+            torch.device(x)
+            for x in (*args, kwargs.pop("device", None))
+            if isinstance(x, torch.device | str)
+        ]
         others = [x for x in args if not isinstance(x, torch.device | str)]
         waits = not kwargs.pop("non_blocking", False)
         here = self._marks.has(own)
@@ -129,16 +150,28 @@ class _Operations(TorchDispatchMode):
         elsewhere = [x for x in given if not marks.has(x)]
         if on_gpu and any(x.dim() for x in elsewhere):
             into = (
-                "index" in name and marks.has(args[0]) and all(x.dtype in (torch.int64, torch.bool) for x in elsewhere)
+                "index" in name
+                and marks.has(args[0])
+                and all(x.dtype in (torch.int64, torch.bool) for x in elsewhere)
             )
             if name != "copy_" and not into:
-                raise RefusedError(f"{func} of {[tuple(x.shape) for x in elsewhere]} on the CPU and others on a GPU")
-            (marks.refuse_while_recording if name == "copy_" and args[2:] == (True,) else marks.wait)(name)
+                raise RefusedError(
+                    f"{func} of {[tuple(x.shape) for x in elsewhere]} on the CPU and others on a GPU"
+                )
+            (
+                marks.refuse_while_recording
+                if name == "copy_" and args[2:] == (True,)
+                else marks.wait
+            )(name)
         if name == "_local_scalar_dense" and on_gpu:
             marks.wait(name)
         if func in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype):  # which a CPU has not
             assert on_gpu
-            assert (args[0].dtype, args[1].dtype, args[2]) == (torch.bfloat16, torch.bfloat16, torch.float32)
+            assert (args[0].dtype, args[1].dtype, args[2]) == (
+                torch.bfloat16,
+                torch.bfloat16,
+                torch.float32,
+            )
             return marks.put(args[0].float() @ args[1].float())
         made = func(*args, **(kwargs or {}))
         if on_gpu:

@@ -1,4 +1,6 @@
-"""Adapters that share products draw what each draws alone, and a stack lives as long as its adapters are together."""
+"""Adapters that share products draw what each draws alone, and a stack lives as long as its
+adapters are together.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -30,22 +32,31 @@ def _torch_multiplies() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> Decoder:
-    return Decoder.load(tiny_model(tmp_path_factory.mktemp("model"), family="qwen3"), torch.float32, CPU)
+    return Decoder.load(
+        tiny_model(tmp_path_factory.mktemp("model"), family="qwen3"), torch.float32, CPU
+    )
 
 
 def adapter(decoder: Decoder, seed: int, rank: int = 8) -> LoraWeights:
     layout = LoraLayout(decoder.config, LoraConfig(rank))
     generator = torch.Generator().manual_seed(seed)
-    return LoraWeights(layout, torch.randn(layout.size, generator=generator) * 0.05, decoder.dtype, CPU)
+    return LoraWeights(
+        layout, torch.randn(layout.size, generator=generator) * 0.05, decoder.dtype, CPU
+    )
 
 
-def drawn(sampler: Sampler, jobs: list[tuple[Sample, LoraWeights | None]]) -> list[list[tuple[list[int], list[float]]]]:
+def drawn(
+    sampler: Sampler, jobs: list[tuple[Sample, LoraWeights | None]]
+) -> list[list[tuple[list[int], list[float]]]]:
     futures = [Future() for _ in jobs]
     for future, (operation, weights) in zip(futures, jobs, strict=True):
         sampler.submit(operation, weights, id(weights), future)
     while sampler.busy:
         sampler.step()
-    return [[(list(s.tokens), list(s.logprobs)) for s in future.result().sequences] for future in futures]
+    return [
+        [(list(s.tokens), list(s.logprobs)) for s in future.result().sequences]
+        for future in futures
+    ]
 
 
 def job(decoder: Decoder, index: int) -> tuple[Sample, LoraWeights | None]:
@@ -70,13 +81,23 @@ def test_a_crowd_draws_what_each_draws_alone(decoder: Decoder, deterministic: bo
         else:
             assert [tokens for tokens, _ in alone] == [tokens for tokens, _ in expected]
             torch.testing.assert_close(
-                [values for _, values in alone], [values for _, values in expected], rtol=1e-3, atol=1e-4
+                [values for _, values in alone],
+                [values for _, values in expected],
+                rtol=1e-3,
+                atol=1e-4,
             )
 
 
 def test_neighbours_of_one_shape_are_stacked(decoder: Decoder):
-    a, b, c, other = (adapter(decoder, seed, rank) for seed, rank in ((1, 8), (2, 8), (3, 8), (4, 4)))
-    rows = [AdapterRows(0, 4, a), AdapterRows(4, 8, b), AdapterRows(8, 16, c), AdapterRows(16, 24, other)]
+    a, b, c, other = (
+        adapter(decoder, seed, rank) for seed, rank in ((1, 8), (2, 8), (3, 8), (4, 4))
+    )
+    rows = [
+        AdapterRows(0, 4, a),
+        AdapterRows(4, 8, b),
+        AdapterRows(8, 16, c),
+        AdapterRows(16, 24, other),
+    ]
     stacks = AdapterStacks()
     first, *rest = stacks.of([*rows, AdapterRows(24, 32, None)])
     assert isinstance(first, StackRows)
@@ -89,7 +110,9 @@ def test_a_stack_is_kept_while_its_adapters_are_together(decoder: Decoder):
     stacks = AdapterStacks()
 
     def stack(*members: LoraWeights) -> StackRows:
-        (rows,) = stacks.of([AdapterRows(4 * i, 4 * i + 4, weights) for i, weights in enumerate(members)])
+        (rows,) = stacks.of(
+            [AdapterRows(4 * i, 4 * i + 4, weights) for i, weights in enumerate(members)]
+        )
         assert isinstance(rows, StackRows)
         return rows
 

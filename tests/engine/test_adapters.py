@@ -13,7 +13,9 @@ from planish.native.cpu_products import multiplies_bfloat16
 from planish.types import AdamParams, LoraConfig
 
 CPU = torch.device("cpu")
-TINY = ModelConfig("llama", 300, 16, 24, 2, 2, 1, 8, 1e-5, RopeConfig(1e4), 128, True, False, False, ())
+TINY = ModelConfig(
+    "llama", 300, 16, 24, 2, 2, 1, 8, 1e-5, RopeConfig(1e4), 128, True, False, False, ()
+)
 
 
 def new_adapter(rank: int = 4, seed: int = 0) -> Adapter:
@@ -45,8 +47,13 @@ def test_steps_equal_torch_adamw_with_decay_and_clipping():
         optimizer.step()
         adapter.add_grad(gradient(adapter, step))
         adapter.add_grad(gradient(adapter, step + 50))
-        response = adapter.optim_step(AdamParams(learning_rate=rate, weight_decay=decay, grad_clip_norm=clip))
-        assert response.metrics == {"grad_norm": pytest.approx(float(norm), rel=1e-5), "adam_step": step + 1}
+        response = adapter.optim_step(
+            AdamParams(learning_rate=rate, weight_decay=decay, grad_clip_norm=clip)
+        )
+        assert response.metrics == {
+            "grad_norm": pytest.approx(float(norm), rel=1e-5),
+            "adam_step": step + 1,
+        }
         torch.testing.assert_close(adapter.master, twin.detach(), rtol=1e-6, atol=1e-8)
     assert adapter.version == len(steps)
 
@@ -61,17 +68,23 @@ def test_a_step_leaves_the_gradient_and_snapshots_alone():
     adapter.optim_step(AdamParams(learning_rate=0.1, grad_clip_norm=0.01))
     assert torch.equal(given, kept)
     assert all(torch.equal(leaf, old) for leaf, old in zip(published.leaves, before, strict=True))
-    assert any(not torch.equal(leaf, old) for leaf, old in zip(adapter.snapshot().leaves, before, strict=True))
+    assert any(
+        not torch.equal(leaf, old)
+        for leaf, old in zip(adapter.snapshot().leaves, before, strict=True)
+    )
 
 
 def test_publishing_costs_nothing():
-    large = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e4), 8192, True, False, False, ())
+    large = ModelConfig(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e4), 8192, True, False, False, ()
+    )
     adapter = Adapter(LoraLayout(large, LoraConfig(rank=32, seed=0)), torch.bfloat16, CPU)
     assert adapter.snapshot() is adapter.weights
 
 
 @pytest.mark.skipif(
-    not multiplies_bfloat16(), reason="this CPU has no kernels of its own, so nothing is packed for them"
+    not multiplies_bfloat16(),
+    reason="this CPU has no kernels of its own, so nothing is packed for them",
 )
 def test_what_samplers_hold_of_an_earlier_version_has_nothing_for_training():
     adapter = new_adapter()

@@ -1,4 +1,6 @@
-"""Copies of checkpoints share files and outlive their source; times to live change; both through the store and the engine."""
+"""Copies of checkpoints share files and outlive their source; times to live change; both through
+the store and the engine.
+"""
 
 import os
 import threading
@@ -133,7 +135,9 @@ def test_the_engine_checks_a_sample_without_a_sampler(model_dir, tmp_path):
         good = Sample("none", ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=3))
         engine.check_sample("tiny", good)
         with pytest.raises(ValueError, match=str(VOCAB_SIZE)):
-            engine.check_sample("tiny", Sample("none", ModelInput.from_ints([VOCAB_SIZE]), 1, SamplingParams()))
+            engine.check_sample(
+                "tiny", Sample("none", ModelInput.from_ints([VOCAB_SIZE]), 1, SamplingParams())
+            )
     finally:
         engine.close()
 
@@ -151,18 +155,24 @@ def test_the_engine_knows_what_an_adapter_takes(model_dir, tmp_path):
 
 
 @pytest.mark.skipif(
-    not multiplies_bfloat16(), reason="this CPU has no kernels of its own, so nothing is packed for them"
+    not multiplies_bfloat16(),
+    reason="this CPU has no kernels of its own, so nothing is packed for them",
 )
-@pytest.mark.parametrize("lora", [{"rank": 1}, {"rank": 8}, {"rank": 4, "train_unembed": False}, {"train_mlp": False}])
+@pytest.mark.parametrize(
+    "lora", [{"rank": 1}, {"rank": 8}, {"rank": 4, "train_unembed": False}, {"train_mlp": False}]
+)
 def test_what_an_adapter_takes_is_with_what_is_packed_for_the_kernel(model_dir, tmp_path, lora):
     """For a small rank that is several times its weights: panels have whole vectors."""
     layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(**lora))
     weights = LoraWeights(layout, layout.init(1), torch.bfloat16, torch.device("cpu"))
     panels = (weights.panels, weights._head_panels)
     forth, back = (
-        sum(part.nbytes for own in panels for part in getattr(own, name)[1]) for name in ("_forward", "_turned")
+        sum(part.nbytes for own in panels for part in getattr(own, name)[1])
+        for name in ("_forward", "_turned")
     )
-    engine = Engine({"tiny": str(model_dir)}, tmp_path, EngineSettings(device="cpu", dtype="bfloat16"))
+    engine = Engine(
+        {"tiny": str(model_dir)}, tmp_path, EngineSettings(device="cpu", dtype="bfloat16")
+    )
     try:
         found = engine.adapter_bytes("tiny", layout.lora)
     finally:
@@ -196,7 +206,9 @@ def test_an_expired_checkpoint_that_is_replaced_is_no_deadlock(store, adapter):
     assert store.exists(SOURCE)
 
 
-def test_who_meets_an_expired_checkpoint_leaves_the_one_that_replaced_it_meanwhile(store, adapter, monkeypatch):
+def test_who_meets_an_expired_checkpoint_leaves_the_one_that_replaced_it_meanwhile(
+    store, adapter, monkeypatch
+):
     let_it_expire(store)
     read = checkpoints.read_manifest
 
@@ -304,7 +316,9 @@ def test_a_source_that_goes_while_it_is_copied_is_named(store: CheckpointStore, 
 
 
 @pytest.mark.parametrize("linked_before", [0, 1])
-def test_a_source_that_is_replaced_while_it_is_copied_is_copied_again(store, adapter, monkeypatch, linked_before):
+def test_a_source_that_is_replaced_while_it_is_copied_is_copied_again(
+    store, adapter, monkeypatch, linked_before
+):
     def replace_it() -> None:
         adapter.add_grad(torch.ones(adapter.layout.size))
         adapter.optim_step(AdamParams())
@@ -329,7 +343,9 @@ def before_linking(monkeypatch, act: Callable[[], None], linked_before: int = 0)
     monkeypatch.setattr(checkpoints, "_link_or_copy", link_or_copy)
 
 
-def test_a_copy_waits_for_the_writer_of_its_run_and_has_what_that_wrote(store, adapter, monkeypatch):
+def test_a_copy_waits_for_the_writer_of_its_run_and_has_what_that_wrote(
+    store, adapter, monkeypatch
+):
     is_writing, go_on = threading.Event(), threading.Event()
     put = checkpoints._put
 
@@ -341,7 +357,11 @@ def test_a_copy_waits_for_the_writer_of_its_run_and_has_what_that_wrote(store, a
 
     monkeypatch.setattr(checkpoints, "_put", slow_put)
     newer = SavedAdapter(
-        {**adapter.state(), "step": torch.tensor(7)}, adapter.layout, "base", "architecture", "weights"
+        {**adapter.state(), "step": torch.tensor(7)},
+        adapter.layout,
+        "base",
+        "architecture",
+        "weights",
     )
     beside = replace(COPY, run_id=SOURCE.run_id)
     with ThreadPoolExecutor(2) as threads:

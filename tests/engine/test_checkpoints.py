@@ -1,4 +1,6 @@
-"""Checkpoints: PEFT reads them, they come back bit for bit, and damage, kills and full disks leave nothing half."""
+"""Checkpoints: PEFT reads them, they come back bit for bit, and damage, kills and full disks leave
+nothing half.
+"""
 
 import json
 import os
@@ -104,7 +106,9 @@ def test_peft_loads_it_and_has_the_same_logits(store, model_dir, lora):
 
     with torch.no_grad():
         hidden = decoder.hidden(tokens, tokens, attend, [AdapterRows(0, 40, weights)])
-        ours = head_logits(hidden, decoder.head, [(0, len(hidden), weights.head)] if weights.head else [])
+        ours = head_logits(
+            hidden, decoder.head, [(0, len(hidden), weights.head)] if weights.head else []
+        )
     assert (ours - plain).abs().max() > 1e-2
     assert (ours - theirs).abs().max() < 1e-4
 
@@ -117,7 +121,9 @@ def test_a_sampler_checkpoint_has_no_optimizer(store, model_dir):
         store.read(SAMPLER, adapter.layout, with_optimizer=True)
 
 
-@pytest.mark.parametrize("name", ["a/b", "../a", "", ".hidden", "-x", "a b", "ä", "x" * 201, "a\n", 7, None])
+@pytest.mark.parametrize(
+    "name", ["a/b", "../a", "", ".hidden", "-x", "a b", "ä", "x" * 201, "a\n", 7, None]
+)
 def test_odd_names_are_refused_before_anything_is_written(store, model_dir, name):
     with pytest.raises(UserError, match="name=.*slash"):
         store.save(Label(CheckpointPath("run", "training", name)), saved(trained(model_dir)))
@@ -138,8 +144,12 @@ def test_a_life_must_be_seconds(store, model_dir, ttl):
         store.save(Label(TRAINING, ttl_seconds=ttl), saved(trained(model_dir)))
 
 
-@pytest.mark.parametrize("swapped_at", ["the adapter's check", "the moments' check", "the adapter", "the moments"])
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(store, model_dir, monkeypatch, swapped_at):
+@pytest.mark.parametrize(
+    "swapped_at", ["the adapter's check", "the moments' check", "the adapter", "the moments"]
+)
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    store, model_dir, monkeypatch, swapped_at
+):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     store.save(Label(TRAINING), saved(first))
     module, what, file = {
@@ -162,7 +172,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(store, mod
     assert version == store.manifest(TRAINING).files[ADAPTER].sha256
 
 
-def test_a_checkpoint_between_the_renames_of_its_replacement_is_waited_for(store, model_dir, monkeypatch):
+def test_a_checkpoint_between_the_renames_of_its_replacement_is_waited_for(
+    store, model_dir, monkeypatch
+):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     store.save(Label(TRAINING), saved(first))
     read, is_away, go_on = checkpoints.read_manifest, threading.Event(), threading.Event()
@@ -183,7 +195,9 @@ def test_a_checkpoint_between_the_renames_of_its_replacement_is_waited_for(store
             monkeypatch.setattr(checkpoints, "read_manifest", read)
         return read(directory)
 
-    writer = threading.Thread(target=store.save, args=(Label(TRAINING, overwrite=True), saved(second)))
+    writer = threading.Thread(
+        target=store.save, args=(Label(TRAINING, overwrite=True), saved(second))
+    )
     monkeypatch.setattr(checkpoints.os, "rename", slow_rename)
     monkeypatch.setattr(checkpoints, "read_manifest", read_late)
     assert store.manifest(TRAINING).step == 3
@@ -270,7 +284,10 @@ def test_records_are_newest_first_and_of_one_run_if_asked(store, model_dir):
     adapter = trained(model_dir)
     for run in ("one", "two"):
         for name in ("x", "y"):
-            store.save(Label(CheckpointPath(run, "training", name), user_metadata={"k": name}), saved(adapter))
+            store.save(
+                Label(CheckpointPath(run, "training", name), user_metadata={"k": name}),
+                saved(adapter),
+            )
     assert [str(r.tinker_path)[9:] for r in store.records()] == [
         "two/weights/y",
         "two/weights/x",
@@ -301,7 +318,11 @@ def test_a_disk_that_refuses_leaves_nothing_behind(store, model_dir, room):
     adapter = trained(model_dir, steps=1)
     store.save(Label(TRAINING), saved(adapter))
     sizes = {name: file.size for name, file in store.manifest(TRAINING).files.items()}
-    size = {"nothing": 0, "part of the adapter": sizes[ADAPTER] // 2, "the adapter": sizes[ADAPTER]}[room]
+    size = {
+        "nothing": 0,
+        "part of the adapter": sizes[ADAPTER] // 2,
+        "the adapter": sizes[ADAPTER],
+    }[room]
     before = files_under(store.directory)
     newer = trained(model_dir, steps=2)
     with file_size_limit(size), pytest.raises(StorageError, match="free space"):
@@ -316,7 +337,9 @@ def test_a_disk_that_refuses_leaves_nothing_behind(store, model_dir, room):
 def test_a_full_file_system(tmp_path, model_dir):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True
+    ).returncode:
         pytest.skip("no right to mount here")
     try:
         store = CheckpointStore(disk)
@@ -378,7 +401,9 @@ def test_a_killed_writer_leaves_a_whole_checkpoint(store, model_dir):
     steps = []
     for delay in (0.05, 0.11, 0.17):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(model_dir), str(store.directory)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(model_dir), str(store.directory)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"

@@ -1,11 +1,21 @@
-"""Decisions are plain Python: what schedules, packs and stops loads no torch, so its tests take milliseconds."""
+"""Decisions are plain Python: what schedules, packs and stops loads no torch, so its tests take
+milliseconds.
+"""
 
 import subprocess
 import sys
 
 import pytest
 
-MODULES = ("scheduler", "packing", "prefix_cache", "stopping", "fairness", "positions", "randomness")
+MODULES = (
+    "scheduler",
+    "packing",
+    "prefix_cache",
+    "stopping",
+    "fairness",
+    "positions",
+    "randomness",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,4 +1,6 @@
-"""Drawing tokens from logits: the distribution, the filters, the logprobs, and what the draw may depend on."""
+"""Drawing tokens from logits: the distribution, the filters, the logprobs, and what the draw may
+depend on.
+"""
 
 import numpy as np
 import pytest
@@ -127,13 +129,17 @@ def test_rows_do_not_depend_on_the_batch():
         assert torch.equal(alone.tokens, whole.tokens[row : row + 1])
         assert torch.equal(alone.log_normalizer, whole.log_normalizer[row : row + 1])
     ones = torch.ones(len(logits))
-    assert torch.equal(log_normalizer(logits[5:6].clone(), ones[5:6]), log_normalizer(logits.clone(), ones)[5:6])
+    assert torch.equal(
+        log_normalizer(logits[5:6].clone(), ones[5:6]), log_normalizer(logits.clone(), ones)[5:6]
+    )
 
 
 def test_top_logprobs_are_those_of_a_log_softmax():
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(3)) * 3
     temperatures = torch.tensor([1.0, 0.5, 2.0, 0.8, 1.0])
-    tokens, values = top_logprobs(logits, log_normalizer(logits.clone(), temperatures), temperatures, 4)
+    tokens, values = top_logprobs(
+        logits, log_normalizer(logits.clone(), temperatures), temperatures, 4
+    )
     expected = (logits / temperatures[:, None]).log_softmax(-1).topk(4)
     assert torch.equal(tokens, expected.indices)
     torch.testing.assert_close(values, expected.values)
@@ -181,7 +187,12 @@ def test_the_cpu_s_own_way_draws_the_tokens_of_torch(monkeypatch):
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=0.7), SamplingParams(top_k=9, top_p=0.9), SamplingParams(temperature=0)]
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=9, top_p=0.9),
+        SamplingParams(temperature=0),
+    ],
 )
 def test_several_draws_a_row_are_those_of_one_by_one(params, own, monkeypatch):
     if not own:

@@ -1,4 +1,6 @@
-"""The engine: order, fairness, versions, failures that stay where they happen, and an end without loose ends."""
+"""The engine: order, fairness, versions, failures that stay where they happen, and an end without
+loose ends.
+"""
 
 import gc
 import subprocess
@@ -60,7 +62,11 @@ def engines(model_dirs, tmp_path):
     made: list[Engine] = []
 
     def make(**settings) -> Engine:
-        made.append(Engine(model_dirs, tmp_path / "data", EngineSettings(**{"dtype": "float32", **settings})))
+        made.append(
+            Engine(
+                model_dirs, tmp_path / "data", EngineSettings(**{"dtype": "float32", **settings})
+            )
+        )
         return made[-1]
 
     yield make
@@ -73,13 +79,18 @@ def engine(engines) -> Engine:
     return engines()
 
 
-def create(engine: Engine, model_id: str = "a", base: str = "llama", lora: LoraConfig = LORA, **more: Any) -> None:
+def create(
+    engine: Engine, model_id: str = "a", base: str = "llama", lora: LoraConfig = LORA, **more: Any
+) -> None:
     engine.submit(CreateModel(model_id, base, lora, **more)).result(WAIT)
 
 
 def datum(length: int = 8, start: int = 0, weight: float = 1.0) -> Datum:
     tokens = [(start * 31 + i * 7) % 256 for i in range(length + 1)]
-    return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": [weight] * length})
+    return Datum(
+        ModelInput.from_ints(tokens[:-1]),
+        {"target_tokens": tokens[1:], "weights": [weight] * length},
+    )
 
 
 def step(engine: Engine, model_id: str, *data: Datum) -> tuple[Future[Any], Future[Any]]:
@@ -89,13 +100,20 @@ def step(engine: Engine, model_id: str, *data: Datum) -> tuple[Future[Any], Futu
 
 
 def loss(engine: Engine, model_id: str) -> float:
-    out = engine.submit(ForwardBackward(model_id, [datum()], "cross_entropy", forward_only=True)).result(WAIT)
+    out = engine.submit(
+        ForwardBackward(model_id, [datum()], "cross_entropy", forward_only=True)
+    ).result(WAIT)
     return out.metrics["loss:sum"]
 
 
 def request(sampler_id: str, max_tokens: int = 8, n: int = 1, **params: Any) -> Sample:
     prompt = ModelInput.from_ints(list(b"a prompt"))
-    return Sample(sampler_id, prompt, n, SamplingParams(max_tokens=max_tokens, stop=[], **{"seed": 3, **params}))
+    return Sample(
+        sampler_id,
+        prompt,
+        n,
+        SamplingParams(max_tokens=max_tokens, stop=[], **{"seed": 3, **params}),
+    )
 
 
 def tokens(engine: Engine, sampler_id: str) -> list[int]:
@@ -123,14 +141,19 @@ def test_tenants_side_by_side_equal_each_alone(engines):
         for number, (name, base) in enumerate(names):
             create(engine, name, base, LoraConfig(rank=4 + ord(name[0]) % 3, seed=ord(name[0])))
             assert number >= 0
-        pairs = {name: [step(engine, name, datum(40, i), datum(40, i + 9)) for i in range(3)] for name, _ in names}
+        pairs = {
+            name: [step(engine, name, datum(40, i), datum(40, i + 9)) for i in range(3)]
+            for name, _ in names
+        }
         samplers = [engine.submit(CreateSampler(f"s:{name}", base)) for name, base in names]
         for future in samplers:
             future.result(WAIT)
         answers = [engine.submit(request(f"s:{name}", 30, 3)) for name, _ in names]
         for answer in answers:
             answer.result(WAIT)
-        return {name: [f.result(WAIT).metrics["loss:sum"] for f, _ in pairs[name]] for name, _ in names}
+        return {
+            name: [f.result(WAIT).metrics["loss:sum"] for f, _ in pairs[name]] for name, _ in names
+        }
 
     names = [("a", "llama"), ("b", "llama"), ("c", "qwen")]
     together = train(engines(micro_batch_tokens=50), names)
@@ -143,7 +166,9 @@ def test_a_long_training_call_does_not_hold_up_sampling(engines):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     finished: list[str] = []
-    training = engine.submit(ForwardBackward("a", [datum(60, i) for i in range(120)], "cross_entropy"))
+    training = engine.submit(
+        ForwardBackward("a", [datum(60, i) for i in range(120)], "cross_entropy")
+    )
     training.add_done_callback(lambda _: finished.append("training"))
     for _ in range(3):
         sample = engine.submit(request("s"))
@@ -165,7 +190,9 @@ def test_long_sampling_does_not_hold_up_training(engine):
 
 
 def test_what_a_turn_leaves_to_the_device_counts_for_it_where_others_wait(engines, monkeypatch):
-    """A GPU computes on when a call has returned: here each micro-batch leaves it with a tenth of a second, for which the next step waits."""
+    """A GPU computes on when a call has returned: here each micro-batch leaves it with a tenth of a
+    second, for which the next step waits.
+    """
     engine = engines(micro_batch_tokens=64)
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
@@ -190,7 +217,9 @@ def test_what_a_turn_leaves_to_the_device_counts_for_it_where_others_wait(engine
     monkeypatch.setattr(base.sampler, "step", decode)
     future = engine.submit(request("s", 1900))
     wait_until(lambda: bool(steps))
-    engine.submit(ForwardBackward("a", [datum(60, i) for i in range(3)], "cross_entropy")).result(WAIT)
+    engine.submit(ForwardBackward("a", [datum(60, i) for i in range(3)], "cross_entropy")).result(
+        WAIT
+    )
     assert len(steps) > 12
     future.cancel()
 
@@ -199,7 +228,9 @@ def test_two_models_training_take_turns(engines):
     engine = engines(micro_batch_tokens=64)
     create(engine, "long")
     create(engine, "short")
-    long = engine.submit(ForwardBackward("long", [datum(60, i) for i in range(150)], "cross_entropy"))
+    long = engine.submit(
+        ForwardBackward("long", [datum(60, i) for i in range(150)], "cross_entropy")
+    )
     for _ in range(3):
         for future in step(engine, "short", datum()):
             future.result(WAIT)
@@ -235,7 +266,9 @@ def test_a_base_model_that_is_being_loaded_does_not_hold_up_another(engine, monk
 
     monkeypatch.setattr(BaseModel, "__init__", slow)
     with ThreadPoolExecutor() as callers:
-        slow_ones = [callers.submit(engine.submit, CreateSampler(name, "qwen")) for name in ("t", "u")]
+        slow_ones = [
+            callers.submit(engine.submit, CreateSampler(name, "qwen")) for name in ("t", "u")
+        ]
         assert began.wait(WAIT)
         callers.submit(engine.check_sample, "llama", request("s")).result(WAIT)
         assert tokens(engine, "s")
@@ -288,7 +321,9 @@ def test_equal_versions_share_a_prefix_until_both_are_released(engine):
         engine.submit(PublishSampler("a", name)).result(WAIT)
     long_prompt = ModelInput.from_ints(list(range(200)))
     hits = [
-        engine.submit(Sample(name, long_prompt, 1, SamplingParams(max_tokens=2))).result(WAIT).prompt_cache_hit_tokens
+        engine.submit(Sample(name, long_prompt, 1, SamplingParams(max_tokens=2)))
+        .result(WAIT)
+        .prompt_cache_hit_tokens
         for name in ("s", "t")
     ]
     assert hits[0] == 0
@@ -308,7 +343,9 @@ def test_an_id_used_again_has_no_prefixes_of_the_old_model(engine):
             future.result(WAIT)
         engine.submit(PublishSampler("a", f"s{seed}")).result(WAIT)
         prompt = ModelInput.from_ints(list(range(100)))
-        answer = engine.submit(Sample(f"s{seed}", prompt, 1, SamplingParams(max_tokens=2))).result(WAIT)
+        answer = engine.submit(Sample(f"s{seed}", prompt, 1, SamplingParams(max_tokens=2))).result(
+            WAIT
+        )
         drawn.append(answer.prompt_cache_hit_tokens)
         engine.submit(UnloadModel("a")).result(WAIT)
     assert drawn == [0, 0]
@@ -333,7 +370,9 @@ def test_a_refused_forward_backward_refuses_the_step_behind_it(engine):
     create(engine)
     before = loss(engine, "a")
     good = engine.submit(ForwardBackward("a", [datum()], "cross_entropy"))
-    bad = engine.submit(ForwardBackward("a", [datum(weight=3e38), datum(weight=3e38)], "cross_entropy"))
+    bad = engine.submit(
+        ForwardBackward("a", [datum(weight=3e38), datum(weight=3e38)], "cross_entropy")
+    )
     update = engine.submit(OptimStep("a", STEP))
     good.result(WAIT)
     with pytest.raises(NonFiniteError):
@@ -430,7 +469,9 @@ def test_an_error_that_is_kept_keeps_no_memory(engine, monkeypatch):
     [
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError("main memory is full"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+        ),
     ],
 )
 def test_an_error_for_want_of_memory_says_what_to_lower(engines, monkeypatch, lack):
@@ -485,7 +526,9 @@ def test_a_gpu_that_is_lost_to_this_process_ends_the_engine(engine, monkeypatch,
         engine.submit(OptimStep("a", STEP)).result(WAIT)
     monkeypatch.setattr(base.sampler, "_decode", lost)
     monkeypatch.setattr(base.trainer, "_run", lost)
-    operation = request("s") if side == "sampling" else ForwardBackward("a", [datum()], "cross_entropy")
+    operation = (
+        request("s") if side == "sampling" else ForwardBackward("a", [datum()], "cross_entropy")
+    )
     waiting = engine.submit(ForwardBackwardLater("b", Future(), "cross_entropy"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.submit(operation).result(WAIT)
@@ -669,7 +712,9 @@ def test_a_saved_version_is_that_of_its_place_in_the_order(engine):
 def test_samplers_of_checkpoints_draw_what_the_published_one_draws(engine):
     create(engine)
     step(engine, "a", datum())
-    for_sampler = engine.submit(SaveWeightsForSampler("a", "x", user_metadata={"k": "v"})).result(WAIT).path
+    for_sampler = (
+        engine.submit(SaveWeightsForSampler("a", "x", user_metadata={"k": "v"})).result(WAIT).path
+    )
     training = engine.submit(SaveWeights("a", "x")).result(WAIT).path
     engine.submit(PublishSampler("a", "s")).result(WAIT)
     for sampler_id, path in (("t", for_sampler), ("u", training)):
@@ -681,7 +726,11 @@ def test_samplers_of_checkpoints_draw_what_the_published_one_draws(engine):
 
 def test_a_checkpoint_of_another_base_model_is_refused(engines, model_dirs, tmp_path):
     tiny_model(tmp_path / "twin", seed=9)
-    engine = Engine({**model_dirs, "twin": str(tmp_path / "twin")}, tmp_path / "data", EngineSettings(dtype="float32"))
+    engine = Engine(
+        {**model_dirs, "twin": str(tmp_path / "twin")},
+        tmp_path / "data",
+        EngineSettings(dtype="float32"),
+    )
     try:
         create(engine)
         path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
@@ -696,7 +745,10 @@ def test_a_checkpoint_of_another_base_model_is_refused(engines, model_dirs, tmp_
                 engine.submit(LoadWeights("b", path))
             engine.submit(UnloadModel("b")).result(WAIT)
         engine.submit(CreateModel("c", "twin", from_path=path)).result(WAIT)
-        for operation in (CreateModel("d", "qwen", from_path=path), CreateSampler("s", "qwen", path)):
+        for operation in (
+            CreateModel("d", "qwen", from_path=path),
+            CreateSampler("s", "qwen", path),
+        ):
             with pytest.raises(CheckpointError, match="'llama', whose architecture"):
                 engine.submit(operation)
     finally:
@@ -720,7 +772,10 @@ def test_close_without_finishing_fails_what_is_queued(engine):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     gate: Future[Any] = Future()
-    futures = [engine.submit(ForwardBackwardLater("a", gate, "cross_entropy")), engine.submit(OptimStep("a", STEP))]
+    futures = [
+        engine.submit(ForwardBackwardLater("a", gate, "cross_entropy")),
+        engine.submit(OptimStep("a", STEP)),
+    ]
     futures += [engine.submit(request("s", 1900)), engine.submit(SaveWeights("a", "x"))]
     engine.close(finish=False)
     for future in futures:
@@ -743,7 +798,10 @@ def test_close_finishes_what_waits_for_data_that_somebody_makes(engine):
     create(engine)
     data: Future[Any] = Future()
     data.set_running_or_notify_cancel()
-    futures = [engine.submit(ForwardBackwardLater("a", data, "cross_entropy")), engine.submit(OptimStep("a", STEP))]
+    futures = [
+        engine.submit(ForwardBackwardLater("a", data, "cross_entropy")),
+        engine.submit(OptimStep("a", STEP)),
+    ]
     futures.append(engine.submit(SaveWeights("a", "last")))
     threading.Timer(0.2, data.set_result, [[datum()]]).start()
     engine.close()
@@ -816,7 +874,9 @@ def test_a_gpu_is_lost_where_waiting_for_it_fails(engine, monkeypatch, fault):
 
 
 def test_a_closed_engine_holds_no_weights(model_dirs, tmp_path):
-    """At once, not when cycles are looked for: the next one of this process divides the memory of a GPU that is free then."""
+    """At once, not when cycles are looked for: the next one of this process divides the memory of a
+    GPU that is free then.
+    """
     engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
@@ -890,7 +950,11 @@ def test_auto_dtype_follows_the_cpu(monkeypatch, native, dtype):
 
 
 def test_names_of_one_directory_share_its_weights(model_dirs, tmp_path):
-    engine = Engine({"x": model_dirs["llama"], "y": model_dirs["llama"]}, tmp_path, EngineSettings(dtype="float32"))
+    engine = Engine(
+        {"x": model_dirs["llama"], "y": model_dirs["llama"]},
+        tmp_path,
+        EngineSettings(dtype="float32"),
+    )
     try:
         assert engine._models.get("x") is engine._models.get("y")
         assert engine._models.get("x") is engine._models.get(model_dirs["llama"])
@@ -913,7 +977,9 @@ def test_capabilities_name_the_mapped_models(engine):
 
 
 def test_capabilities_name_the_models_that_are_loaded(engine, model_dirs):
-    assert model_dirs["llama"] not in {model.model_name for model in engine.capabilities().supported_models}
+    assert model_dirs["llama"] not in {
+        model.model_name for model in engine.capabilities().supported_models
+    }
     engine.submit(CreateSampler("s", model_dirs["llama"])).result(WAIT)
     models = {model.model_name: model for model in engine.capabilities().supported_models}
     assert models[model_dirs["llama"]].max_context_length == models["llama"].max_context_length
@@ -949,7 +1015,12 @@ def wait_until(condition: Any) -> None:
 def test_targets_of_every_shape_reach_the_trainer(engine):
     create(engine)
     targets = TensorData([[1, 2], [3, 4], [5, 6]], "int64")
-    data = [Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": targets, "weights": torch.full((3, 2), 0.5)})]
+    data = [
+        Datum(
+            ModelInput.from_ints([1, 2, 3]),
+            {"target_tokens": targets, "weights": torch.full((3, 2), 0.5)},
+        )
+    ]
     out = engine.submit(ForwardBackward("a", data, "cross_entropy")).result(WAIT)
     assert out.loss_fn_outputs[0]["logprobs"].shape == [3, 2]
     assert Path(engine.tokenizer_directory("llama")).is_dir()

@@ -41,9 +41,13 @@ def test_absence_gives_no_credit():
     assert turns.count("a") >= 4
 
 
-@given(st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.floats(0.01, 5)), max_size=200))
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.floats(0.01, 5)), max_size=200)
+)
 def test_who_always_waits_gets_its_share(turns):
-    """Key 0 waits always: it never gets less than a fifth of the time, but for one long turn of each of the others."""
+    """Key 0 waits always: it never gets less than a fifth of the time, but for one long turn of
+    each of the others.
+    """
     share: FairShare[int] = FairShare()
     mine = total = 0.0
     for others, cost in turns:

@@ -1,4 +1,6 @@
-"""Forest attention equals attention under the T x T mask, in values and in gradients, with either kernel."""
+"""Forest attention equals attention under the T x T mask, in values and in gradients, with either
+kernel.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +25,8 @@ def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> 
     sequences = []
     for _ in range(prompts):
         prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
-        # Few token values, so that completions share their first tokens too and segments of one row occur.
+        # Few token values, so that completions share their first tokens too and segments of one row
+        # occur.
         completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
         sequences += [np.concatenate([prompt, completion]) for completion in completions]
     sequences.append(rng.integers(50, 60, longest))
@@ -74,7 +77,11 @@ def test_blocks_bound_the_scores_and_change_nothing(monkeypatch):
     qkv, weight = inputs(len(packed), 4, 2, torch.float64)
     whole = attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight)
     monkeypatch.setattr("planish.engine.attention._SCORE_ENTRIES", 1)
-    for a, b in zip(attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight), whole, strict=True):
+    for a, b in zip(
+        attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight),
+        whole,
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 

@@ -1,4 +1,6 @@
-"""The adapters of a batch, by tables on the device: the same numbers as one adapter after the other, and nobody is kept."""
+"""The adapters of a batch, by tables on the device: the same numbers as one adapter after the
+other, and nobody is kept.
+"""
 
 import gc
 import weakref
@@ -16,7 +18,9 @@ from planish.model.lora import LAYER_SITES, AdapterRows, LoraLayout, LoraWeights
 from planish.types import LoraConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONFIG = ModelConfig("qwen3", 150, 48, 72, 2, 4, 2, 16, 1e-6, RopeConfig(1e4), 128, True, True, False, ())
+CONFIG = ModelConfig(
+    "qwen3", 150, 48, 72, 2, 4, 2, 16, 1e-6, RopeConfig(1e4), 128, True, True, False, ()
+)
 ODD = replace(CONFIG, hidden_size=30, intermediate_size=45)
 """Of sizes for which matrices begin anywhere."""
 SITES = dict(zip(("attn_in", "attn_out", "mlp_in", "mlp_out"), LAYER_SITES, strict=True))
@@ -27,9 +31,13 @@ def noise(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def adapter(lora: LoraConfig, dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG) -> LoraWeights:
+def adapter(
+    lora: LoraConfig, dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG
+) -> LoraWeights:
     layout = LoraLayout(config, lora)
-    return LoraWeights(layout, noise(layout.size, seed=seed, dtype=torch.float32) * 0.2, dtype, DEVICE, True)
+    return LoraWeights(
+        layout, noise(layout.size, seed=seed, dtype=torch.float32) * 0.2, dtype, DEVICE, True
+    )
 
 
 def placed(*members: tuple[LoraWeights | None, int], first: int = 0) -> list[AdapterRows]:
@@ -65,7 +73,9 @@ def seven(dtype: torch.dtype) -> list[AdapterRows]:
     )
 
 
-def tables(dtype: torch.dtype, config: ModelConfig = CONFIG, max_adapters: int = 7) -> AdapterTables:
+def tables(
+    dtype: torch.dtype, config: ModelConfig = CONFIG, max_adapters: int = 7
+) -> AdapterTables:
     return AdapterTables(config, dtype, DEVICE, max_rows=48, max_adapters=max_adapters, max_rank=64)
 
 
@@ -75,7 +85,10 @@ def close(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
 
 
 def assert_like_the_loop(
-    own: AdapterTables, adapters: list[AdapterRows], dtype: torch.dtype, config: ModelConfig = CONFIG
+    own: AdapterTables,
+    adapters: list[AdapterRows],
+    dtype: torch.dtype,
+    config: ModelConfig = CONFIG,
 ) -> None:
     """Every site of the last layer, and the head."""
     rows = max((one.stop for one in adapters), default=0) + 2
@@ -83,7 +96,10 @@ def assert_like_the_loop(
     for site, names in SITES.items():
         shapes = [linear_shape(config, name) for name in names]
         sizes = [fan_out for fan_out, _ in shapes]
-        x, out = noise(rows, shapes[0][1], seed=1, dtype=dtype), noise(rows, sum(sizes), seed=2, dtype=dtype)
+        x, out = (
+            noise(rows, shapes[0][1], seed=1, dtype=dtype),
+            noise(rows, sum(sizes), seed=2, dtype=dtype),
+        )
         found, right = out.clone(), out.clone()
         own.add_(x, found, sizes, layer, site)
         for one in adapters:
@@ -92,7 +108,9 @@ def assert_like_the_loop(
                 part = slice(one.start, one.stop)
                 _add_lora_(_low(x[part], lora.a, None), right[part].split(sizes, 1), lora.bs, None)
         close(found, right, dtype)
-        assert torch.equal(found.eq(out).all(1), right.eq(out).all(1)), f"{site}: other rows than those of its adapters"
+        assert torch.equal(found.eq(out).all(1), right.eq(out).all(1)), (
+            f"{site}: other rows than those of its adapters"
+        )
     hidden = noise(rows, config.hidden_size, seed=3, dtype=dtype)
     logits = noise(rows, config.vocab_size, seed=4, dtype=torch.float32)
     right = logits.clone()
@@ -100,7 +118,9 @@ def assert_like_the_loop(
     for one in adapters:
         if one.weights is not None and one.weights.head is not None:
             a, (b,) = one.weights.head.a, one.weights.head.bs
-            right[one.start : one.stop] += (hidden[one.start : one.stop] @ a.t()).float() @ b.float().t()
+            right[one.start : one.stop] += (
+                hidden[one.start : one.stop] @ a.t()
+            ).float() @ b.float().t()
     close(logits, right, dtype)
 
 
@@ -118,14 +138,18 @@ def test_it_is_like_one_adapter_after_the_other(dtype: torch.dtype):
 def test_sizes_may_be_odd():
     dtype = torch.bfloat16
     own = tables(dtype, ODD)
-    adapters = placed((adapter(LoraConfig(3), dtype, 1, ODD), 2), (adapter(LoraConfig(8), dtype, 2, ODD), 1))
+    adapters = placed(
+        (adapter(LoraConfig(3), dtype, 1, ODD), 2), (adapter(LoraConfig(8), dtype, 2, ODD), 1)
+    )
     own.fill(adapters)
     assert_like_the_loop(own, adapters, dtype, ODD)
 
 
 @torch.no_grad()
 def test_the_same_tables_serve_the_next_batch():
-    """Fewer tiles than before, slots that were others', an adapter that comes back, one with rows in two places."""
+    """Fewer tiles than before, slots that were others', an adapter that comes back, one with rows
+    in two places.
+    """
     dtype = torch.float32
     a, b, c = (
         adapter(lora, dtype, i)
@@ -150,7 +174,9 @@ def test_tables_stay_where_they_are():
     where = [tensor.data_ptr() for tensor in (own._tiles.device, own._pointers.device, own._parts)]
     own.fill(seven(torch.float32))
     own.fill([])
-    assert [tensor.data_ptr() for tensor in (own._tiles.device, own._pointers.device, own._parts)] == where
+    assert [
+        tensor.data_ptr() for tensor in (own._tiles.device, own._pointers.device, own._parts)
+    ] == where
 
 
 def test_an_adapter_is_written_once_while_it_stays(monkeypatch: pytest.MonkeyPatch):
@@ -158,7 +184,11 @@ def test_an_adapter_is_written_once_while_it_stays(monkeypatch: pytest.MonkeyPat
     a, b, c = (adapter(LoraConfig(4), torch.float32, seed) for seed in range(3))
     written = []
     write = own._write_pointers
-    monkeypatch.setattr(own, "_write_pointers", lambda slot, weights: (written.append(weights), write(slot, weights)))
+    monkeypatch.setattr(
+        own,
+        "_write_pointers",
+        lambda slot, weights: (written.append(weights), write(slot, weights)),
+    )
     own.fill(placed((a, 1), (b, 1)))
     own.fill(placed((b, 3), (c, 1), (a, 1)))
     assert written == [a, b, c]

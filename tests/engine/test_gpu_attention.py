@@ -1,4 +1,6 @@
-"""The GPU's attention over slots: equal to its torch twins and to a dense softmax, whatever is in the batch; interpreted on a CPU."""
+"""The GPU's attention over slots: equal to its torch twins and to a dense softmax, whatever is in
+the batch; interpreted on a CPU.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -49,7 +51,10 @@ class Batch:
 
     def store(self, sample: Sample) -> None:
         """Room for one more position."""
-        pool, more = self.samples.of(capacity_for(sample.stored + 1)), capacity_for(sample.stored + 2)
+        pool, more = (
+            self.samples.of(capacity_for(sample.stored + 1)),
+            capacity_for(sample.stored + 2),
+        )
         sample.stored += 1
         if more > pool.capacity:
             pool.move([sample], self.samples.of(more))
@@ -63,9 +68,17 @@ class Batch:
                 tensor.copy_(self.random(*tensor.shape))
 
     def spoil(self) -> None:
-        """Make a mess of all that nobody may see: a step's own keys, which are still to be stored, among them."""
+        """Make a mess of all that nobody may see: a step's own keys, which are still to be stored,
+        among them.
+        """
         for pool in self.prompts.in_use():
-            _spoil(pool, {prompt.slot: prompt.length // SPAN * SPAN for prompt in cast(list[Prompt], pool.owners)})
+            _spoil(
+                pool,
+                {
+                    prompt.slot: prompt.length // SPAN * SPAN
+                    for prompt in cast(list[Prompt], pool.owners)
+                },
+            )
         for pool in self.samples.in_use():
             _spoil(pool, {sample.slot: sample.stored for sample in cast(list[Sample], pool.owners)})
 
@@ -73,25 +86,37 @@ class Batch:
         return DecodeTables(PoolBases(self.shape), max_rows, self.q_heads)
 
     def check(self, tables: DecodeTables, padding: int) -> None:
-        """One layer of a step with `padding` rows in front of the samples', against both twins; where there are gaps, against that which takes them."""
+        """One layer of a step with `padding` rows in front of the samples', against both twins;
+        where there are gaps, against that which takes them.
+        """
         self.redraw()
         order = torch.randperm(len(self.running), generator=self.generator).tolist()
-        rows = {id(sample): padding + place for sample, place in zip(self.running, order, strict=True)}
+        rows = {
+            id(sample): padding + place for sample, place in zip(self.running, order, strict=True)
+        }
         total, layer, size = padding + len(rows), self.shape.layers - 1, self.shape.head_dim
         q = self.random(total, self.q_heads, size)
         # As the decoder has them: values are part of a wider tensor.
-        k, v = self.random(total, self.shape.heads, size), self.random(total, 3 * self.shape.heads, size)
+        k, v = (
+            self.random(total, self.shape.heads, size),
+            self.random(total, 3 * self.shape.heads, size),
+        )
         v = v[:, -self.shape.heads :]
         twin = None
         if self.kind is KVPool:
             twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
         for sample in self.running if twin is None else ():
             own, row = self.samples.of(capacity_for(sample.stored + 1)), rows[id(sample)]
-            own.keys[layer][sample.slot, :, sample.stored], own.values[layer][sample.slot, :, sample.stored] = (
+            (
+                own.keys[layer][sample.slot, :, sample.stored],
+                own.values[layer][sample.slot, :, sample.stored],
+            ) = (
                 k[row],
                 v[row],
             )
-        dense = torch.stack([self.dense(sample, layer, q[rows[id(sample)]]) for sample in self.running])
+        dense = torch.stack(
+            [self.dense(sample, layer, q[rows[id(sample)]]) for sample in self.running]
+        )
         self.spoil()
         tables.fill(rows, self.prompts, self.samples)
         found = tables(layer, q, k, v)
@@ -106,9 +131,18 @@ class Batch:
     def dense(self, sample: Sample, layer: int, q: Tensor) -> Tensor:
         """Plain attention in float64 over the sample's keys."""
         prompt, seen = sample.prompt, sample.prompt.length // SPAN * SPAN
-        home, own = self.prompts.of(capacity_for(prompt.length)), self.samples.of(capacity_for(sample.stored + 1))
+        home, own = (
+            self.prompts.of(capacity_for(prompt.length)),
+            self.samples.of(capacity_for(sample.stored + 1)),
+        )
         keys, values = (
-            torch.cat([theirs[layer][prompt.slot, :, :seen], ours[layer][sample.slot, :, : sample.stored + 1]], 1)
+            torch.cat(
+                [
+                    theirs[layer][prompt.slot, :, :seen],
+                    ours[layer][sample.slot, :, : sample.stored + 1],
+                ],
+                1,
+            )
             .double()
             .repeat_interleave(self.q_heads // self.shape.heads, 0)
             for theirs, ours in ((home.keys, own.keys), (home.values, own.values))
@@ -124,7 +158,9 @@ def _spoil(pool: KVPool, ends: dict[int, int]) -> None:
             tensor[slot, :, ends.get(slot, 0) :] = torch.nan
 
 
-def batch(heads: int = 1, group: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32) -> Batch:
+def batch(
+    heads: int = 1, group: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32
+) -> Batch:
     return Batch(KVShape(2, heads, head_dim, dtype, DEVICE), heads * group)
 
 
@@ -191,7 +227,10 @@ def test_what_is_not_finite_stays_in_its_own_row():
     running = batch()
     running.begin(70, [0, 1, 2])
     running.redraw()
-    tables, rows = running.tables(3), {id(sample): row for row, sample in enumerate(running.running)}
+    tables, rows = (
+        running.tables(3),
+        {id(sample): row for row, sample in enumerate(running.running)},
+    )
     q, k, v = running.random(3, 2, 16), running.random(3, 1, 16), running.random(3, 1, 16)
     tables.fill(rows, running.prompts, running.samples)
     clean = tables(0, q, k, v)
@@ -215,7 +254,9 @@ drawn = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 131_000)), min_si
 
 @settings(deadline=None, max_examples=60)
 @given(
-    groups=st.lists(st.tuples(lengths, drawn), max_size=8), heads=st.sampled_from([1, 3, 8]), group=st.integers(1, 5)
+    groups=st.lists(st.tuples(lengths, drawn), max_size=8),
+    heads=st.sampled_from([1, 3, 8]),
+    group=st.integers(1, 5),
 )
 def test_pieces_are_all_positions_once(groups, heads, group):
     shape = KVShape(1, heads, 16, torch.float32, torch.device("cpu"))
@@ -223,7 +264,8 @@ def test_pieces_are_all_positions_once(groups, heads, group):
     running = []
     for length, counts in groups:
         prompt = Prompt(length)
-        prompts.of(capacity_for(length)).owners.append(prompt)  # of which only the sizes are looked at
+        # of which only the sizes are looked at
+        prompts.of(capacity_for(length)).owners.append(prompt)
         for count in counts:
             running.append(Sample(prompt, length % SPAN + count))
             samples.of(capacity_for(length % SPAN + count + 1)).owners.append(running[-1])
@@ -242,7 +284,9 @@ def test_pieces_are_all_positions_once(groups, heads, group):
         assert piece["first"] < piece["stop"] <= piece["capacity"]
         for entry in entries[piece["entry"] : piece["entry"] + piece["entries"]]:
             written[int(entry["part"] + piece["number"])] += 1
-            seen[int(entry["row"])].append((int(piece["number"]), int(piece["first"]), int(piece["stop"])))
+            seen[int(entry["row"])].append(
+                (int(piece["number"]), int(piece["first"]), int(piece["stop"]))
+            )
     assert (tables._tables["pieces"]["entries"][wide:every] == 1).all()
     assert set(written.values()) <= {1}
     assert max(written, default=0) < len(tables._work.values)
@@ -275,7 +319,10 @@ def test_rows_of_prompts(heads, group, head_dim, dtype):
         PrefillSpan(small, 1, row=80, start=63, count=1),
         PrefillSpan(middle, 0, row=72, start=128, count=7),
     ]
-    q, k, v = running.random(83, heads * group, head_dim), *(running.random(83, heads, head_dim) for _ in range(2))
+    q, k, v = (
+        running.random(83, heads * group, head_dim),
+        *(running.random(83, heads, head_dim) for _ in range(2)),
+    )
     twin = PrefillAttention(spans)(1, q, k, v)
     for span in spans:
         for tensor in (span.pool.keys[1], span.pool.values[1]):
@@ -294,7 +341,13 @@ def test_bases_follow_the_pools():
     for pool in pools:
         pool.add(Sample(Prompt(1), 0))
     assert bases.numbers(pools[::-1]) == [1, 0]
-    addresses = [[[keys.data_ptr(), values.data_ptr()] for keys, values in zip(p.keys, p.values, strict=True)] for p in pools]  # fmt: skip
+    addresses = [
+        [
+            [keys.data_ptr(), values.data_ptr()]
+            for keys, values in zip(p.keys, p.values, strict=True)
+        ]
+        for p in pools
+    ]
     assert bases.table[:, :2].transpose(0, 1).tolist() == addresses
     del pool, pools[0]  # pyright: ignore[reportPossiblyUnboundVariable]
     assert bases.numbers([*pools, KVPool(shape, 64)]) == [1, 0]
@@ -321,7 +374,11 @@ def test_a_captured_step_serves_other_samples():
     running.redraw()
     tables = running.tables(32)
     q, k, v = running.random(32, 32, 128), running.random(32, 8, 128), running.random(32, 8, 128)
-    tables.fill({id(sample): row for row, sample in enumerate(running.running)}, running.prompts, running.samples)
+    tables.fill(
+        {id(sample): row for row, sample in enumerate(running.running)},
+        running.prompts,
+        running.samples,
+    )
     tables(1, q, k, v)  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,6 @@
-"""The GPU's attention of a forest: equal to attention under the T x T mask in values and gradients, interpreted where no GPU is."""
+"""The GPU's attention of a forest: equal to attention under the T x T mask in values and gradients,
+interpreted where no GPU is.
+"""
 
 from dataclasses import replace
 
@@ -31,13 +33,17 @@ def packed(*sequences) -> Packed:
 
 
 def nested(seed: int, longest: int) -> Packed:
-    """Prompts that share a beginning, with completions that share theirs: segments of one row occur, and one sequence shares nothing."""
+    """Prompts that share a beginning, with completions that share theirs: segments of one row
+    occur, and one sequence shares nothing.
+    """
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, 50, longest)
     sequences = [rng.integers(50, 60, longest)]
     for _ in range(2):
         prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
-        sequences += [np.concatenate([prompt, rng.integers(0, 2, rng.integers(1, longest))]) for _ in range(3)]
+        sequences += [
+            np.concatenate([prompt, rng.integers(0, 2, rng.integers(1, longest))]) for _ in range(3)
+        ]
     return packed(*sequences)
 
 
@@ -50,7 +56,9 @@ FORESTS = {
 }
 
 
-def tensors(rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def tensors(
+    rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
     shapes = [(rows, n, size) for n in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
@@ -68,7 +76,8 @@ def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert ours.shape == theirs.shape
-        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1)  # a gradient may be 0
+        # a gradient may be 0
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("name", FORESTS)
@@ -94,7 +103,11 @@ def test_groups_sizes_of_heads_and_dtypes(heads: int, kv_heads: int, size: int, 
     whole = nested(1, 12)
     inputs = tensors(len(whole), heads, kv_heads, size, dtype)
     expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
-    assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5 if dtype == torch.float32 else 0.03)
+    assert_near(
+        gradients(GpuForest(whole, DEVICE), inputs),
+        expected,
+        1e-5 if dtype == torch.float32 else 0.03,
+    )
 
 
 def test_a_group_larger_than_a_tile_gets_a_larger_tile():
@@ -151,18 +164,25 @@ def test_what_is_not_finite_stays_in_its_own_rows():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=12),
+    sequences=st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=12
+    ),
     group=st.sampled_from([1, 3, 4]),
     fewest=st.sampled_from([1, 2, 16]),
 )
 def test_plans_name_the_tiles_that_meet(sequences: list[list[int]], group: int, fewest: int):
-    """Each pair of tiles with something visible is met once, and goes without a mask if the tiles are whole and all of it is visible."""
+    """Each pair of tiles with something visible is met once, and goes without a mask if the tiles
+    are whole and all of it is visible.
+    """
     whole = packed(*sequences)
     one = triton_forest.Launch(4, 8, 4, 1)
     tiles = triton_forest.Tiles(one, one, replace(one, keys=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_forest, "_FEWEST_TILES", fewest)
-        queries, keys = query_plan(whole.until, tiles, group), key_plan(whole.until, tiles, group, 2)
+        queries, keys = (
+            query_plan(whole.until, tiles, group),
+            key_plan(whole.until, tiles, group, 2),
+        )
     by_queries = {}
     for tile, first, masked, end in queries.items.tolist():
         assert sorted(set(queries.lists[first:end])) == sorted(queries.lists[first:end])
@@ -177,11 +197,15 @@ def test_plans_name_the_tiles_that_meet(sequences: list[list[int]], group: int, 
     places = sorted(item[5] for item in keys.items.tolist() if item[5] >= 0)
     assert places == list(range(keys.places))
     for tile, first, count in keys.sums.tolist():
-        assert sorted(item[5] for item in keys.items.tolist() if item[0] == tile) == list(range(first, first + count))
+        assert sorted(item[5] for item in keys.items.tolist() if item[0] == tile) == list(
+            range(first, first + count)
+        )
 
 
 def tiles_of(whole: Packed, rows: int, keys: int) -> dict[tuple[int, int], bool]:
-    """By definition: pairs of tiles with something visible, and whether the tiles are whole and all of it is visible."""
+    """By definition: pairs of tiles with something visible, and whether the tiles are whole and all
+    of it is visible.
+    """
     visible, found = mask(whole), {}
     for query in range(0, len(whole), rows):
         for key in range(0, len(whole), keys):
@@ -205,11 +229,18 @@ def test_the_trainer_finds_the_ordinary_gradient(tmp_path, monkeypatch):
         tokens = np.concatenate([prompt, rng.integers(0, 50, rng.integers(2, 15))])
         targets = TensorData.from_numpy(np.roll(tokens, -1))
         weights = TensorData.from_numpy(np.ones(len(tokens), np.float32))
-        data.append(Datum(ModelInput.from_ints(tokens.tolist()), {"target_tokens": targets, "weights": weights}))
+        data.append(
+            Datum(
+                ModelInput.from_ints(tokens.tolist()),
+                {"target_tokens": targets, "weights": weights},
+            )
+        )
     expected = gradient(decoder, data)
     used = []
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
-    monkeypatch.setattr(trainer, "GpuForest", lambda *given: used.append(given) or GpuForest(*given))
+    monkeypatch.setattr(
+        trainer, "GpuForest", lambda *given: used.append(given) or GpuForest(*given)
+    )
     found = gradient(decoder, data)
     assert used
     assert (found - expected).norm() <= 1e-5 * expected.norm()
@@ -218,7 +249,9 @@ def test_the_trainer_finds_the_ordinary_gradient(tmp_path, monkeypatch):
 def gradient(decoder: Decoder, data: list[Datum]) -> Tensor:
     layout = LoraLayout(decoder.config, LoraConfig(rank=4))
     noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
-    adapter = Adapter(layout, decoder.dtype, decoder.device, (layout.init(0) + 0.02 * noise).to(decoder.device))
+    adapter = Adapter(
+        layout, decoder.dtype, decoder.device, (layout.init(0) + 0.02 * noise).to(decoder.device)
+    )
     for _ in Trainer(decoder, TrainerSettings()).forward_backward(adapter, data, "cross_entropy"):
         pass
     assert adapter.grad is not None

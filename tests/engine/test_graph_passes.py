@@ -1,4 +1,6 @@
-"""The engine as it runs on a GPU against the plain one, on a small model; without a GPU its kernels are interpreted, and steps are run again instead of launched."""
+"""The engine as it runs on a GPU against the plain one, on a small model; without a GPU its kernels
+are interpreted, and steps are run again instead of launched.
+"""
 
 import threading
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> Decoder:
-    # One layer: the interpreter takes seconds for each. That layers have tables of their own is tested with the tables.
+    # One layer: the interpreter takes seconds for each. That layers have tables of their own is
+    # tested with the tables.
     directory = tiny_model(tmp_path_factory.mktemp("model"), family="qwen3", layers=1)
     return Decoder.load(directory, torch.float32, DEVICE)
 
@@ -38,12 +41,16 @@ def with_kernels(monkeypatch):
 
 @pytest.mark.slow
 def test_a_gpu_s_sampler_draws_what_the_plain_one_does(decoder, with_kernels):
-    """Several adapters and none, prompts that share a beginning, samples that end early and others that join, in more rows than one graph has."""
+    """Several adapters and none, prompts that share a beginning, samples that end early and others
+    that join, in more rows than one graph has.
+    """
     tenants = [None, adapter(decoder, 1), adapter(decoder, 2, rank=4)]
     jobs = []
     for index in range(6):
         prompt = tokens(70 if index % 2 else 40) + tokens(index, seed=index)
-        op = request(prompt, 1 + index % 3, max_tokens=2 + index % 4, seed=index, topk_sample_logprobs=2)
+        op = request(
+            prompt, 1 + index % 3, max_tokens=2 + index % 4, seed=index, topk_sample_logprobs=2
+        )
         jobs.append((op, tenants[index % 3], f"version {index % 3}"))
     answers = []
     for kernels, passes in (("torch", PlainPasses), ("triton", GraphPasses)):
@@ -84,13 +91,22 @@ def test_steps_of_all_sizes_leave_their_logits_in_one_place(decoder, with_kernel
 
 
 class FakeCuda:
-    """Streams and graphs that only remember: `said` has who did what on which stream; a recording that fails leaves its stream current, as torch's does."""
+    """Streams and graphs that only remember: `said` has who did what on which stream; a recording
+    that fails leaves its stream current, as torch's does.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.said: list[tuple[str, object]] = []
         self.threads = threading.local()
         self.pools = 0
-        for name in ("Stream", "stream", "current_stream", "graph", "CUDAGraph", "graph_pool_handle"):
+        for name in (
+            "Stream",
+            "stream",
+            "current_stream",
+            "graph",
+            "CUDAGraph",
+            "graph_pool_handle",
+        ):
             patch.setattr(torch.cuda, name, getattr(self, f"_{name.lower()}"))
 
     @property
@@ -103,7 +119,9 @@ class FakeCuda:
     def _made(self, device: torch.device) -> object:
         name = f"stream of {device}"
         return SimpleNamespace(
-            name=name, device=device, wait_stream=lambda other: self.said.append((f"{name} waits", other))
+            name=name,
+            device=device,
+            wait_stream=lambda other: self.said.append((f"{name} waits", other)),
         )
 
     @contextmanager
@@ -146,7 +164,13 @@ def test_a_step_is_computed_once_before_it_is_recorded_and_launched(cuda):
     recorder, here = GraphRecorder(torch.device("cuda", 1)), "stream of cuda:1"
     launch = recorder.recorded(cuda.step)
     recorder.recorded(cuda.step)
-    first = [(f"{here} waits", "default"), ("computes", here), ("records", 1), ("computes", here), ("recorded", 1)]
+    first = [
+        (f"{here} waits", "default"),
+        ("computes", here),
+        ("records", 1),
+        ("computes", here),
+        ("recorded", 1),
+    ]
     assert cuda.said == [*first, *first]
     assert cuda.current == "default"
     assert launch()[0] is launch()[0]

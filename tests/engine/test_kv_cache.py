@@ -22,7 +22,9 @@ def fill(pool: KVPool, owner: Owner, value: float) -> None:
 
 
 def held(pool: KVPool, owner: Owner) -> set[float]:
-    return {x for tensor in (*pool.keys, *pool.values) for x in tensor[owner.slot].unique().tolist()}
+    return {
+        x for tensor in (*pool.keys, *pool.values) for x in tensor[owner.slot].unique().tolist()
+    }
 
 
 def test_slots_stay_dense_and_keep_their_contents():
@@ -122,7 +124,9 @@ def test_owners_leave_together(kind):
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
-@pytest.mark.parametrize("moved", [[0], [5], [1, 4, 5], [5, 4, 3], [0, 1, 2], [2, 0, 5, 1], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize(
+    "moved", [[0], [5], [1, 4, 5], [5, 4, 3], [0, 1, 2], [2, 0, 5, 1], [0, 1, 2, 3, 4, 5]]
+)
 def test_full_slots_move_with_their_contents(moved, kind):
     """First ones, last ones, in any order; those that stay close the gaps, or stay."""
     pools, owners = KVPools(SHAPE, kind), [Owner() for _ in range(6)]
@@ -138,9 +142,11 @@ def test_full_slots_move_with_their_contents(moved, kind):
     assert held(large, before) == {9.0}
     for slot, number in enumerate(moved, 1):
         assert owners[number].slot == slot
-        assert {x for tensor in (*large.keys, *large.values) for x in tensor[slot, :, :64].unique().tolist()} == {
-            number + 1.0
-        }
+        assert {
+            x
+            for tensor in (*large.keys, *large.values)
+            for x in tensor[slot, :, :64].unique().tolist()
+        } == {number + 1.0}
         assert not large.keys[0][slot, :, 64:].any()
     stay = [number for number in range(6) if number not in moved]
     slots = list(range(len(stay))) if kind is KVPool or not stay else stay
@@ -161,9 +167,18 @@ def test_read_write_and_copy_are_of_the_positions_named():
     target.copy([other.slot], pool, [owner.slot], [50], 10)
     assert target.values[0][0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
     assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
-    target.copy([other.slot], pool, [owner.slot], [60], 10)  # as many as another owner, who begins earlier, has left
+    # as many as another owner, who begins earlier, has left
+    target.copy([other.slot], pool, [owner.slot], [60], 10)
     assert target.values[0][0, 2, :4, 3].tolist() == [-60, -61, -62, -63]
 
 
 def test_capacities_are_powers_of_two_from_one_span_on():
-    assert [capacity_for(n) for n in (0, 1, 64, 65, 128, 129, 5000)] == [64, 64, 64, 128, 128, 256, 8192]
+    assert [capacity_for(n) for n in (0, 1, 64, 65, 128, 129, 5000)] == [
+        64,
+        64,
+        64,
+        128,
+        128,
+        256,
+        8192,
+    ]

@@ -1,4 +1,6 @@
-"""Each loss against its formula, written out position by position in float64, and its gradient against finite differences."""
+"""Each loss against its formula, written out position by position in float64, and its gradient
+against finite differences.
+"""
 
 import math
 from collections.abc import Callable
@@ -39,13 +41,16 @@ def ppo(now, low=0.8, high=1.2):
 
 
 def cispo(now, low=0.0, high=4.0):
-    held = [clip(math.exp(x - q), low, high) for x, q in zip(L, Q, strict=True)]  # stop-gradient: of L, not of l
+    # stop-gradient: of L, not of l
+    held = [clip(math.exp(x - q), low, high) for x, q in zip(L, Q, strict=True)]
     return -sum(h * x * a for h, x, a in zip(held, now, A, strict=True))
 
 
 def dro(now, beta=0.1, mask=None):
     mask = [1.0] * N if mask is None else mask
-    return -sum(m * (x * a - 0.5 * beta * (x - q) ** 2) for x, q, a, m in zip(now, Q, A, mask, strict=True))
+    return -sum(
+        m * (x * a - 0.5 * beta * (x - q) ** 2) for x, q, a, m in zip(now, Q, A, mask, strict=True)
+    )
 
 
 def gspo(now, low=0.8, high=1.2, mask=MASK):
@@ -63,9 +68,19 @@ CASES = [
     ("cross_entropy", {"weights": W}, {}, cross_entropy),
     ("importance_sampling", SAMPLED, {}, importance_sampling),
     ("ppo", SAMPLED, {}, ppo),
-    ("ppo", SAMPLED, {"clip_low_threshold": 0.5, "clip_high_threshold": 1.6}, lambda now: ppo(now, 0.5, 1.6)),
+    (
+        "ppo",
+        SAMPLED,
+        {"clip_low_threshold": 0.5, "clip_high_threshold": 1.6},
+        lambda now: ppo(now, 0.5, 1.6),
+    ),
     ("cispo", SAMPLED, {}, cispo),
-    ("cispo", SAMPLED, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, lambda now: cispo(now, 0.9, 1.1)),
+    (
+        "cispo",
+        SAMPLED,
+        {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+        lambda now: cispo(now, 0.9, 1.1),
+    ),
     ("dro", SAMPLED, {}, dro),
     ("dro", SAMPLED, {"beta": 0.05}, lambda now: dro(now, 0.05)),
     ("dro", {**SAMPLED, "mask": MASK}, {}, lambda now: dro(now, mask=MASK)),
@@ -91,7 +106,9 @@ def test_loss_equals_its_formula(name: str, inputs: dict, config: dict, formula:
 
 def test_cross_entropy_without_weights_counts_every_target():
     logprobs = torch.tensor(np.stack([L, Q], 1))
-    assert LOSSES["cross_entropy"].fn(logprobs, {}, {}).item() == pytest.approx(-(L.sum() + Q.sum()))
+    assert LOSSES["cross_entropy"].fn(logprobs, {}, {}).item() == pytest.approx(
+        -(L.sum() + Q.sum())
+    )
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
@@ -108,7 +125,9 @@ def test_a_position_without_advantage_may_have_any_ratio(name: str):
 def test_gspo_with_an_empty_mask_has_ratio_one():
     zero = torch.zeros(N)
     loss = LOSSES["gspo"].fn(
-        torch.tensor(L), {"logprobs": torch.tensor(Q), "advantages": zero}, complete_config("gspo", {})
+        torch.tensor(L),
+        {"logprobs": torch.tensor(Q), "advantages": zero},
+        complete_config("gspo", {}),
     )
     assert loss.item() == 0.0
 
@@ -132,7 +151,11 @@ def test_refusals_name_the_key():
         ("ppo", {"clip_low_threshold": -0.1}, "low <= 1 <= high"),
         # Distances from 1, as other software has them: an on-policy ratio would lie outside.
         ("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.28}, "low <= 1 <= high"),
-        ("gspo", {"clip_low_threshold": 3e-4, "clip_high_threshold": 4e-4}, "0.0003 and clip_high_threshold=0.0004"),
+        (
+            "gspo",
+            {"clip_low_threshold": 3e-4, "clip_high_threshold": 4e-4},
+            "0.0003 and clip_high_threshold=0.0004",
+        ),
         ("cispo", {"clip_high_threshold": 0.28}, "low <= 1 <= high"),
         ("dro", {"beta": -1}, "beta"),
         ("dro", {"beta": "0.1"}, "finite number"),

@@ -27,13 +27,21 @@ SHAPES = {
     "Qwen3-0.6B": (151_936, 1024, 3072, 28, 16, 8, True),
     "SmolLM2-135M": (49_152, 576, 1536, 30, 9, 3, True),
 }
-NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 BOUNDS = "kv_cache_bytes, prefix_cache_bytes, max_batch, micro_batch_tokens"
 
 
 @pytest.fixture
 def shaped(tmp_path: Path):
-    """A directory with the config.json of a model of this name, and no weights; its weights take 16.4 GB in the first case."""
+    """A directory with the config.json of a model of this name, and no weights; its weights take
+    16.4 GB in the first case.
+    """
     tiny_model(tmp_path / "tiny", family="qwen3")
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
 
@@ -87,12 +95,17 @@ def test_8b_fits_a_gpu_with_24_gb_and_more(shaped, gpu, total):
     assert found.weights == pytest.approx(16.4 * GB, rel=0.01)
     assert found.adapters > 2.9 * GB  # one of rank 32 in training
     assert found.total <= usable
-    assert found.keys_values == held_bytes(found.sampler.kv_cache_bytes) + found.sampler.prefix_cache_bytes
+    assert (
+        found.keys_values
+        == held_bytes(found.sampler.kv_cache_bytes) + found.sampler.prefix_cache_bytes
+    )
     positions = found.sampler.kv_cache_bytes // (2 * 36 * 8 * 128 * 2)
     assert positions > (7000 if total < 30 * GIB else 70_000)
     assert found.sampler.max_batch == (512 if total > 30 * GIB else found.sampler.max_batch)
     assert found.trainer.recompute == (total < 30 * GIB)
-    assert found.trainer.micro_batch_tokens >= (256 if total < 30 * GIB else 1024 if total < 70 * GIB else 2048)
+    assert found.trainer.micro_batch_tokens >= (
+        256 if total < 30 * GIB else 1024 if total < 70 * GIB else 2048
+    )
 
 
 def test_a_small_model_fits_any_gpu(shaped, gpu):
@@ -159,15 +172,26 @@ def test_base_models_that_are_all_known_share_what_there_is(shaped, gpu):
     divided = DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB)
     assert [divided.claim(directory).trainer.recompute for directory in directories] == [True, True]
     gpu(22 * GIB)
-    with pytest.raises(UserError, match=r"adapters of all base models 4\.0 GiB \(adapter_memory_bytes\)"):
-        DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB).claim(directories[0])
+    with pytest.raises(
+        UserError, match=r"adapters of all base models 4\.0 GiB \(adapter_memory_bytes\)"
+    ):
+        DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB).claim(
+            directories[0]
+        )
 
 
 def test_too_little_is_refused_before_weights_are_loaded(shaped, gpu, tmp_path, monkeypatch):
     gpu(16 * GIB)
     monkeypatch.setattr(Decoder, "load", lambda *_: pytest.fail("weights are loaded"))
-    engine = Engine({"large": str(shaped("Qwen3-8B"))}, tmp_path / "data", EngineSettings(kv_cache_bytes=5 * GIB))
-    with pytest.raises(UserError, match=r"its weights and adapters take 18\.0 GiB.*with kv_cache_bytes=5,368,709,120"):
+    engine = Engine(
+        {"large": str(shaped("Qwen3-8B"))},
+        tmp_path / "data",
+        EngineSettings(kv_cache_bytes=5 * GIB),
+    )
+    with pytest.raises(
+        UserError,
+        match=r"its weights and adapters take 18\.0 GiB.*with kv_cache_bytes=5,368,709,120",
+    ):
         engine.submit(CreateSampler("s", "large"))
     engine.close()
 
@@ -219,7 +243,9 @@ def test_a_small_model_fits_a_laptop(shaped, machine, total):
 def test_a_cpu_refuses_only_weights_that_are_more_than_its_memory(shaped, machine):
     machine(15.5 * GIB)
     large = shaped("Qwen3-8B")
-    with pytest.raises(UserError, match=r"main memory: its weights take 15\.3 GiB.*12\.4 GiB can be used"):
+    with pytest.raises(
+        UserError, match=r"main memory: its weights take 15\.3 GiB.*12\.4 GiB can be used"
+    ):
         claims([large], device="cpu")
     machine(23 * GIB)
     (found,) = claims([large], device="cpu")  # as far as sampling goes
@@ -245,7 +271,8 @@ def test_float32_logits_count_where_a_gpu_s_micro_batch_is_chosen(shaped, gpu):
     """Of Qwen3-0.6B they are a third of what is kept."""
     config = ModelConfig.from_directory(shaped("Qwen3-0.6B"))
     kept = [
-        TrainerSettings(16384).activation_bytes(config, torch.bfloat16, torch.device(kind)) for kind in ("cpu", "cuda")
+        TrainerSettings(16384).activation_bytes(config, torch.bfloat16, torch.device(kind))
+        for kind in ("cpu", "cuda")
     ]
     assert kept[1] - kept[0] == 2 * 16384 * 151_936
 
@@ -256,6 +283,11 @@ def test_on_a_cpu_a_step_has_the_scores_of_a_long_context(shaped, monkeypatch):
     long = replace(short, max_context=short.max_context + 100_000)
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     settings = SamplerSettings()
-    more = settings.step_bytes(long, torch.float32, cpu) - settings.step_bytes(short, torch.float32, cpu)
-    assert more == 4 * 16 * 4 * 100_000 * 4  # threads, rows, heads of queries that share keys, positions, bytes
-    assert settings.step_bytes(long, torch.float32, gpu) == settings.step_bytes(short, torch.float32, gpu)
+    more = settings.step_bytes(long, torch.float32, cpu) - settings.step_bytes(
+        short, torch.float32, cpu
+    )
+    # threads, rows, heads of queries that share keys, positions, bytes
+    assert more == 4 * 16 * 4 * 100_000 * 4
+    assert settings.step_bytes(long, torch.float32, gpu) == settings.step_bytes(
+        short, torch.float32, gpu
+    )

@@ -1,4 +1,6 @@
-"""The kernels' attention: equal to attention under the T x T mask, and to itself in every shape in which rows may come."""
+"""The kernels' attention: equal to attention under the T x T mask, and to itself in every shape in
+which rows may come.
+"""
 
 from dataclasses import dataclass
 
@@ -30,7 +32,8 @@ def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> 
     sequences = [rng.integers(50, 60, longest)]
     for _ in range(prompts):
         prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
-        # Few token values, so that completions share their first tokens too and segments of one row occur.
+        # Few token values, so that completions share their first tokens too and segments of one row
+        # occur.
         completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
         sequences += [np.concatenate([prompt, completion]) for completion in completions]
     (packed,) = pack(sequences, 100_000)
@@ -39,7 +42,10 @@ def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> 
 
 def tensors(rows: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
     generator, (heads, kv_heads, size) = torch.Generator().manual_seed(rows), shape
-    return [torch.randn(rows, n, size, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads, heads)]
+    return [
+        torch.randn(rows, n, size, generator=generator).to(dtype)
+        for n in (heads, kv_heads, kv_heads, heads)
+    ]
 
 
 def gradients(attend, qkv: list[Tensor], upstream: Tensor) -> list[Tensor]:
@@ -65,8 +71,11 @@ def test_errors_are_of_the_size_of_what_rounding_the_truth_to_bf16_costs(shape):
     packed = forest(3)
     *qkv, upstream = tensors(len(packed), shape, torch.bfloat16)
     found = gradients(NativeForest(packed), qkv, upstream)
-    exact = gradients(dense_mask_attention(packed, CPU), [x.double() for x in qkv], upstream.double())
-    # In this order: the output, whose weights are rounded too; gradients of queries and keys, whose weights are; of values, whose are not.
+    exact = gradients(
+        dense_mask_attention(packed, CPU), [x.double() for x in qkv], upstream.double()
+    )
+    # In this order: the output, whose weights are rounded too; gradients of queries and keys, whose
+    # weights are; of values, whose are not.
     for ours, truth, most in zip(found, exact, (1.4, 1.7, 1.7, 1.1), strict=True):
         assert (ours - truth).norm() < most * (truth.bfloat16() - truth).norm()
 
@@ -94,7 +103,9 @@ def test_a_layer_s_gradients_do_not_depend_on_the_one_before():
     attend = NativeForest(packed)
     gradients(attend, first, upstream)
     for found, alone in zip(
-        gradients(attend, second, upstream), gradients(NativeForest(packed), second, upstream), strict=True
+        gradients(attend, second, upstream),
+        gradients(NativeForest(packed), second, upstream),
+        strict=True,
     ):
         assert torch.equal(found, alone)
 
@@ -114,16 +125,21 @@ class Sample:
 
 @pytest.mark.parametrize("prompt_tokens", [1, 40, 64, 150])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("count", "shape"), [(1, (6, 2, 64)), (2, (3, 1, 80)), (2, (8, 1, 16)), (11, (6, 2, 32))])
+@pytest.mark.parametrize(
+    ("count", "shape"), [(1, (6, 2, 64)), (2, (3, 1, 80)), (2, (8, 1, 16)), (11, (6, 2, 32))]
+)
 def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype, count, shape):
-    """A sequence attended to as a forest's path, as a prompt in two pieces, and row by row behind a prompt, among others.
+    """A sequence attended to as a forest's path, as a prompt in two pieces, and row by row behind a
+    prompt, among others.
 
-    Few queries of a tile and many, which differ in how keys and values are read, meet in each of the shapes.
+    Few queries of a tile and many, which differ in how keys and values are read, meet in each of
+    the shapes.
     """
     total, (_, kv_heads, size) = prompt_tokens + 70, shape
     (packed,) = pack([np.arange(total)], total)
     q, k, v, _ = tensors(total, shape, dtype)
-    # Scores are sums of large terms that nearly cancel, so that another order of the terms would show.
+    # Scores are sums of large terms that nearly cancel, so that another order of the terms would
+    # show.
     half = size // 2
     q[..., :half] *= 512
     q[..., half:] = q[..., :half] + 4 * q[..., half:]
@@ -148,8 +164,12 @@ def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype, c
         begin = prompt_tokens - prompt_tokens % SPAN
         pool.copy([sample.slot], home, [prompt.slot], [begin], prompt_tokens % SPAN)
     for position in range(prompt_tokens, total):
-        rows = {id(sample): len(running) - number for number, sample in enumerate(running)}  # row 0 is padding
-        qs, ks, vs = (torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)]) for x in (q, k, v))
+        # row 0 is padding
+        rows = {id(sample): len(running) - number for number, sample in enumerate(running)}
+        qs, ks, vs = (
+            torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)])
+            for x in (q, k, v)
+        )
         found = NativeDecode(rows, prompts, samples)(0, qs, ks, vs)
         assert not found[0].any()
         assert all(torch.equal(row, whole[position]) for row in found[1:])

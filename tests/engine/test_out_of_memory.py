@@ -1,4 +1,6 @@
-"""Main memory that is full within a kernel: each allocation of each of them fails once, and nothing but its operation does."""
+"""Main memory that is full within a kernel: each allocation of each of them fails once, and nothing
+but its operation does.
+"""
 
 import os
 import subprocess
@@ -107,9 +109,13 @@ def test_every_allocation_of_the_kernels_may_fail(tmp_path, dtype):
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     (tmp_path / "scarce.cpp").write_text(SCARCE)
     library = tmp_path / "scarce.so"
-    subprocess.run(["g++", "-shared", "-fPIC", "-O1", tmp_path / "scarce.cpp", "-o", library], check=True)
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-O1", tmp_path / "scarce.cpp", "-o", library], check=True
+    )
     tiny_model(tmp_path / "model")
     command = [sys.executable, "-c", SCRIPT, tmp_path / "model", library, tmp_path / "data", dtype]
     environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])

@@ -1,4 +1,6 @@
-"""Packing: the forest reproduces every datum, its mask is the ancestor relation, and the budget counts shared tokens once."""
+"""Packing: the forest reproduces every datum, its mask is the ancestor relation, and the budget
+counts shared tokens once.
+"""
 
 import time
 
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from planish.engine.packing import Packed, mask, pack
 
-sequences_of_few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14)
+sequences_of_few_tokens = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14
+)
 
 
 def arrays(sequences: list[list[int]]) -> list[np.ndarray]:
@@ -22,7 +26,9 @@ def forest_size(sequences: list[list[int]]) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(sequences_of_few_tokens, st.integers(1, 40))
-def test_each_datum_is_packed_once_and_its_rows_spell_its_tokens(sequences: list[list[int]], budget: int):
+def test_each_datum_is_packed_once_and_its_rows_spell_its_tokens(
+    sequences: list[list[int]], budget: int
+):
     packed = pack(arrays(sequences), budget)
     assert sorted(datum for part in packed for datum in part.datums) == list(range(len(sequences)))
     for part in packed:
@@ -78,8 +84,11 @@ def test_micro_batches_do_not_depend_on_the_order_of_the_datums(sequences, budge
 def test_groups_that_share_a_prompt_stay_together():
     rng = np.random.default_rng(0)
     groups = [rng.integers(0, 1000, 60) for _ in range(6)]
-    sequences = [np.concatenate([prompt, rng.integers(0, 1000, 20)]) for prompt in groups for _ in range(4)]
-    packed = pack(sequences, 300)  # a group is 140 rows: two fit; greedy filling would cut the third
+    sequences = [
+        np.concatenate([prompt, rng.integers(0, 1000, 20)]) for prompt in groups for _ in range(4)
+    ]
+    # a group is 140 rows: two fit; greedy filling would cut the third
+    packed = pack(sequences, 300)
     assert [len({d // 4 for d in part.datums}) for part in packed] == [2, 2, 2]
     assert sum(len(part) for part in packed) == 6 * 140
 
@@ -88,7 +97,8 @@ def test_groups_that_share_a_prompt_stay_together():
 @given(sequences_of_few_tokens, st.integers(1, 40))
 def test_no_other_cut_has_fewer_micro_batches_and_rows(sequences: list[list[int]], budget: int):
     ordered = sorted(sequences)
-    least = [(0, 0)]  # of the first so many: micro-batches, which cost more than these short prefixes, and rows
+    # of the first so many: micro-batches, which cost more than these short prefixes, and rows
+    least = [(0, 0)]
     for stop in range(1, len(ordered) + 1):
         runs = ((start, forest_size(ordered[start:stop])) for start in range(stop))
         fitting = [(s, rows) for s, rows in runs if rows <= max(budget, *map(len, ordered[s:stop]))]
@@ -128,7 +138,11 @@ def test_padding_is_a_tree_of_its_own():
     assert (mask(padded)[:5, :5] == mask(packed)).all()
     assert not mask(padded)[5:, :5].any()
     assert padded.segments[:-1] == packed.segments
-    assert (padded.segments[-1].start, padded.segments[-1].end, padded.segments[-1].ancestors) == (5, 16, ())
+    assert (padded.segments[-1].start, padded.segments[-1].end, padded.segments[-1].ancestors) == (
+        5,
+        16,
+        (),
+    )
     assert all((a == b).all() for a, b in zip(padded.rows, packed.rows, strict=True))
     assert packed.padded(5) is packed
 

@@ -7,7 +7,9 @@ from planish.engine.prefix_cache import PrefixCache
 
 
 def store(cache: PrefixCache[tuple], version: str, tokens: list[int]) -> None:
-    cache.add(version, tokens, [tuple(tokens[: (i + 1) * 2]) for i in cache.missing(version, tokens)])
+    cache.add(
+        version, tokens, [tuple(tokens[: (i + 1) * 2]) for i in cache.missing(version, tokens)]
+    )
 
 
 def test_the_longest_known_prefix_is_found_but_for_the_last_token():
@@ -49,8 +51,12 @@ def test_what_was_used_last_stays():
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=25), st.integers(1, 6))
-def test_it_answers_only_true_prefixes_and_stays_within_its_capacity(prompts: list[list[int]], capacity: int):
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=25), st.integers(1, 6)
+)
+def test_it_answers_only_true_prefixes_and_stays_within_its_capacity(
+    prompts: list[list[int]], capacity: int
+):
     cache: PrefixCache[tuple] = PrefixCache(2, capacity)
     for tokens in prompts:
         for i, value in enumerate(cache.find("v", tokens)):

@@ -1,4 +1,6 @@
-"""Sampling and training as on a GPU, for all that is no kernel's business: where tensors lie, and what may be done while a step is recorded."""
+"""Sampling and training as on a GPU, for all that is no kernel's business: where tensors lie, and
+what may be done while a step is recorded.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -38,7 +40,9 @@ def gpu() -> Iterator[Marks]:
 
 @pytest.mark.parametrize("deterministic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic: bool | None):
-    directory = tiny_model(tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32)
+    directory = tiny_model(
+        tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32
+    )
     settings = EngineSettings(
         max_batch=3, kv_cache_bytes=1 << 24, prefix_cache_bytes=1 << 20, deterministic=deterministic
     )
@@ -50,14 +54,24 @@ def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic
         adapted(base, LoraConfig(rank=4, seed=1, train_unembed=False)),
     ]
     responses, waits = sampled(base, adapters, gpu)
-    assert deterministic or {"tolist"} in waits  # where nothing but decoding is done, for what was drawn
-    assert all(np.isfinite(sequence.logprobs).all() for answer in responses for sequence in answer.sequences)
+    # where nothing but decoding is done, for what was drawn
+    assert deterministic or {"tolist"} in waits
+    assert all(
+        np.isfinite(sequence.logprobs).all()
+        for answer in responses
+        for sequence in answer.sequences
+    )
     for adapter in adapters:
         output = done(base.trainer.forward_backward(adapter, data(), "importance_sampling"))
         assert np.isfinite(output.metrics["loss:sum"])
         assert adapter.grad is not None
         assert adapter.grad.device == GPU
-        assert adapter.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).metrics["grad_norm"] > 0
+        assert (
+            adapter.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).metrics[
+                "grad_norm"
+            ]
+            > 0
+        )
         adapter.load_state({name: tensor.cpu() for name, tensor in adapter.state().items()})
         assert adapter.master.device == adapter.exp_avg.device == GPU
 
@@ -92,8 +106,12 @@ def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:
     return Adapter(layout, base.dtype, base.device, layout.init(0) + noise)
 
 
-def sampled(base: BaseModel, adapters: list[Adapter], gpu: Marks) -> tuple[list[SampleResponse], list[set[str]]]:
-    """Two adapters and none, every filter, and every question about a prompt; and for what each step waited."""
+def sampled(
+    base: BaseModel, adapters: list[Adapter], gpu: Marks
+) -> tuple[list[SampleResponse], list[set[str]]]:
+    """Two adapters and none, every filter, and every question about a prompt; and for what each
+    step waited.
+    """
     asked: list[tuple[int | None, dict[str, Any]]] = [
         (None, {"n": 2, "max_tokens": 4}),
         (0, {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.001}),
@@ -106,7 +124,10 @@ def sampled(base: BaseModel, adapters: list[Adapter], gpu: Marks) -> tuple[list[
         weights = None if which is None else adapters[which].snapshot()
         futures.append(Future())
         base.sampler.submit(
-            request(tokens((66, 20, 9, 12, 5)[number]), seed=number, **options), weights, which, futures[-1]
+            request(tokens((66, 20, 9, 12, 5)[number]), seed=number, **options),
+            weights,
+            which,
+            futures[-1],
         )
     waits = []
     while base.sampler.busy:

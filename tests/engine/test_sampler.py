@@ -1,5 +1,7 @@
 # pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalMemberAccess=false, reportArgumentType=false
-"""The sampler against transformers, and every fast path against its slow twin: shared prompts, cache, batch, tenants."""
+"""The sampler against transformers, and every fast path against its slow twin: shared prompts,
+cache, batch, tenants.
+"""
 
 import random
 from asyncio import CancelledError  # no Exception
@@ -115,7 +117,8 @@ def full_logprobs(theirs, prompt: list[int], temperature: float = 1.0) -> torch.
 def test_logprobs_equal_transformers(decoder, theirs, temperature):
     prompt = tokens(75)
     (response,) = run(
-        sampler_of(decoder), request(prompt, 3, max_tokens=70, temperature=temperature, top_k=50, top_p=0.9)
+        sampler_of(decoder),
+        request(prompt, 3, max_tokens=70, temperature=temperature, top_k=50, top_p=0.9),
     )
     for sequence in response.sequences:
         rows = full_logprobs(theirs, prompt + sequence.tokens, temperature)[len(prompt) - 1 : -1]
@@ -126,14 +129,18 @@ def test_logprobs_equal_transformers(decoder, theirs, temperature):
 def test_greedy_equals_transformers_generate(decoder, theirs):
     prompt = tokens(40, seed=3)
     (response,) = run(sampler_of(decoder), request(prompt, max_tokens=40, temperature=0.0))
-    expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40, eos_token_id=None)[0, 40:]
+    expected = theirs.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=40, eos_token_id=None
+    )[0, 40:]
     assert response.sequences[0].tokens == expected.tolist()
     rows = full_logprobs(theirs, prompt + response.sequences[0].tokens)[len(prompt) - 1 : -1]
     assert (torch.tensor(response.sequences[0].logprobs) - rows.amax(-1)).abs().max() < 2e-5
 
 
 def mixed_requests() -> list[Sample]:
-    """Prompts of many lengths, some with common beginnings, several samples each, all sampling options."""
+    """Prompts of many lengths, some with common beginnings, several samples each, all sampling
+    options.
+    """
     common = tokens(100, seed=9)
     options: list[dict[str, Any]] = [
         {},
@@ -192,7 +199,9 @@ def test_equal_prompts_of_several_requests_are_computed_once(decoder, monkeypatc
     sampler = sampler_of(decoder)
     computed = []
     original = sampler._prefill
-    monkeypatch.setattr(sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch)))
+    monkeypatch.setattr(
+        sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch))
+    )
     run(sampler, *[request(tokens(70), seed=i) for i in range(6)])
     assert computed == [[70]]
 
@@ -201,16 +210,24 @@ def test_a_common_prefix_within_one_batch_is_computed_once(decoder, monkeypatch)
     sampler = sampler_of(decoder)
     computed = []
     original = sampler._prefill
-    monkeypatch.setattr(sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch)))
+    monkeypatch.setattr(
+        sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch))
+    )
     common = tokens(100)
     run(sampler, *[request(common + tokens(20, seed=i + 1)) for i in range(4)])
     assert computed == [[120], [24, 24, 24]]
 
 
 def test_many_tenants_equal_each_alone(decoder, tiling):
-    adapters = [None, adapter(decoder, 1, rank=4), adapter(decoder, 2, rank=32), adapter(decoder, 3, rank=5)]
+    adapters = [
+        None,
+        adapter(decoder, 1, rank=4),
+        adapter(decoder, 2, rank=32),
+        adapter(decoder, 3, rank=5),
+    ]
     jobs: list[Job] = [
-        (request(tokens(50, seed=i // 4), 2, seed=i, max_tokens=20), adapters[i % 4], f"v{i % 4}") for i in range(12)
+        (request(tokens(50, seed=i // 4), 2, seed=i, max_tokens=20), adapters[i % 4], f"v{i % 4}")
+        for i in range(12)
     ]
     together = drawn(run(sampler_of(decoder, tiling), *jobs))
     alone = drawn([run(sampler_of(decoder, tiling), job)[0] for job in jobs])
@@ -235,7 +252,8 @@ def test_the_cache_never_serves_another_version(decoder):
 def test_a_prompt_computed_in_pieces_equals_one_computed_at_once(decoder, theirs, chunk):
     prompt = tokens(700)
     (response,) = run(
-        sampler_of(decoder, prefill_tokens=chunk), request(prompt, max_tokens=3, seed=1, prompt_logprobs=True)
+        sampler_of(decoder, prefill_tokens=chunk),
+        request(prompt, max_tokens=3, seed=1, prompt_logprobs=True),
     )
     expected = full_logprobs(theirs, prompt)[torch.arange(699), prompt[1:]]
     assert (torch.tensor(response.prompt_logprobs[1:]) - expected).abs().max() < 5e-5
@@ -247,7 +265,9 @@ def test_a_sample_that_outgrows_its_slot_several_times(decoder, theirs):
     (response,) = run(sampler_of(decoder), request(prompt, 2, max_tokens=300, seed=5))
     for sequence in response.sequences:
         rows = full_logprobs(theirs, prompt + sequence.tokens)[len(prompt) - 1 : -1]
-        assert (torch.tensor(sequence.logprobs) - rows[torch.arange(300), sequence.tokens]).abs().max() < 5e-5
+        assert (
+            torch.tensor(sequence.logprobs) - rows[torch.arange(300), sequence.tokens]
+        ).abs().max() < 5e-5
 
 
 def test_questions_about_the_prompt(decoder, theirs):
@@ -276,14 +296,20 @@ def test_questions_about_the_prompt(decoder, theirs):
     for i in (110, 149):
         expected = rows[i - 1].topk(3)
         assert [token for token, _ in response.topk_prompt_logprobs[i]] == expected.indices.tolist()
-        np.testing.assert_allclose([p for _, p in response.topk_prompt_logprobs[i]], expected.values, atol=2e-5)
+        np.testing.assert_allclose(
+            [p for _, p in response.topk_prompt_logprobs[i]], expected.values, atol=2e-5
+        )
     answered = response.target_prompt_logprobs.to_numpy()
     asked = targets >= 0
-    np.testing.assert_allclose(answered[asked], rows.numpy()[:149][np.nonzero(asked)[0], targets[asked]], atol=2e-5)
+    np.testing.assert_allclose(
+        answered[asked], rows.numpy()[:149][np.nonzero(asked)[0], targets[asked]], atol=2e-5
+    )
     assert not answered[~asked].any()
     warm = full_logprobs(theirs, prompt, 0.8).numpy()[:149]
     alt = response.prompt_alt_tokens
-    np.testing.assert_allclose(alt.logprobs.to_numpy(), np.take_along_axis(warm, alt.tokens.to_numpy(), 1), atol=2e-5)
+    np.testing.assert_allclose(
+        alt.logprobs.to_numpy(), np.take_along_axis(warm, alt.tokens.to_numpy(), 1), atol=2e-5
+    )
     assert len(np.unique(alt.tokens.to_numpy())) > 30
     sequence = response.sequences[0]
     after = full_logprobs(theirs, prompt + sequence.tokens, 0.8)[149:-1]
@@ -297,7 +323,9 @@ def test_draws_at_a_prompt_do_not_depend_on_the_steps_they_take(decoder, tiling,
     monkeypatch.setattr(scheduler, "_DRAWS", 9 * 70)
     sampler, computed = sampler_of(decoder, tiling), []
     original = sampler._prefill
-    monkeypatch.setattr(sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch)))
+    monkeypatch.setattr(
+        sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch))
+    )
     pieces = run(sampler, op)[0].prompt_alt_tokens
     assert computed == [[64], [64], [22]]
     assert np.array_equal(whole.tokens.to_numpy(), pieces.tokens.to_numpy())
@@ -330,13 +358,19 @@ def test_a_scored_prompt_takes_its_known_prefix_from_the_cache(decoder, tiling, 
     assert [r.topk_prompt_logprobs for r in together] == [r.topk_prompt_logprobs for r in alone]
     if options.get("target_prompt_logprobs"):
         for one, other in zip(together, alone, strict=True):
-            assert np.array_equal(one.target_prompt_logprobs.to_numpy(), other.target_prompt_logprobs.to_numpy())
+            assert np.array_equal(
+                one.target_prompt_logprobs.to_numpy(), other.target_prompt_logprobs.to_numpy()
+            )
 
 
-def test_a_step_answers_no_more_of_a_known_prompt_than_it_would_compute(decoder, tiling, monkeypatch):
+def test_a_step_answers_no_more_of_a_known_prompt_than_it_would_compute(
+    decoder, tiling, monkeypatch
+):
     sampler, rows = sampler_of(decoder, tiling, prefill_tokens=64), []
     score = sampler._score
-    monkeypatch.setattr(sampler, "_score", lambda *given: rows.append(len(given[2])) or score(*given))
+    monkeypatch.setattr(
+        sampler, "_score", lambda *given: rows.append(len(given[2])) or score(*given)
+    )
     op = request(tokens(300), prompt_logprobs=True, prompt_only=True)
     first, again = (run(sampler, op)[0].prompt_logprobs for _ in range(2))
     assert again == first
@@ -344,15 +378,20 @@ def test_a_step_answers_no_more_of_a_known_prompt_than_it_would_compute(decoder,
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"prefill_tokens": 64}, {"prefix_cache_bytes": 100_000}, {"prefix_cache_bytes": 0}]
+    "settings",
+    [{}, {"prefill_tokens": 64}, {"prefix_cache_bytes": 100_000}, {"prefix_cache_bytes": 0}],
 )
 def test_logprobs_of_prompts_do_not_depend_on_what_was_known(decoder, tiling, settings):
-    """Scored and plain, of two versions, while chunks come and go in a cache that has room for few or none."""
+    """Scored and plain, of two versions, while chunks come and go in a cache that has room for few
+    or none.
+    """
     ops: list[Job] = []
     for version, weights in (("base", None), ("adapted", adapter(decoder, 1))):
         for number in range(8):
             prompt = tokens(40 + 40 * (number % 3)) + tokens(5 * number + 1, seed=number)
-            questions = {} if number % 4 == 3 else {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+            questions = (
+                {} if number % 4 == 3 else {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+            )
             ops.append((request(prompt, seed=number, max_tokens=2, **questions), weights, version))
     sampler = sampler_of(decoder, tiling, **settings)
     alone = [run(sampler_of(decoder, tiling), op)[0] for op in ops]
@@ -365,7 +404,14 @@ def test_logprobs_of_prompts_do_not_depend_on_what_was_known(decoder, tiling, se
 
 def test_prompt_only_draws_nothing_even_in_a_full_context(decoder, theirs):
     prompt = tokens(decoder.config.max_context)
-    op = Sample("s", ModelInput.from_ints(prompt), 1, SamplingParams(), prompt_logprobs=True, prompt_only=True)
+    op = Sample(
+        "s",
+        ModelInput.from_ints(prompt),
+        1,
+        SamplingParams(),
+        prompt_logprobs=True,
+        prompt_only=True,
+    )
     (response,) = run(sampler_of(decoder), op)
     assert response.sequences == []
     expected = full_logprobs(theirs, prompt)[torch.arange(len(prompt) - 1), prompt[1:]]
@@ -392,7 +438,9 @@ def test_stops(decoder):
     stop = text[readable : readable + 2]
     (by_text,) = run(sampler, request(prompt, seed=2, max_tokens=200, stop=stop))
     assert by_text.sequences[0].tokens == whole[: len(by_text.sequences[0].tokens)]
-    assert text_of(by_text.sequences[0].tokens).find(stop) + len(stop) == len(text_of(by_text.sequences[0].tokens))
+    assert text_of(by_text.sequences[0].tokens).find(stop) + len(stop) == len(
+        text_of(by_text.sequences[0].tokens)
+    )
 
 
 def test_unseeded_requests_differ_and_seeded_ones_repeat(decoder):
@@ -407,7 +455,11 @@ def test_more_work_than_memory_waits_and_is_done(decoder, tiling):
     unlimited = drawn(run(sampler_of(decoder, tiling), *mixed_requests()))
     per_position = sampler_of(decoder)._shape.bytes_per_position
     tight = sampler_of(
-        decoder, tiling, kv_cache_bytes=per_position * 400, prefix_cache_bytes=per_position * 64, max_batch=3
+        decoder,
+        tiling,
+        kv_cache_bytes=per_position * 400,
+        prefix_cache_bytes=per_position * 64,
+        max_batch=3,
     )
     assert drawn(run(tight, *mixed_requests())) == unlimited
     assert len(tight._cache) <= 2
@@ -433,9 +485,13 @@ def in_step() -> list[Sample]:
 
 
 @pytest.mark.parametrize(("asked", "most"), [(of_all_lengths, 3000), (in_step, 64 + 16 * 256)])
-def test_pools_take_no_more_than_an_eighth_above_what_may_be_reserved(decoder, monkeypatch, asked, most):
+def test_pools_take_no_more_than_an_eighth_above_what_may_be_reserved(
+    decoder, monkeypatch, asked, most
+):
     per_position = sampler_of(decoder)._shape.bytes_per_position
-    sampler = sampler_of(decoder, max_batch=24, kv_cache_bytes=most * per_position, prefix_cache_bytes=0)
+    sampler = sampler_of(
+        decoder, max_batch=24, kv_cache_bytes=most * per_position, prefix_cache_bytes=0
+    )
     taken, resize = [], KVPool._resize
 
     def noted(pool: KVPool, slots: int) -> None:
@@ -464,7 +520,9 @@ def test_what_ends_together_leaves_at_once(decoder, monkeypatch):
 
 def test_cancelling_frees_memory_at_any_time(decoder):
     sampler = sampler_of(decoder, prefill_tokens=64, max_batch=4)
-    ops = [request(tokens(100, seed=i % 3), 3, max_tokens=50, prompt_logprobs=i == 4) for i in range(6)]
+    ops = [
+        request(tokens(100, seed=i % 3), 3, max_tokens=50, prompt_logprobs=i == 4) for i in range(6)
+    ]
     for steps in (0, 1, 2, 5, 30):
         futures: list[Future[SampleResponse]] = [Future() for _ in ops]
         for op, future in zip(ops, futures, strict=True):
@@ -483,7 +541,9 @@ def test_cancelling_frees_memory_at_any_time(decoder):
 def test_tokens_are_told_as_they_are_drawn(decoder):
     for asked, told_topk in ((0, 0), (3, 3)):
         told: list[DrawnToken] = []
-        op = request(tokens(30), 3, max_tokens=9, seed=1, topk_sample_logprobs=asked, on_token=told.append)
+        op = request(
+            tokens(30), 3, max_tokens=9, seed=1, topk_sample_logprobs=asked, on_token=told.append
+        )
         (response,) = run(sampler_of(decoder), op, request(tokens(40), 2))[:1]
         for index, sequence in enumerate(response.sequences):
             mine = [drawn for drawn in told if drawn.sample == index]
@@ -498,11 +558,16 @@ def test_tokens_are_told_as_they_are_drawn(decoder):
 
 
 def test_listening_changes_nothing(decoder):
-    silent, heard = (request(tokens(30), 3, max_tokens=9, seed=1, on_token=hook) for hook in (None, lambda drawn: None))
+    silent, heard = (
+        request(tokens(30), 3, max_tokens=9, seed=1, on_token=hook)
+        for hook in (None, lambda drawn: None)
+    )
     assert drawn(run(sampler_of(decoder), silent)) == drawn(run(sampler_of(decoder), heard))
 
 
-@pytest.mark.parametrize(("at", "kind"), [(1, LookupError), (5, LookupError), (9, LookupError), (5, CancelledError)])
+@pytest.mark.parametrize(
+    ("at", "kind"), [(1, LookupError), (5, LookupError), (9, LookupError), (5, CancelledError)]
+)
 def test_a_listener_that_raises_ends_its_own_request_only(decoder, at, kind):
     told: list[DrawnToken] = []
 
@@ -526,12 +591,19 @@ def test_a_listener_that_raises_ends_its_own_request_only(decoder, at, kind):
 
 @pytest.mark.parametrize("size", [float("nan"), 1e20, 1e38])
 def test_logits_that_are_not_finite_end_their_own_requests_only(decoder, tiling, size):
-    """Also for who comes after: keys and values that are not finite lie in slots that others take over."""
+    """Also for who comes after: keys and values that are not finite lie in slots that others take
+    over.
+    """
     broken = LoraWeights(
-        adapter(decoder, 1).layout, adapter(decoder, 1).layout.init(1) * 0 + size, decoder.dtype, decoder.device
+        adapter(decoder, 1).layout,
+        adapter(decoder, 1).layout.init(1) * 0 + size,
+        decoder.dtype,
+        decoder.device,
     )
     theirs = [request(tokens(70, seed), 2, seed=seed, max_tokens=70) for seed in range(3)]
-    alone = drawn(run(sampler_of(decoder, tiling), *((op, adapter(decoder, 2), "fine") for op in theirs)))
+    alone = drawn(
+        run(sampler_of(decoder, tiling), *((op, adapter(decoder, 2), "fine") for op in theirs))
+    )
     sampler, failing, fine = sampler_of(decoder, tiling), [], []
     for op in theirs:
         failing.append(Future())
@@ -546,11 +618,18 @@ def test_logits_that_are_not_finite_end_their_own_requests_only(decoder, tiling,
     assert drawn([future.result(timeout=0) for future in fine]) == alone
     assert drawn(run(sampler, *((op, adapter(decoder, 2), "fine") for op in theirs))) == alone
     after = drawn(
-        run(sampler, *((request(tokens(90, seed), 3, seed=seed, max_tokens=100), None, "base") for seed in range(5)))
+        run(
+            sampler,
+            *(
+                (request(tokens(90, seed), 3, seed=seed, max_tokens=100), None, "base")
+                for seed in range(5)
+            ),
+        )
     )
     fresh = drawn(
         run(
-            sampler_of(decoder, tiling), *(request(tokens(90, seed), 3, seed=seed, max_tokens=100) for seed in range(5))
+            sampler_of(decoder, tiling),
+            *(request(tokens(90, seed), 3, seed=seed, max_tokens=100) for seed in range(5)),
         )
     )
     assert after == fresh
@@ -579,7 +658,9 @@ def test_what_a_broken_adapter_left_in_a_slot_reaches_nobody(model_dir, monkeypa
     assert futures[2].result(timeout=0).sequences[0].tokens == alone.sequences[0].tokens
 
 
-def test_a_request_cancelled_while_its_logits_turn_out_not_finite_is_ended_once(decoder, monkeypatch):
+def test_a_request_cancelled_while_its_logits_turn_out_not_finite_is_ended_once(
+    decoder, monkeypatch
+):
     """Every sample of it finds that there is nothing left to answer."""
     layout = adapter(decoder, 1).layout
     broken = LoraWeights(layout, layout.init(1) * 0 + torch.nan, decoder.dtype, decoder.device)
@@ -645,14 +726,20 @@ def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):
     [
         (request([]), "prompt is empty"),
         (request([999]), "999"),
-        (request([1] * 100, n=4096, max_tokens=400, topk_sample_logprobs=48), "could have 612 MiB, and 512"),
+        (
+            request([1] * 100, n=4096, max_tokens=400, topk_sample_logprobs=48),
+            "could have 612 MiB, and 512",
+        ),
         (request(tokens(2000), max_tokens=100), "2000.*48.*100"),
         (request(tokens(3000)), "3000.*2048"),
         (request([1], stop=[5000]), "stop"),
         (request([1, 2], topk_prompt_logprobs=-1), "topk_prompt_logprobs"),
         (request([1, 2], prompt_logprobs_last_n=1), "include_prompt_logprobs"),
         (request([1, 2], prompt_logprobs=True, prompt_logprobs_last_n=0), "prompt_logprobs_last_n"),
-        (request([1, 2], target_prompt_logprobs=TensorData([[1], [1]], "int64", [2, 1])), r"\[1, K\]"),
+        (
+            request([1, 2], target_prompt_logprobs=TensorData([[1], [1]], "int64", [2, 1])),
+            r"\[1, K\]",
+        ),
         (request([1, 2], target_prompt_logprobs=TensorData([[500]], "int64", [1, 1])), "outside"),
         (request([1], prompt_only=True), "prompt_only"),
     ],
@@ -663,7 +750,9 @@ def test_bad_requests_are_refused_by_name(decoder, op, message):
 
 
 def test_a_request_that_can_never_fit_is_refused(decoder):
-    sampler = sampler_of(decoder, kv_cache_bytes=sampler_of(decoder)._shape.bytes_per_position * 100)
+    sampler = sampler_of(
+        decoder, kv_cache_bytes=sampler_of(decoder)._shape.bytes_per_position * 100
+    )
     with pytest.raises(ValueError, match="kv_cache_bytes"):
         sampler.validate(request(tokens(80), max_tokens=60))
 

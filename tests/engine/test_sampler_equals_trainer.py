@@ -1,7 +1,8 @@
-"""The logprobs that the sampler returns are those that the trainer computes: in float32, and to the last bits in bf16.
+"""The logprobs that the sampler returns are those that the trainer computes: in float32, and to the
+last bits in bf16.
 
-In bf16 this is a statement about every sum of both: were one of them in another order, rounding would grow to some hundredths
-through the layers (a control below shows that it does).
+In bf16 this is a statement about every sum of both: were one of them in another order, rounding
+would grow to some hundredths through the layers (a control below shows that it does).
 """
 
 from concurrent.futures import Future
@@ -20,7 +21,14 @@ from planish.model.lora import LoraLayout
 from planish.native import cpu
 from planish.service import Sample
 from planish.testing import tiny_model
-from planish.types import Datum, EncodedTextChunk, LoraConfig, ModelInput, SampleResponse, SamplingParams
+from planish.types import (
+    Datum,
+    EncodedTextChunk,
+    LoraConfig,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+)
 
 CPU = torch.device("cpu")
 YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -35,13 +43,17 @@ def trained_adapter(decoder: Decoder, rank: int = 8, **options: bool) -> Adapter
 def rollouts(
     decoder: Decoder, adapter: Adapter, tiling: RowTiling | None, temperature: float = 1.0
 ) -> list[tuple[ModelInput, SampleResponse]]:
-    """Groups whose prompts share a beginning, of lengths on both sides of every border: spans, chunks, slots."""
+    """Groups whose prompts share a beginning, of lengths on both sides of every border: spans,
+    chunks, slots.
+    """
     rng = np.random.default_rng(0)
     common = rng.integers(0, 256, 70).tolist()
     sampler = Sampler(decoder, SamplerSettings(prefill_tokens=100), str, tiling)
     asked = []
     for i, extra in enumerate((1, 26, 57, 58, 59, 122, 300)):
-        prompt = ModelInput.from_ints(common[: 70 if i else 3] + rng.integers(0, 256, extra).tolist())
+        prompt = ModelInput.from_ints(
+            common[: 70 if i else 3] + rng.integers(0, 256, extra).tolist()
+        )
         params = SamplingParams(max_tokens=8 + 12 * i, temperature=temperature, stop=[], seed=i)
         asked.append((prompt, Sample("s", prompt, 1 + i % 4, params), Future()))
     for _, op, future in asked:
@@ -55,7 +67,9 @@ def gap(decoder: Decoder, temperature: float) -> np.ndarray:
     """Sampled minus trained logprob of every sampled token."""
     adapter = trained_adapter(decoder)
     tiling = probe(decoder.config, decoder.dtype, CPU)
-    return gaps(decoder, adapter, tiling, rollouts(decoder, adapter, tiling, temperature), temperature)
+    return gaps(
+        decoder, adapter, tiling, rollouts(decoder, adapter, tiling, temperature), temperature
+    )
 
 
 def gaps(
@@ -87,7 +101,9 @@ def gaps(
         except StopIteration as end:
             outputs = end.value.loss_fn_outputs
             break
-    trained = [out["logprobs"].to_numpy()[-len(s) :] for out, s in zip(outputs, sampled, strict=True)]
+    trained = [
+        out["logprobs"].to_numpy()[-len(s) :] for out, s in zip(outputs, sampled, strict=True)
+    ]
     return np.concatenate(sampled) - np.concatenate(trained)
 
 
@@ -118,7 +134,8 @@ def test_float32(tmp_path, family, temperature):
     ],
 )
 def test_bf16_to_the_last_bits(tmp_path, family, options):
-    # As in real models, a row's SwiGLU fills whole vector registers; torch computes what is left over with another exp.
+    # As in real models, a row's SwiGLU fills whole vector registers; torch computes what is left
+    # over with another exp.
     tiny_model(tmp_path, family=family, dtype="bfloat16", intermediate=128, **options)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     adapter, tiling = trained_adapter(decoder), probe(decoder.config, decoder.dtype, CPU)
@@ -126,16 +143,21 @@ def test_bf16_to_the_last_bits(tmp_path, family, options):
         pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
     answered = rollouts(decoder, adapter, tiling)
     for micro_batch_tokens in (4096, 500):
-        found = np.abs(gaps(decoder, adapter, tiling, answered, micro_batch_tokens=micro_batch_tokens))
+        found = np.abs(
+            gaps(decoder, adapter, tiling, answered, micro_batch_tokens=micro_batch_tokens)
+        )
         if cpu.loaded() is not None:
             assert not found.any()
         assert np.quantile(found, 0.995) < 1e-5
-        # Where the 16th and 17th likeliest logits are rounded to a tie, head.py may recompute either.
+        # Where the 16th and 17th likeliest logits are rounded to a tie, head.py may recompute
+        # either.
         assert found.max() < 1e-3
 
 
 def test_widths_that_adapters_kernels_do_not_serve(tmp_path):
-    """Then torch multiplies by all sites of all adapters, in sampler and trainer, whoever else is in the batch."""
+    """Then torch multiplies by all sites of all adapters, in sampler and trainer, whoever else is
+    in the batch.
+    """
     tiny_model(tmp_path, intermediate=112, layers=4)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     tiling = probe(decoder.config, decoder.dtype, CPU)
@@ -163,7 +185,9 @@ def test_widths_that_adapters_kernels_do_not_serve(tmp_path):
 
 
 def test_several_adapters_in_a_batch(tmp_path):
-    """Each tenant's trainer finds its logprobs, although the sampler computed them in one batch; a vocabulary of 320 has kernels for the head too."""
+    """Each tenant's trainer finds its logprobs, although the sampler computed them in one batch; a
+    vocabulary of 320 has kernels for the head too.
+    """
     tiny_model(tmp_path, dtype="bfloat16", intermediate=128, vocab_size=320)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     tiling = probe(decoder.config, decoder.dtype, CPU)
@@ -184,8 +208,12 @@ def test_several_adapters_in_a_batch(tmp_path):
         assert not gaps(decoder, adapter, tiling, [(prompt, future.result())]).any()
 
 
-def alone(decoder: Decoder, adapter: Adapter, tiling: RowTiling | None) -> list[tuple[ModelInput, SampleResponse]]:
-    """The last that is still running of a batch: each prompt is computed and sampled with nobody beside it."""
+def alone(
+    decoder: Decoder, adapter: Adapter, tiling: RowTiling | None
+) -> list[tuple[ModelInput, SampleResponse]]:
+    """The last that is still running of a batch: each prompt is computed and sampled with nobody
+    beside it.
+    """
     sampler = Sampler(decoder, SamplerSettings(), str, tiling)
     answered = []
     for seed in range(6):
@@ -200,7 +228,9 @@ def alone(decoder: Decoder, adapter: Adapter, tiling: RowTiling | None) -> list[
 
 
 def test_one_row_alone(tmp_path):
-    """A decoding step of one row, whose products some machines sum in an order of their own from 1024 columns on."""
+    """A decoding step of one row, whose products some machines sum in an order of their own from
+    1024 columns on.
+    """
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6, intermediate=2048)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     tiling = probe(decoder.config, decoder.dtype, CPU)

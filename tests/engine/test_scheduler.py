@@ -1,4 +1,6 @@
-"""Admission: whoever fits alone is served, whatever else is asked for, and memory is never given twice."""
+"""Admission: whoever fits alone is served, whatever else is asked for, and memory is never given
+twice.
+"""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -17,12 +19,18 @@ from planish.types import ModelInput, SamplingParams
 COMMON = np.random.default_rng(0).integers(0, 256, 400).tolist()
 
 
-def request(number: int, tokens: list[int], n: int = 1, max_tokens: int = 8, alternatives: int = 0) -> Request:
+def request(
+    number: int, tokens: list[int], n: int = 1, max_tokens: int = 8, alternatives: int = 0
+) -> Request:
     """`max_tokens` 0 asks about the prompt only."""
     params = SamplingParams(max_tokens=max_tokens or None)
     op = Sample("s", ModelInput.from_ints(tokens), n, params, prompt_alt_tokens_k=alternatives)
-    scores: Any = None if max_tokens else SimpleNamespace(begins=0 if alternatives else len(tokens) // 2)
-    return Request(op, number, tokens, max_tokens, None, "base", StopCondition(), 0, scores, Future())
+    scores: Any = (
+        None if max_tokens else SimpleNamespace(begins=0 if alternatives else len(tokens) // 2)
+    )
+    return Request(
+        op, number, tokens, max_tokens, None, "base", StopCondition(), 0, scores, Future()
+    )
 
 
 class Run:
@@ -36,7 +44,10 @@ class Run:
         self._left: dict[Request, int] = {}
 
     def ask(self, asked: Request) -> None:
-        assert self.scheduler.positions_needed(len(asked.tokens), asked.max_tokens) <= self.scheduler.max_positions
+        assert (
+            self.scheduler.positions_needed(len(asked.tokens), asked.max_tokens)
+            <= self.scheduler.max_positions
+        )
         self._left[asked] = asked.num_samples or 1
         self.scheduler.waiting.append(asked)
 
@@ -60,8 +71,14 @@ class Run:
         for prompt, count in scheduler.prefill_batch():
             prompt.computed += count
             if prompt.ready:
-                self.cache.add(prompt.version, prompt.tokens, self.cache.missing(prompt.version, prompt.tokens))
-                for asked in [asked for asked in self._left if asked.prompt is prompt and not asked.num_samples]:
+                self.cache.add(
+                    prompt.version, prompt.tokens, self.cache.missing(prompt.version, prompt.tokens)
+                )
+                for asked in [
+                    asked
+                    for asked in self._left
+                    if asked.prompt is prompt and not asked.num_samples
+                ]:
                     prompt.waiting -= 1
                     self._count(asked)
                 self._release(prompt)
@@ -93,7 +110,9 @@ class Run:
 
 
 def test_a_request_that_waits_for_a_prefix_does_not_lock_out_one_that_has_begun():
-    """The second waits for the prompt of the first; of the third, only some samples fit meanwhile, and its prompt stays."""
+    """The second waits for the prompt of the first; of the third, only some samples fit meanwhile,
+    and its prompt stays.
+    """
     run = Run(Scheduler(max_batch=64, max_positions=512, prefill_tokens=2048))
     run.ask(request(0, COMMON[:60]))
     run.ask(request(1, COMMON[:32] + [1] * 168))
@@ -121,12 +140,22 @@ def test_whatever_fits_alone_is_served(seed: int):
 
 def test_a_step_draws_a_limited_number_of_tokens_at_prompts_and_computes_the_others_beside_them():
     scheduler = Scheduler(max_batch=64, max_positions=100_000, prefill_tokens=2048)
-    asked = [request(i, [i] * 500, max_tokens=0, alternatives=k) for i, k in enumerate([40_000, 100, 0, 1])]
+    asked = [
+        request(i, [i] * 500, max_tokens=0, alternatives=k)
+        for i, k in enumerate([40_000, 100, 0, 1])
+    ]
     scheduler.waiting += asked
     scheduler.admit(PrefixCache[int](CHUNK, 0))
-    assert [(prompt.tokens[0], count) for prompt, count in scheduler.prefill_batch()] == [(0, CHUNK), (2, 500)]
+    assert [(prompt.tokens[0], count) for prompt, count in scheduler.prefill_batch()] == [
+        (0, CHUNK),
+        (2, 500),
+    ]
     scheduler.prompts.pop(0)
-    assert [(prompt.tokens[0], count) for prompt, count in scheduler.prefill_batch()] == [(1, 500), (2, 500), (3, 500)]
+    assert [(prompt.tokens[0], count) for prompt, count in scheduler.prefill_batch()] == [
+        (1, 500),
+        (2, 500),
+        (3, 500),
+    ]
 
 
 def test_prompts_of_one_step_have_no_more_adapters_than_a_batch():

@@ -19,7 +19,16 @@ def end_of(tokens: Sequence[int], stop: StopCondition) -> int | None:
 
 @pytest.mark.parametrize(
     ("stop", "expected"),
-    [(None, 3), ([], None), ([300], 6), ([98, 300], 2), ("b", 2), (["zz", "c"], 4), ("ab", 2), ("nothing", None)],
+    [
+        (None, 3),
+        ([], None),
+        ([300], 6),
+        ([98, 300], 2),
+        ("b", 2),
+        (["zz", "c"], 4),
+        ("ab", 2),
+        ("nothing", None),
+    ],
 )
 def test_stops(stop, expected):
     tokens = [97, 98, 301, 99, 100, 300, 101]
@@ -28,12 +37,16 @@ def test_stops(stop, expected):
 
 def test_a_string_is_found_across_token_borders():
     text = b"Human: hi\n\nUser: what"
-    assert end_of(list(text), StopCondition.of("\n\nUser:", ())) == text.index(b"\n\nUser:") + len("\n\nUser:")
+    assert end_of(list(text), StopCondition.of("\n\nUser:", ())) == text.index(b"\n\nUser:") + len(
+        "\n\nUser:"
+    )
 
 
 def test_a_string_of_multibyte_characters_is_found_at_its_last_byte():
     text = "x" * 50 + "日本€" + "y"
-    assert end_of(list(text.encode()), StopCondition.of("本€", ())) == len(("x" * 50 + "日本€").encode())
+    assert end_of(list(text.encode()), StopCondition.of("本€", ())) == len(
+        ("x" * 50 + "日本€").encode()
+    )
 
 
 def test_an_explicit_stop_replaces_the_end_of_sequence():

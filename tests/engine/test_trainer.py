@@ -50,7 +50,14 @@ def datum_of(tokens: ModelInput, inputs: Mapping[str, Any]) -> Datum:
     return Datum(tokens, inputs)
 
 
-def run(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "cross_entropy", config=None, **options):
+def run(
+    trainer: Trainer,
+    adapter: Adapter,
+    data: list[Datum],
+    loss_fn: str = "cross_entropy",
+    config=None,
+    **options,
+):
     """The generator's result, and how often it handed the device back."""
     steps = trainer.forward_backward(adapter, data, loss_fn, config, **options)
     yields = 0
@@ -62,7 +69,13 @@ def run(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "c
             return stop.value, yields
 
 
-def gradient(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str = "cross_entropy", config=None):
+def gradient(
+    trainer: Trainer,
+    adapter: Adapter,
+    data: list[Datum],
+    loss_fn: str = "cross_entropy",
+    config=None,
+):
     adapter.grad = None
     output, _ = run(trainer, adapter, data, loss_fn, config)
     assert adapter.grad is not None
@@ -72,7 +85,9 @@ def gradient(trainer: Trainer, adapter: Adapter, data: list[Datum], loss_fn: str
 def group_datums(
     seed: int = 0, prompts: int = 3, samples: int = 3, vocab: int = 272, scale: float = 0.5
 ) -> list[Datum]:
-    """GRPO's shape: samples share a prompt, prompts share a beginning; logprobs near a random model's, mixed advantages."""
+    """GRPO's shape: samples share a prompt, prompts share a beginning; logprobs near a random
+    model's, mixed advantages.
+    """
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab, 9)
     data = []
@@ -95,13 +110,19 @@ def group_datums(
     return data
 
 
-def with_policy_logprobs(trainer: Trainer, adapter: Adapter, data: list[Datum], noise: float = 0.3) -> list[Datum]:
-    """The same datums with `logprobs` near the model's own, so that ratios lie around 1, on both sides of the clipping."""
+def with_policy_logprobs(
+    trainer: Trainer, adapter: Adapter, data: list[Datum], noise: float = 0.3
+) -> list[Datum]:
+    """The same datums with `logprobs` near the model's own, so that ratios lie around 1, on both
+    sides of the clipping.
+    """
     output, _ = run(trainer, adapter, as_cross_entropy(data), forward_only=True)
     rng = np.random.default_rng(5)
     changed = []
     for datum, out in zip(data, output.loss_fn_outputs, strict=True):
-        near = out["logprobs"].to_numpy() + rng.normal(0, noise, len(out["logprobs"])).astype(np.float32)
+        near = out["logprobs"].to_numpy() + rng.normal(0, noise, len(out["logprobs"])).astype(
+            np.float32
+        )
         changed.append(datum_of(datum.model_input, {**datum.loss_fn_inputs, "logprobs": near}))
     return changed
 
@@ -121,12 +142,19 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def peft_gradient(path, adapter: Adapter, data: list[Datum], loss, dtype=torch.float32, temperature: float = 1.0):
-    """Loss and flat gradient by transformers and PEFT, one datum at a time; `loss` is of (logprobs, inputs)."""
+def peft_gradient(
+    path, adapter: Adapter, data: list[Datum], loss, dtype=torch.float32, temperature: float = 1.0
+):
+    """Loss and flat gradient by transformers and PEFT, one datum at a time; `loss` is of (logprobs,
+    inputs).
+    """
     layout = adapter.layout
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     targets = sorted({entry.target for entry in layout.entries})
-    twin = get_peft_model(base, PeftConfig(r=layout.lora.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0))
+    twin = get_peft_model(
+        base,
+        PeftConfig(r=layout.lora.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0),
+    )
     parameters = dict(twin.named_parameters())
 
     def parameter(name: str) -> torch.nn.Parameter:
@@ -140,7 +168,9 @@ def peft_gradient(path, adapter: Adapter, data: list[Datum], loss, dtype=torch.f
         inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
         logits = twin(torch.tensor([datum.model_input.to_ints()])).logits[0].float() / temperature
         index = inputs["target_tokens"].reshape(logits.shape[0], -1)
-        logprobs = torch.log_softmax(logits, -1).gather(1, index).reshape(inputs["target_tokens"].shape)
+        logprobs = (
+            torch.log_softmax(logits, -1).gather(1, index).reshape(inputs["target_tokens"].shape)
+        )
         value = loss(logprobs, inputs)
         value.backward()
         total += value.item()
@@ -177,7 +207,9 @@ def plain_loss(name: str):
         r = (s + now - now.detach()).exp()
         return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum()
 
-    return {f.__name__: f for f in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)}[name]
+    return {f.__name__: f for f in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo)}[
+        name
+    ]
 
 
 @pytest.mark.parametrize(
@@ -212,12 +244,16 @@ def test_temperature_scales_the_logits_of_every_loss(model_path, decoder):
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     data = as_cross_entropy(group_datums(3))
     output, ours = gradient(trainer, adapter, data, config={"temperature": 0.6})
-    loss, theirs = peft_gradient(model_path, adapter, data, plain_loss("cross_entropy"), temperature=0.6)
+    loss, theirs = peft_gradient(
+        model_path, adapter, data, plain_loss("cross_entropy"), temperature=0.6
+    )
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
     assert relative(ours, theirs) < 1e-4
 
 
-@pytest.mark.parametrize("parts", [{"train_unembed": False}, {"train_attn": False, "train_mlp": False}])
+@pytest.mark.parametrize(
+    "parts", [{"train_unembed": False}, {"train_attn": False, "train_mlp": False}]
+)
 def test_adapters_on_parts_of_the_model(model_path, decoder, parts: dict):
     trainer, adapter = new_trainer(decoder), new_adapter(decoder, **parts)
     data = as_cross_entropy(group_datums(4))
@@ -232,7 +268,9 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path):
     data = as_cross_entropy(group_datums(6))
     exact, exact_grad = gradient(new_trainer(wide), new_adapter(wide), data)
     output, ours = gradient(new_trainer(narrow), new_adapter(narrow), data)
-    _, theirs = peft_gradient(path, new_adapter(wide), data, plain_loss("cross_entropy"), torch.bfloat16)
+    _, theirs = peft_gradient(
+        path, new_adapter(wide), data, plain_loss("cross_entropy"), torch.bfloat16
+    )
     assert relative(ours, exact_grad) < 0.03
     assert relative(ours, exact_grad) < 1.2 * relative(theirs, exact_grad)
     for a, b in zip(output.loss_fn_outputs, exact.loss_fn_outputs, strict=True):
@@ -244,7 +282,10 @@ def test_many_targets_a_position(model_path, decoder):
     data = []
     for _ in range(3):
         length = int(rng.integers(3, 12))
-        targets, weights = rng.integers(0, 272, (length, 5)), rng.normal(0, 1, (length, 5)).astype(np.float32)
+        targets, weights = (
+            rng.integers(0, 272, (length, 5)),
+            rng.normal(0, 1, (length, 5)).astype(np.float32),
+        )
         tokens = ModelInput.from_ints(rng.integers(0, 272, length).tolist())
         data.append(datum_of(tokens, {"target_tokens": targets, "weights": weights}))
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
@@ -268,14 +309,22 @@ def test_what_a_sparse_tensor_claims_is_looked_at_before_it_is_filled_up(decoder
 def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
     targets, weights = torch.zeros(6, 20, dtype=torch.int64), torch.zeros(6, 20)
     targets[2, 3], weights[2, 3], targets[5, 0], weights[5, 0] = 17, 2.0, 5, -1.0
-    inputs = {"target_tokens": TensorData.from_torch_sparse(targets), "weights": TensorData.from_torch_sparse(weights)}
+    inputs = {
+        "target_tokens": TensorData.from_torch_sparse(targets),
+        "weights": TensorData.from_torch_sparse(weights),
+    }
     assert inputs["weights"].sparse_crow_indices is not None
     tokens = ModelInput.from_ints([1, 2, 3, 4, 5, 6])
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     sparse, sparse_grad = gradient(trainer, adapter, [Datum(tokens, inputs)])
-    dense, dense_grad = gradient(trainer, adapter, [datum_of(tokens, {"target_tokens": targets, "weights": weights})])
+    dense, dense_grad = gradient(
+        trainer, adapter, [datum_of(tokens, {"target_tokens": targets, "weights": weights})]
+    )
     assert torch.equal(sparse_grad, dense_grad)
-    assert sparse.loss_fn_outputs[0]["logprobs"].tolist() == dense.loss_fn_outputs[0]["logprobs"].tolist()
+    assert (
+        sparse.loss_fn_outputs[0]["logprobs"].tolist()
+        == dense.loss_fn_outputs[0]["logprobs"].tolist()
+    )
     assert sparse.loss_fn_outputs[0]["logprobs"].shape == [6, 20]
 
 
@@ -283,7 +332,9 @@ def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
 def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: float):
     decoder = Decoder.load(model_path, dtype, CPU)
     adapter = new_adapter(decoder)
-    data = with_policy_logprobs(new_trainer(decoder), adapter, group_datums(7, prompts=4, samples=4))
+    data = with_policy_logprobs(
+        new_trainer(decoder), adapter, group_datums(7, prompts=4, samples=4)
+    )
     together, whole = gradient(new_trainer(decoder), adapter, data, "importance_sampling")
     assert together.metrics["micro_batches:sum"] == 1
     assert together.metrics["forest_tokens:sum"] < together.metrics["tokens:sum"] / 1.5
@@ -305,17 +356,27 @@ def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: fl
         assert relative(split, whole) < tolerance
         for a, b in zip(output.loss_fn_outputs, together.loss_fn_outputs, strict=True):
             torch.testing.assert_close(
-                a["logprobs"].to_torch(), b["logprobs"].to_torch(), rtol=tolerance, atol=10 * tolerance
+                a["logprobs"].to_torch(),
+                b["logprobs"].to_torch(),
+                rtol=tolerance,
+                atol=10 * tolerance,
             )
 
 
 def test_outputs_are_in_the_order_of_the_datums(decoder):
-    trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), as_cross_entropy(group_datums(8))
+    trainer, adapter, data = (
+        new_trainer(decoder, 40),
+        new_adapter(decoder),
+        as_cross_entropy(group_datums(8)),
+    )
     order = np.random.default_rng(0).permutation(len(data))
     straight, whole = gradient(trainer, adapter, data)
     shuffled, other = gradient(trainer, adapter, [data[i] for i in order])
     for place, i in enumerate(order):
-        assert shuffled.loss_fn_outputs[place]["logprobs"].tolist() == straight.loss_fn_outputs[i]["logprobs"].tolist()
+        assert (
+            shuffled.loss_fn_outputs[place]["logprobs"].tolist()
+            == straight.loss_fn_outputs[i]["logprobs"].tolist()
+        )
     assert relative(other, whole) < 1e-6
 
 
@@ -327,7 +388,11 @@ def test_the_same_call_gives_the_same_bits(decoder):
 
 
 def test_gradients_accumulate_over_calls_until_the_step(decoder):
-    trainer, adapter, data = new_trainer(decoder), new_adapter(decoder), as_cross_entropy(group_datums(1))
+    trainer, adapter, data = (
+        new_trainer(decoder),
+        new_adapter(decoder),
+        as_cross_entropy(group_datums(1)),
+    )
     _, one = gradient(trainer, adapter, data)
     one = one.clone()
     run(trainer, adapter, data)
@@ -350,7 +415,11 @@ def test_cross_entropy_is_linear_in_its_weights(decoder):
         plain_loss("ppo")(logprobs, inputs).backward()
         assert logprobs.grad is not None
         weights = -logprobs.grad
-        surrogate.append(datum_of(datum.model_input, {"target_tokens": inputs["target_tokens"], "weights": weights}))
+        surrogate.append(
+            datum_of(
+                datum.model_input, {"target_tokens": inputs["target_tokens"], "weights": weights}
+            )
+        )
     _, custom = gradient(trainer, adapter, surrogate)
     _, direct = gradient(trainer, adapter, data, "ppo")
     assert relative(custom, direct) < 1e-5
@@ -376,9 +445,13 @@ def test_a_long_sequence_runs_alone_and_keeps_little(decoder):
     assert relative(split, whole) < 1e-5
     config = dataclasses.replace(decoder.config, num_layers=30)
     plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(config, torch.bfloat16, CPU)
-    less = TrainerSettings(micro_batch_tokens=256).activation_bytes(config, torch.bfloat16, CPU, tokens=2048)
+    less = TrainerSettings(micro_batch_tokens=256).activation_bytes(
+        config, torch.bfloat16, CPU, tokens=2048
+    )
     assert less < plain / 4
-    assert less == TrainerSettings(2048, recompute=True).activation_bytes(config, torch.bfloat16, CPU)
+    assert less == TrainerSettings(2048, recompute=True).activation_bytes(
+        config, torch.bfloat16, CPU
+    )
 
 
 def test_recomputed_activations_give_the_same_gradient(decoder):
@@ -393,7 +466,10 @@ def test_activation_bytes_bound_what_autograd_keeps(model_path):
     decoder = Decoder.load(model_path, torch.bfloat16, CPU)
     rng = np.random.default_rng(0)
     data = [
-        datum_of(ModelInput.from_ints(rng.integers(0, 272, 500).tolist()), {"target_tokens": rng.integers(0, 272, 500)})
+        datum_of(
+            ModelInput.from_ints(rng.integers(0, 272, 500).tolist()),
+            {"target_tokens": rng.integers(0, 272, 500)},
+        )
     ]
     kept: dict[int, int] = {}
 
@@ -403,11 +479,15 @@ def test_activation_bytes_bound_what_autograd_keeps(model_path):
         return tensor
 
     adapter = new_adapter(decoder)
-    frozen = {t.untyped_storage().data_ptr() for t in (*decoder_tensors(decoder), *adapter.weights.leaves)}
+    frozen = {
+        t.untyped_storage().data_ptr() for t in (*decoder_tensors(decoder), *adapter.weights.leaves)
+    }
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run(new_trainer(decoder), adapter, data)
     measured = sum(size for pointer, size in kept.items() if pointer not in frozen)
-    estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(decoder.config, torch.bfloat16, CPU, rank=4)
+    estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(
+        decoder.config, torch.bfloat16, CPU, rank=4
+    )
     assert 0.6 * estimate < measured < 1.15 * estimate
 
 
@@ -428,7 +508,11 @@ def decoder_tensors(decoder: Decoder) -> list[torch.Tensor]:
 
 
 def test_the_device_is_handed_back_between_micro_batches(decoder):
-    trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), as_cross_entropy(group_datums(8))
+    trainer, adapter, data = (
+        new_trainer(decoder, 40),
+        new_adapter(decoder),
+        as_cross_entropy(group_datums(8)),
+    )
     output, yields = run(trainer, adapter, data)
     assert yields == output.metrics["micro_batches:sum"] - 1 > 0
 
@@ -497,10 +581,22 @@ BAD = [
     (one([1, 272], target_tokens=[1, 2]), "cross_entropy", "token 272, but the vocabulary has 272"),
     (one([1, 2], target_tokens=[1, -100]), "cross_entropy", "token -100"),
     (one([1, 2], target_tokens=np.array([1.0, 2.0])), "cross_entropy", "int64"),
-    (one([1, 2], target_tokens=[1, 2], weights=[1.0, float("nan")]), "cross_entropy", r"not finite at position \[1\]"),
+    (
+        one([1, 2], target_tokens=[1, 2], weights=[1.0, float("nan")]),
+        "cross_entropy",
+        r"not finite at position \[1\]",
+    ),
     (one([1, 2], target_tokens=[1, 2], weight=np.ones(2)), "cross_entropy", "'weight'.*unknown"),
-    (one([1, 2], target_tokens=[1, 2], advantages=[1.0, 1.0]), "cross_entropy", "'advantages'.*unknown"),
-    (one([1] * 2049, target_tokens=[1] * 2049), "cross_entropy", "2049 tokens, and the model's context is 2048"),
+    (
+        one([1, 2], target_tokens=[1, 2], advantages=[1.0, 1.0]),
+        "cross_entropy",
+        "'advantages'.*unknown",
+    ),
+    (
+        one([1] * 2049, target_tokens=[1] * 2049),
+        "cross_entropy",
+        "2049 tokens, and the model's context is 2048",
+    ),
 ]
 
 
@@ -522,11 +618,14 @@ def test_input_that_other_servers_know(decoder):
         trainer.validate([clipped], "ppo")
     masked = datum_of(data[0].model_input, {**inputs, "mask": inputs["advantages"]})
     trainer.validate([masked], "ppo")
-    unlike = datum_of(data[0].model_input, {**inputs, "mask": np.zeros(len(inputs["logprobs"]), np.float32)})
+    unlike = datum_of(
+        data[0].model_input, {**inputs, "mask": np.zeros(len(inputs["logprobs"]), np.float32)}
+    )
     with pytest.raises(ValueError, match="mask.* is 0 where advantages is not"):
         trainer.validate([unlike], "ppo")
     several = datum_of(
-        data[0].model_input, {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)}
+        data[0].model_input,
+        {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)},
     )
     with pytest.raises(ValueError, match="one target a position"):
         trainer.validate([several], "ppo")
@@ -543,7 +642,8 @@ def test_input_that_other_servers_know(decoder):
 def test_padding_of_a_short_forest_changes_nothing(decoder):
     """`micro_batch_tokens` splits the call, so that each forest is padded."""
     data = [
-        datum_of(ModelInput.from_ints(t), {"target_tokens": [n + 1 for n in t]}) for t in ([1, 2, 3], [1, 2, 9], [7])
+        datum_of(ModelInput.from_ints(t), {"target_tokens": [n + 1 for n in t]})
+        for t in ([1, 2, 3], [1, 2, 9], [7])
     ]
     outcomes = []
     for tiling in (None, RowTiling(multiple=4, least=8)):
@@ -552,6 +652,8 @@ def test_padding_of_a_short_forest_changes_nothing(decoder):
         outcomes.append((result, adapter.grad))
     (plain, plain_grad), (padded, padded_grad) = outcomes
     for a, b in zip(plain.loss_fn_outputs, padded.loss_fn_outputs, strict=True):
-        torch.testing.assert_close(a["logprobs"].to_torch(), b["logprobs"].to_torch(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            a["logprobs"].to_torch(), b["logprobs"].to_torch(), rtol=0, atol=1e-5
+        )
     torch.testing.assert_close(padded_grad, plain_grad, rtol=1e-4, atol=1e-6)
     assert padded.metrics["forest_tokens:sum"] == plain.metrics["forest_tokens:sum"]

@@ -19,7 +19,10 @@ def small_model(tmp_path_factory):
 @pytest.fixture
 def sums(tmp_path):
     """12 sums in GSM8K's form."""
-    rows = [{"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(12)]
+    rows = [
+        {"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"}
+        for n in range(12)
+    ]
     return write_rows(tmp_path / "sums.jsonl", rows)
 
 

@@ -1,4 +1,6 @@
-"""A sampling client that answers what a function says, and counts; draws are a function of seed and index, as the engine's."""
+"""A sampling client that answers what a function says, and counts; draws are a function of seed and
+index, as the engine's.
+"""
 
 import asyncio
 import random
@@ -43,7 +45,9 @@ class FakeSampler:
         text = self.tokenizer.decode(prompt.to_ints())
         await self._take(text)
         self.requests.append((num_samples, sampling_params))
-        return SampleResponse([self._sequence(text, sampling_params, index) for index in range(num_samples)])
+        return SampleResponse(
+            [self._sequence(text, sampling_params, index) for index in range(num_samples)]
+        )
 
     async def compute_logprobs_async(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -65,5 +69,11 @@ class FakeSampler:
     def _sequence(self, text: str, params: SamplingParams, index: int) -> SampledSequence:
         answer = self.answer(text, random.Random(f"{params.seed}:{index}"))
         tokens = self.tokenizer.encode(answer, add_special_tokens=False)[: params.max_tokens]
-        stop = "stop" if answer.endswith(END) and tokens[-1] == self.tokenizer.convert_tokens_to_ids(END) else "length"
-        return SampledSequence(stop, str(index), np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32))
+        stop = (
+            "stop"
+            if answer.endswith(END) and tokens[-1] == self.tokenizer.convert_tokens_to_ids(END)
+            else "length"
+        )
+        return SampledSequence(
+            stop, str(index), np.array(tokens, np.int32), np.full(len(tokens), -0.5, np.float32)
+        )

@@ -18,14 +18,18 @@ def test_pass_at_k_equals_counting_all_subsets(samples):
         answers = [True] * correct + [False] * (samples - correct)
         for k in range(1, samples + 1):
             subsets = list(itertools.combinations(answers, k))
-            assert pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+            assert pass_at_k(samples, correct, k) == pytest.approx(
+                sum(map(any, subsets)) / len(subsets)
+            )
 
 
 def test_pass_at_k_is_unbiased():
     chance, samples, k = 0.3, 6, 3
     outcomes = itertools.product([True, False], repeat=samples)
     mean = sum(
-        chance ** sum(right) * (1 - chance) ** (samples - sum(right)) * pass_at_k(samples, sum(right), k)
+        chance ** sum(right)
+        * (1 - chance) ** (samples - sum(right))
+        * pass_at_k(samples, sum(right), k)
         for right in outcomes
     )
     assert mean == pytest.approx(1 - (1 - chance) ** k)

@@ -36,7 +36,18 @@ def here(tmp_path, monkeypatch, small_model):
 
 
 def words(model, data, *more):
-    given = ["eval", "gsm8k", "--model", model, "--data", str(data), "--max-tokens", "8", "--temperature", "1"]
+    given = [
+        "eval",
+        "gsm8k",
+        "--model",
+        model,
+        "--data",
+        str(data),
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "1",
+    ]
     return [*given, "--samples", "3", "--k", "1,3", *more]
 
 
@@ -82,7 +93,9 @@ def test_concurrency_changes_no_answer(sums):
     drawn = Sampling(samples=2, max_tokens=8, temperature=1.0)
     with ServiceClient() as service:
         client = open_model(service, "tiny").sampling_client
-        one, many = (asyncio.run(evaluate(client, task, drawn, concurrency=count)) for count in (1, 6))
+        one, many = (
+            asyncio.run(evaluate(client, task, drawn, concurrency=count)) for count in (1, 6)
+        )
     assert one == many
 
 
@@ -91,7 +104,9 @@ def test_choices_are_scored_as_one_by_one(capitals, here):
     with ServiceClient() as service:
         model = open_model(service, "tiny")
         asyncio.run(evaluate(model.sampling_client, task, out=here / "out"))
-        rows = [json.loads(line) for line in (here / "out" / "samples.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (here / "out" / "samples.jsonl").read_text().splitlines()
+        ]
         for row in rows:
             for choice in row["choices"]:
                 messages = [
@@ -100,23 +115,36 @@ def test_choices_are_scored_as_one_by_one(capitals, here):
                 ]
                 tokens, weights = model.renderer.build_supervised_example(messages)
                 every = model.sampling_client.compute_logprobs(tokens).result()
-                scored = [logprob for logprob, weight in zip(every, weights.tolist(), strict=True) if weight]
+                scored = [
+                    logprob
+                    for logprob, weight in zip(every, weights.tolist(), strict=True)
+                    if weight
+                ]
                 assert choice["logprob"] == pytest.approx(sum(scored), abs=1e-4)
                 assert choice["num_tokens"] == len(scored)
-            assert row["answer"] == max(row["choices"], key=lambda choice: choice["logprob"])["letter"]
+            assert (
+                row["answer"] == max(row["choices"], key=lambda choice: choice["logprob"])["letter"]
+            )
 
 
 def test_a_checkpoint_is_named_by_path_or_by_its_run_and_brings_its_renderer(here, sums, capsys):
     with ServiceClient() as service:
-        training = service.create_lora_training_client("tiny", rank=2, user_metadata={"renderer_name": "role_colon"})
+        training = service.create_lora_training_client(
+            "tiny", rank=2, user_metadata={"renderer_name": "role_colon"}
+        )
         path = training.save_weights_for_sampler("trained").result().path
         run = here / "runs" / "sl"
         run.mkdir(parents=True)
-        (run / "checkpoints.jsonl").write_text(json.dumps({"name": "a", "batch": 1, "sampler_path": path}) + "\n")
+        (run / "checkpoints.jsonl").write_text(
+            json.dumps({"name": "a", "batch": 1, "sampler_path": path}) + "\n"
+        )
         model = open_model(service, path)
         assert (model.name, model.renderer.name) == (path, "role_colon")
         assert open_model(service, str(run)).name == path
-        assert open_model(service, path.replace("tinker://", "planish://"), "chatml").renderer.name == "chatml"
+        assert (
+            open_model(service, path.replace("tinker://", "planish://"), "chatml").renderer.name
+            == "chatml"
+        )
         assert model.context_window == 2048
         (run / "checkpoints.jsonl").write_text("")
         with pytest.raises(UserError, match="saved no weights"):
@@ -137,7 +165,9 @@ def test_a_checkpoint_is_named_by_path_or_by_its_run_and_brings_its_renderer(her
 
 
 def test_the_commands_of_the_page_are_ones_that_are_taken():
-    commands = re.findall(r"^planish (eval .+)$", (DOCS / "evaluation.md").read_text(), re.MULTILINE)
+    commands = re.findall(
+        r"^planish (eval .+)$", (DOCS / "evaluation.md").read_text(), re.MULTILINE
+    )
     assert len(commands) > 3
     for command in commands:
         assert _parser(["eval"]).parse_args(shlex.split(command)).task in TASKS
@@ -161,7 +191,16 @@ def test_what_cannot_be_done_is_one_line(sums, capsys, more, message):
 
 @pytest.mark.slow
 def test_control_c_keeps_what_is_done(here, sums):
-    command = [sys.executable, "-m", "planish", *words("tiny", sums), "--max-tokens", "30", "--concurrency", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "planish",
+        *words("tiny", sums),
+        "--max-tokens",
+        "30",
+        "--concurrency",
+        "1",
+    ]
     out = here / "evaluations" / "gsm8k-tiny"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}

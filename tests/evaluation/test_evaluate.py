@@ -1,4 +1,6 @@
-"""Questions in, numbers out: what is counted, what a kill leaves, what is refused before anything is asked."""
+"""Questions in, numbers out: what is counted, what a kill leaves, what is refused before anything
+is asked.
+"""
 
 import asyncio
 import json
@@ -38,10 +40,14 @@ def test_numbers_of_answers_that_are_known(tokenizer, sums):
             return r"\boxed{6} and so on" * 20
         return rf"\boxed{{{4 if 'What is 2 +' in prompt else 0}}}" + END
 
-    results = measured(FakeSampler(tokenizer, answer), load_task("gsm8k", sums, limit=5), Sampling(max_tokens=64))
+    results = measured(
+        FakeSampler(tokenizer, answer), load_task("gsm8k", sums, limit=5), Sampling(max_tokens=64)
+    )
     metrics = results.metrics
     # 2 is right; 4 is right in a box although it was cut off later
-    assert {name: metrics[name] for name in ("num_correct", "num_examples", "num_samples", "num_errors")} == {
+    assert {
+        name: metrics[name] for name in ("num_correct", "num_examples", "num_samples", "num_errors")
+    } == {
         "num_correct": 2,
         "num_examples": 5,
         "num_samples": 5,
@@ -52,13 +58,17 @@ def test_numbers_of_answers_that_are_known(tokenizer, sums):
     assert (metrics["ended"], metrics["cut_off"], metrics["answered"]) == (0.8, 0.2, 0.8)
 
 
-def test_samples_of_a_question_are_one_request_and_questions_are_in_flight_together(tokenizer, sums):
+def test_samples_of_a_question_are_one_request_and_questions_are_in_flight_together(
+    tokenizer, sums
+):
     sampler = FakeSampler(tokenizer, lucky_sum)
     results = measured(sampler, load_task("gsm8k", sums), DRAWN, k=[1, 2, 4], concurrency=5)
     assert [count for count, _ in sampler.requests] == [4] * 12
     assert sampler.most_at_once == 5
     assert len({params.seed for _, params in sampler.requests}) == 12
-    assert {(params.max_tokens, params.temperature) for _, params in sampler.requests} == {(200, 0.8)}
+    assert {(params.max_tokens, params.temperature) for _, params in sampler.requests} == {
+        (200, 0.8)
+    }
     metrics = results.metrics
     assert metrics["score"] == metrics["pass@1"]
     assert metrics["pass@1"] < metrics["pass@2"] < metrics["pass@4"]
@@ -73,11 +83,19 @@ def test_samples_of_a_question_are_one_request_and_questions_are_in_flight_toget
 
 
 @pytest.mark.parametrize("die_after", [0, 1, 7, 11])
-def test_a_killed_evaluation_goes_on_and_gives_the_same_numbers(tokenizer, sums, tmp_path, die_after):
+def test_a_killed_evaluation_goes_on_and_gives_the_same_numbers(
+    tokenizer, sums, tmp_path, die_after
+):
     task = load_task("gsm8k", sums)
     whole = measured(FakeSampler(tokenizer, lucky_sum), task, DRAWN, k=[1, 4])
     with pytest.raises(Killed):
-        measured(FakeSampler(tokenizer, lucky_sum, die_after=die_after), task, DRAWN, out=tmp_path, concurrency=2)
+        measured(
+            FakeSampler(tokenizer, lucky_sum, die_after=die_after),
+            task,
+            DRAWN,
+            out=tmp_path,
+            concurrency=2,
+        )
     assert not (tmp_path / "results.json").exists()
     answered = {row["question"] for row in rows_of(tmp_path)}
     sampler = FakeSampler(tokenizer, lucky_sum)
@@ -97,11 +115,15 @@ def test_a_question_that_is_half_written_is_asked_again(tokenizer, sums, tmp_pat
     sampler = FakeSampler(tokenizer, lucky_sum)
     assert measured(sampler, task, DRAWN, out=tmp_path) == whole
     assert len(sampler.asked) == 10
-    assert sorted((tmp_path / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
+    assert sorted((tmp_path / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(
+        lines
+    )
 
 
 def test_what_is_finished_is_not_asked_again_and_more_may_be(tokenizer, sums, tmp_path):
-    measured(FakeSampler(tokenizer, lucky_sum), load_task("gsm8k", sums, limit=5), DRAWN, out=tmp_path)
+    measured(
+        FakeSampler(tokenizer, lucky_sum), load_task("gsm8k", sums, limit=5), DRAWN, out=tmp_path
+    )
     sampler = FakeSampler(tokenizer, lucky_sum)
     again = measured(sampler, load_task("gsm8k", sums, limit=3), DRAWN, k=[2], out=tmp_path)
     assert (sampler.asked, again.metrics["num_examples"]) == ([], 3)
@@ -112,7 +134,11 @@ def test_what_is_finished_is_not_asked_again_and_more_may_be(tokenizer, sums, tm
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"seed": 6}, "seed was 5, is 6"), ({"samples": 2}, "samples was 4, is 2"), ({"max_tokens": 9}, "max_tokens")],
+    [
+        ({"seed": 6}, "seed was 5, is 6"),
+        ({"samples": 2}, "samples was 4, is 2"),
+        ({"max_tokens": 9}, "max_tokens"),
+    ],
 )
 def test_a_directory_of_another_evaluation_is_refused(tokenizer, sums, tmp_path, change, message):
     task = load_task("gsm8k", sums, limit=2)
@@ -127,9 +153,13 @@ def test_a_directory_of_another_evaluation_is_refused(tokenizer, sums, tmp_path,
 
 
 def test_other_questions_are_refused(tokenizer, sums, capitals, tmp_path):
-    measured(FakeSampler(tokenizer, lucky_sum), load_task("gsm8k", sums, limit=2), DRAWN, out=tmp_path)
+    measured(
+        FakeSampler(tokenizer, lucky_sum), load_task("gsm8k", sums, limit=2), DRAWN, out=tmp_path
+    )
     with pytest.raises(UserError, match="digest was"):
-        measured(FakeSampler(tokenizer), load_task("multiple_choice", capitals), DRAWN, out=tmp_path)
+        measured(
+            FakeSampler(tokenizer), load_task("multiple_choice", capitals), DRAWN, out=tmp_path
+        )
 
 
 def test_a_prompt_without_room_is_an_error_of_its_question(tokenizer, tmp_path):
@@ -138,7 +168,12 @@ def test_a_prompt_without_room_is_an_error_of_its_question(tokenizer, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sampler = FakeSampler(tokenizer)
     results = measured(
-        sampler, load_task("gsm8k", path), DRAWN, context_window=2000, out=tmp_path / "out", concurrency=1
+        sampler,
+        load_task("gsm8k", path),
+        DRAWN,
+        context_window=2000,
+        out=tmp_path / "out",
+        concurrency=1,
     )
     assert len(sampler.asked) == 1
     assert (results.metrics["num_errors"], results.metrics["num_correct"]) == (4, 4)
@@ -163,11 +198,16 @@ def test_an_answer_that_cannot_be_judged_is_counted(tokenizer, sums, monkeypatch
     power = r"\boxed{9^{9^{9^{9}}}}" + END
     results = measured(FakeSampler(tokenizer, lambda *_: power), load_task("gsm8k", sums, limit=1))
     grader.close()
-    assert (results.metrics["num_errors"], results.metrics["num_correct"], results.metrics["answered"]) == (1, 0, 1.0)
+    assert (
+        results.metrics["num_errors"],
+        results.metrics["num_correct"],
+        results.metrics["answered"],
+    ) == (1, 0, 1.0)
 
 
 def test_the_likeliest_choice_by_sum_and_by_mean(tokenizer, capitals, tmp_path):
-    # Each token of a message costs the same, so the shortest has the largest sum; "Oslo" has the largest mean.
+    # Each token of a message costs the same, so the shortest has the largest sum; "Oslo" has the
+    # largest mean.
     sampler = FakeSampler(tokenizer, logprob=lambda text: -1.5 if "Oslo" in text else -2.0)
     task = load_task("multiple_choice_logprobs", capitals)
     results = measured(sampler, task, out=tmp_path)
@@ -199,7 +239,11 @@ def test_sum_and_mean_may_choose_differently(tokenizer, tmp_path):
 def test_choices_that_do_not_fit_are_an_error_of_their_question(tokenizer, capitals):
     sampler = FakeSampler(tokenizer)
     results = measured(sampler, load_task("multiple_choice_logprobs", capitals), context_window=20)
-    assert (sampler.asked, results.metrics["num_errors"], results.metrics["num_correct"]) == ([], 2, 0)
+    assert (sampler.asked, results.metrics["num_errors"], results.metrics["num_correct"]) == (
+        [],
+        2,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,10 +265,14 @@ def test_what_cannot_be_done_is_refused_before_anything_is_asked(tokenizer, sums
 def test_choices_take_no_options_of_drawing(tokenizer, capitals):
     for options in ({"k": [1]}, {"sampling": Sampling()}):
         with pytest.raises(UserError, match="draws nothing"):
-            measured(FakeSampler(tokenizer), load_task("multiple_choice_logprobs", capitals), **options)
+            measured(
+                FakeSampler(tokenizer), load_task("multiple_choice_logprobs", capitals), **options
+            )
 
 
-@pytest.mark.parametrize("options", [{"samples": 2}, {"samples": 0}, {"max_tokens": 0}, {"temperature": -1.0}])
+@pytest.mark.parametrize(
+    "options", [{"samples": 2}, {"samples": 0}, {"max_tokens": 0}, {"temperature": -1.0}]
+)
 def test_sampling_that_makes_no_sense_is_refused(options):
     with pytest.raises(UserError):
         Sampling(**options)
@@ -235,9 +283,14 @@ def test_the_evaluator_of_a_training_loop(tokenizer, sums, capitals):
     scored = TaskEvaluator(load_task("multiple_choice_logprobs", capitals))
     assert drawn.name == "sums"
     metrics = asyncio.run(drawn(FakeSampler(tokenizer, lucky_sum)))
-    assert {"eval/sums/score", "eval/sums/num_correct", "eval/sums/num_examples", "eval/sums/num_errors"} <= set(
-        metrics
+    assert {
+        "eval/sums/score",
+        "eval/sums/num_correct",
+        "eval/sums/num_examples",
+        "eval/sums/num_errors",
+    } <= set(metrics)
+    assert metrics == named(
+        "sums", measured(FakeSampler(tokenizer, lucky_sum), drawn.task, DRAWN, k=[1, 4]).metrics
     )
-    assert metrics == named("sums", measured(FakeSampler(tokenizer, lucky_sum), drawn.task, DRAWN, k=[1, 4]).metrics)
     for key in [*metrics, *asyncio.run(scored(FakeSampler(tokenizer)))]:
         assert definition_of(key) is not None, key

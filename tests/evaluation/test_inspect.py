@@ -1,5 +1,7 @@
 # pyright: reportMissingImports=false
-"""Inspect itself, on a small random model: its tasks, options and messages go through planish's sampler."""
+"""Inspect itself, on a small random model: its tasks, options and messages go through planish's
+sampler.
+"""
 
 import asyncio
 import subprocess
@@ -50,7 +52,9 @@ DRAWN = GenerateConfig(max_tokens=12, temperature=1.0, seed=7)
 
 @pytest.fixture(scope="module")
 def opened(small_model, tmp_path_factory):
-    with ServiceClient(models={"tiny": small_model}, data_dir=tmp_path_factory.mktemp("data")) as service:
+    with ServiceClient(
+        models={"tiny": small_model}, data_dir=tmp_path_factory.mktemp("data")
+    ) as service:
         yield open_model(service, "tiny", "chatml")
 
 
@@ -73,7 +77,9 @@ def greetings():
 def test_an_answer_is_what_the_sampler_draws(api, opened):
     output = answered(api)
     prompt = opened.renderer.build_generation_prompt([{"role": "user", "content": "hello"}])
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, stop=opened.renderer.get_stop_sequences())
+    params = SamplingParams(
+        max_tokens=12, temperature=1.0, seed=7, stop=opened.renderer.get_stop_sequences()
+    )
     [expected] = opened.sampling_client.sample(prompt, 1, params).result().sequences
     assert output.completion == opened.renderer.parse_response(expected.tokens).message["content"]
     assert output.stop_reason == ("stop" if expected.stop_reason == "stop" else "max_tokens")
@@ -82,7 +88,9 @@ def test_an_answer_is_what_the_sampler_draws(api, opened):
 
 
 def test_choices_and_logprobs(api):
-    output = answered(api, DRAWN.merge(GenerateConfig(num_choices=3, logprobs=True, top_logprobs=2)))
+    output = answered(
+        api, DRAWN.merge(GenerateConfig(num_choices=3, logprobs=True, top_logprobs=2))
+    )
     assert len(output.choices) == 3
     assert len({choice.message.text for choice in output.choices}) == 3
     for choice in output.choices:
@@ -106,7 +114,9 @@ def test_no_room_for_an_answer(api):
     output = answered(api, messages=[ChatMessageUser(content="x" * 3000)])
     assert output.stop_reason == "model_length"
     assert "2048" in output.completion
-    near = answered(api, DRAWN.merge(GenerateConfig(max_tokens=2000)), [ChatMessageUser(content="x" * 1900)])
+    near = answered(
+        api, DRAWN.merge(GenerateConfig(max_tokens=2000)), [ChatMessageUser(content="x" * 1900)]
+    )
     assert near.stop_reason in ("model_length", "stop")
     assert near.usage.total_tokens <= 2048
 
@@ -145,17 +155,25 @@ def test_tools_and_pictures_are_refused(api):
         answered(api, tools=[tool], tool_choice="auto")
     assert answered(api, tools=[tool], tool_choice="none").completion == answered(api).completion
     with pytest.raises(UnsupportedError, match="image"):
-        answered(api, messages=[ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])])
+        answered(
+            api,
+            messages=[ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])],
+        )
     with pytest.raises(UnsupportedError, match="tools"):
         answered(api, messages=[*HELLO, ChatMessageTool(content="4", function="calculate")])
 
 
 def test_parts_of_a_message():
-    thought = ChatMessageAssistant(content=[ContentReasoning(reasoning="hm"), ContentText(text="yes")])
+    thought = ChatMessageAssistant(
+        content=[ContentReasoning(reasoning="hm"), ContentText(text="yes")]
+    )
     plain = ChatMessageUser(content=[ContentText(text="one"), ContentText(text="two")])
     assert renderer_messages([plain, thought]) == [
         {"role": "user", "content": "one\ntwo"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}],
+        },
     ]
 
 
@@ -165,12 +183,16 @@ def test_tokens_are_counted_by_the_model(api):
 
 
 def test_the_evaluator_of_a_training_loop(opened, tmp_path):
-    evaluator = InspectEvaluator(greetings(), config=DRAWN, renderer=opened.renderer, log_dir=str(tmp_path))
+    evaluator = InspectEvaluator(
+        greetings(), config=DRAWN, renderer=opened.renderer, log_dir=str(tmp_path)
+    )
     metrics = asyncio.run(evaluator(opened.sampling_client))
     assert metrics.keys() >= {"eval/greetings/match/accuracy", "eval/greetings/match/stderr"}
     assert (metrics["eval/greetings/num_examples"], metrics["eval/greetings/num_errors"]) == (3, 0)
     assert 0 <= metrics["eval/greetings/match/accuracy"] <= 1
-    again = InspectEvaluator(greetings(), config=DRAWN, renderer=opened.renderer, log_dir=str(tmp_path), limit=2)
+    again = InspectEvaluator(
+        greetings(), config=DRAWN, renderer=opened.renderer, log_dir=str(tmp_path), limit=2
+    )
     assert asyncio.run(again(opened.sampling_client))["eval/greetings/num_examples"] == 2
 
 
@@ -178,13 +200,17 @@ def test_a_sample_that_fails_is_counted_and_a_task_that_fails_is_an_error(opened
     picture = [ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])]
     samples = [Sample(input="hello", target="x"), Sample(input=picture, target="x")]
     mixed = Task(name="mixed", dataset=samples, solver=generate(), scorer=match())
-    evaluator = InspectEvaluator(mixed, config=DRAWN, renderer=opened.renderer, log_dir=str(tmp_path))
+    evaluator = InspectEvaluator(
+        mixed, config=DRAWN, renderer=opened.renderer, log_dir=str(tmp_path)
+    )
     metrics = asyncio.run(evaluator(opened.sampling_client))
     assert (metrics["eval/mixed/num_examples"], metrics["eval/mixed/num_errors"]) == (2, 1)
     refused = DRAWN.merge(GenerateConfig(best_of=2))
     for fail_on_error, message in ((True, "best_of"), (False, "none of its samples")):
         model = Model(provider("tiny", model=opened), refused)
-        logs = eval_async(greetings(), model=model, log_dir=str(tmp_path), fail_on_error=fail_on_error)
+        logs = eval_async(
+            greetings(), model=model, log_dir=str(tmp_path), fail_on_error=fail_on_error
+        )
         [log] = asyncio.run(logs)
         with pytest.raises(PlanishError, match=message):
             metrics_of(log)

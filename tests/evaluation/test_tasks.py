@@ -1,4 +1,6 @@
-"""Rows of each task, what is asked of them, and bad rows: named by their line, before anything is asked."""
+"""Rows of each task, what is asked of them, and bad rows: named by their line, before anything is
+asked.
+"""
 
 import asyncio
 import json
@@ -15,7 +17,9 @@ CHOICES = {"question": "Which?", "choices": ["one", "two"]}
 
 
 def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -31,7 +35,9 @@ def verdict(task, text, question=0):
 def test_gsm8k_is_asked_as_in_training(sums):
     task = load_task("gsm8k", sums)
     problems = load_problems(str(sums), "train")
-    assert [list(question.messages) for question in task.questions] == [problem_prompt(one) for one in problems]
+    assert [list(question.messages) for question in task.questions] == [
+        problem_prompt(one) for one in problems
+    ]
     assert [question.number for question in task.questions] == list(range(1, 13))
     assert verdict(task, r"so \boxed{2.0}").correct
     assert verdict(task, "so 2").extracted is None
@@ -52,13 +58,20 @@ def test_math_rows_have_answers_plain_boxed_or_in_their_solution(tmp_path):
         {"problem": "d", "answer": 7},
     ]
     task = load_task("math500", write(tmp_path / "math.jsonl", *rows))
-    assert [question.reference for question in task.questions] == [r"\frac{1}{2}", r"\frac{1}{2}", r"\frac12", "7"]
+    assert [question.reference for question in task.questions] == [
+        r"\frac{1}{2}",
+        r"\frac{1}{2}",
+        r"\frac12",
+        "7",
+    ]
     assert verdict(task, r"\boxed{0.5}").correct
     assert not verdict(task, r"\boxed{0.6}").correct
 
 
 def test_choices_are_listed_with_letters_or_not_shown(capitals):
-    lettered, scored = (load_task(name, capitals) for name in ("multiple_choice", "multiple_choice_logprobs"))
+    lettered, scored = (
+        load_task(name, capitals) for name in ("multiple_choice", "multiple_choice_logprobs")
+    )
     assert isinstance(scored, ChoiceTask)
     assert "A. Rome\nB. Paris\nC. Oslo" in lettered.questions[0].messages[0]["content"]
     assert "Paris" not in scored.questions[0].messages[0]["content"]
@@ -104,16 +117,28 @@ def test_a_letter_is_read_where_it_is_plainly_given(text, letter):
         ("math500", {"answer": "4"}, '"problem"'),
         ("math500", {"problem": "p"}, '"solution"'),
         ("math500", {"problem": "p", "solution": "no box"}, "no answer"),
-        ("multiple_choice", {"question": "?", "choices": ["one"], "answer": 0}, "a list of 2 to 26"),
+        (
+            "multiple_choice",
+            {"question": "?", "choices": ["one"], "answer": 0},
+            "a list of 2 to 26",
+        ),
         ("multiple_choice", {"question": "?", "choices": "one", "answer": 0}, "a list of 2 to 26"),
         ("multiple_choice", {**CHOICES, "answer": "C"}, "a letter from A to B"),
         ("multiple_choice", {**CHOICES, "answer": 2}, "an index from 0 to 1"),
         ("multiple_choice", {**CHOICES, "answer": True}, "an index from 0 to 1"),
         ("multiple_choice", {**CHOICES, "answer": -1}, "an index from 0 to 1"),
         ("multiple_choice", CHOICES, "None"),
-        ("multiple_choice_logprobs", {**CHOICES, "choices": ["one", "one"], "answer": 0}, "there twice"),
+        (
+            "multiple_choice_logprobs",
+            {**CHOICES, "choices": ["one", "one"], "answer": 0},
+            "there twice",
+        ),
         ("multiple_choice_logprobs", {**CHOICES, "choices": ["one", ""], "answer": 0}, "is empty"),
-        ("multiple_choice_logprobs", {**CHOICES, "question": "", "answer": 0}, "the question is empty"),
+        (
+            "multiple_choice_logprobs",
+            {**CHOICES, "question": "", "answer": 0},
+            "the question is empty",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(name, row, message, tmp_path):

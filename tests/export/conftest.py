@@ -8,7 +8,9 @@ from planish.testing import tiny_model
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Callable[..., Trained]:
-    """Train an adapter on a tiny model for two steps and save it; the same arguments give the same one."""
+    """Train an adapter on a tiny model for two steps and save it; the same arguments give the same
+    one.
+    """
     made: dict[tuple[object, ...], Trained] = {}
 
     def train(

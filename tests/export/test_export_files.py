@@ -52,8 +52,12 @@ def test_the_command_exports_by_path(trained, tmp_path, monkeypatch, capsys):
 def test_the_card_tells_what_is_known(trained, tmp_path):
     made = trained("qwen3", unembed=False, kind="weights")
     base = copied(made.base, tmp_path / "base")
-    (base / "README.md").write_text("---\nlicense: other\nlicense_name: test-licence\n---\n# A base\n")
-    out = weights.build_hf_model(base_model=str(base), adapter_path=made.files, output_path=tmp_path / "out")
+    (base / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: test-licence\n---\n# A base\n"
+    )
+    out = weights.build_hf_model(
+        base_model=str(base), adapter_path=made.files, output_path=tmp_path / "out"
+    )
     card = Path(out, "README.md").read_text()
     header = metadata_load(Path(out, "README.md"))
     assert header is not None
@@ -62,13 +66,20 @@ def test_the_card_tells_what_is_known(trained, tmp_path):
         "test-licence",
         "transformers",
     )
-    for told in ("a recipe", "chatml", "rank 4, alpha 32, factor 8", "`q_proj`", "| optimizer steps | 2 |"):
+    for told in (
+        "a recipe",
+        "chatml",
+        "rank 4, alpha 32, factor 8",
+        "`q_proj`",
+        "| optimizer steps | 2 |",
+    ):
         assert told in card
     assert str(tmp_path) not in card, "a path of this machine"
     assert (
         "--lora-modules"
         in Path(
-            weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft"), "README.md"
+            weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft"),
+            "README.md",
         ).read_text()
     )
 
@@ -83,7 +94,10 @@ def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypa
         "dataset": "/home/somebody/two words/train.jsonl",
         "load_checkpoint_path": "tinker://run/weights/warm",
         "judge_url": "http://10.0.0.7:8000/v1",
-        "judge": {"base_url": "http://10.0.0.7:8000/v1", "paths": ["~/somebody/x.parquet", "a=/home/somebody/b.jsonl"]},
+        "judge": {
+            "base_url": "http://10.0.0.7:8000/v1",
+            "paths": ["~/somebody/x.parquet", "a=/home/somebody/b.jsonl"],
+        },
         "system": "Say and/or, /no_think; then <b>stop</b>.",
     }
     with RunDirectory(tmp_path / "run", config) as run:
@@ -93,18 +107,32 @@ def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypa
     (tmp_path / "run/checkpoints.jsonl").write_text(json.dumps(row) + "\n")
     options = ["--data-dir", str(made.data_dir)]
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), *options]) == 0
-    assert main(["export", made.path, str(tmp_path / "again"), "--run", str(tmp_path / "run"), *options]) == 0
+    assert (
+        main(
+            ["export", made.path, str(tmp_path / "again"), "--run", str(tmp_path / "run"), *options]
+        )
+        == 0
+    )
     for name in ("out", "again"):
         card = (tmp_path / name / "README.md").read_text()
         assert '"learning_rate": 0.05' in card
         assert "somebody" not in card
         assert "10.0.0.7" not in card
-        for told in ("qwen", "train.jsonl", "tinker://run/weights/warm", "x.parquet", "a=b.jsonl", config["system"]):
+        for told in (
+            "qwen",
+            "train.jsonl",
+            "tinker://run/weights/warm",
+            "x.parquet",
+            "a=b.jsonl",
+            config["system"],
+        ):
             assert f'"{told}"' in card
         assert "Metrics of its step 1" in card
         assert "| `reward/total` | 0.5 |" in card
     other = made.path.replace("final", "other")
-    assert main(["export", other, str(tmp_path / "no"), "--run", str(tmp_path / "run"), *options]) == 1
+    assert (
+        main(["export", other, str(tmp_path / "no"), "--run", str(tmp_path / "run"), *options]) == 1
+    )
     assert not (tmp_path / "no").exists()
 
 
@@ -117,8 +145,13 @@ def test_a_licence_is_told_of_the_embedded_model_alone_without_a_card(tmp_path):
 
 def test_an_adapter_is_written_where_the_base_is_not(trained, tmp_path):
     made = trained("llama")
-    out = weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "out", base_model="Nobody/Nothing")
-    assert json.loads(Path(out, "adapter_config.json").read_text())["base_model_name_or_path"] == "Nobody/Nothing"
+    out = weights.build_lora_adapter(
+        adapter_path=made.files, output_path=tmp_path / "out", base_model="Nobody/Nothing"
+    )
+    assert (
+        json.loads(Path(out, "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "Nobody/Nothing"
+    )
     assert "base_model: Nobody/Nothing" in Path(out, "README.md").read_text()
 
 
@@ -164,7 +197,9 @@ def test_what_is_no_plain_lora_is_refused(change, error, told, trained, tmp_path
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(error, match=told):
-        weights.build_hf_model(base_model=str(made.base), adapter_path=adapter, output_path=tmp_path / "out")
+        weights.build_hf_model(
+            base_model=str(made.base), adapter_path=adapter, output_path=tmp_path / "out"
+        )
 
 
 def test_bad_words_are_told_before_any_work(trained, tmp_path, capsys):
@@ -190,7 +225,10 @@ def test_float16_that_overflows_is_refused(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(rows))
     name = "base_model.model.model.layers.0.mlp.up_proj"
-    pair = {f"{name}.lora_A.weight": torch.full((1, 64), 300.0), f"{name}.lora_B.weight": torch.full((96, 1), 300.0)}
+    pair = {
+        f"{name}.lora_A.weight": torch.full((1, 64), 300.0),
+        f"{name}.lora_B.weight": torch.full((96, 1), 300.0),
+    }
     save_file(pair, tmp_path / "adapter/adapter_model.safetensors")
     arguments = {"base_model": str(base), "adapter_path": tmp_path / "adapter"}
     with pytest.raises(UserError, match="float16"):
@@ -210,7 +248,10 @@ def test_what_is_there_stays_unless_it_is_an_export(tmp_path):
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="mine"), whole_directory(mine, marker="made.json", overwrite=overwrite):
+        with (
+            pytest.raises(UserError, match="mine"),
+            whole_directory(mine, marker="made.json", overwrite=overwrite),
+        ):
             pytest.fail("it was begun")
     assert (mine / "thesis.tex").read_text() == "years of work"
     out = tmp_path / "out"
@@ -249,11 +290,16 @@ with whole_directory(Path(sys.argv[1]), marker="made.json") as aside:
 
 def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
     out = tmp_path / "out"
-    writer = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout is not None
     with writer, writer.stdout:
         assert writer.stdout.readline() == "writing\n"
-        with pytest.raises(UserError, match="another process"), whole_directory(out, marker="made.json"):
+        with (
+            pytest.raises(UserError, match="another process"),
+            whole_directory(out, marker="made.json"),
+        ):
             pytest.fail("two write one directory")
         writer.send_signal(signal.SIGKILL)
         writer.wait()

@@ -47,11 +47,19 @@ def name_of(parts) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_equals_planish(family, tied, parts, trained, tmp_path):
     made = trained(family, tied=tied, **parts)
-    assert np.abs(np.subtract(made.logprobs, made.base_logprobs)).max() > 0.1, "the adapter changes nothing"
-    out = weights.build_hf_model(base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out")
-    loading: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert np.abs(np.subtract(made.logprobs, made.base_logprobs)).max() > 0.1, (
+        "the adapter changes nothing"
+    )
+    out = weights.build_hf_model(
+        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out"
+    )
+    loading: Any = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
     model, information = loading
-    assert not any(information[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(
+        information[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
     np.testing.assert_allclose(logprobs(model.eval()), made.logprobs, atol=TOLERANCE, rtol=0)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["tie_word_embeddings"] is (tied and not parts["unembed"])
@@ -62,9 +70,12 @@ def test_merged_equals_planish(family, tied, parts, trained, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_equals_planish(family, tied, parts, trained, tmp_path):
     made = trained(family, tied=tied, **parts)
-    out = weights.build_lora_adapter(base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out")
+    out = weights.build_lora_adapter(
+        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out"
+    )
     with warnings.catch_warnings():
-        # PEFT warns of merging an adapter on a tied head; the card says so too, and nothing is merged here.
+        # PEFT warns of merging an adapter on a tied head; the card says so too, and nothing is
+        # merged here.
         warnings.filterwarnings("ignore", message=".*tie.*")
         model = PeftModel.from_pretrained(loaded(made.base), out)
     np.testing.assert_allclose(logprobs(model.eval()), made.logprobs, atol=TOLERANCE, rtol=0)
@@ -73,22 +84,33 @@ def test_peft_equals_planish(family, tied, parts, trained, tmp_path):
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_a_merged_model_is_a_base_model_of_planish(family, trained, tmp_path):
     made = trained(family)
-    out = weights.build_hf_model(base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out")
+    out = weights.build_hf_model(
+        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out"
+    )
     with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as service:
         client = service.create_sampling_client(base_model=out)
         found = client.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
     np.testing.assert_allclose(np.array(found[1:], float), made.logprobs, atol=TOLERANCE, rtol=0)
-    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(made.base).chat_template
+    assert (
+        AutoTokenizer.from_pretrained(out).chat_template
+        == AutoTokenizer.from_pretrained(made.base).chat_template
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_rounded_once(dtype, trained, tmp_path):
     made = trained("llama", base_dtype="bfloat16")
     exact = weights.build_hf_model(
-        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "exact", dtype="float32"
+        base_model=str(made.base),
+        adapter_path=made.files,
+        output_path=tmp_path / "exact",
+        dtype="float32",
     )
     out = weights.build_hf_model(
-        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out", dtype=dtype
+        base_model=str(made.base),
+        adapter_path=made.files,
+        output_path=tmp_path / "out",
+        dtype=dtype,
     )
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
     wanted, found = loaded(exact).state_dict(), loaded(out, torch.float32).state_dict()
@@ -101,30 +123,41 @@ def test_half_precision_is_rounded_once(dtype, trained, tmp_path):
 
 def test_the_base_keeps_its_dtype(trained, tmp_path):
     made = trained("llama", base_dtype="bfloat16")
-    weights.build_hf_model(base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out")
+    weights.build_hf_model(
+        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "out"
+    )
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in tuple(file.keys())} == {"BF16"}
 
 
 def test_shards_equal_one_file(trained, tmp_path):
     made = trained("llama")
-    one = weights.build_hf_model(base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "one")
+    one = weights.build_hf_model(
+        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "one"
+    )
     many = weights.build_hf_model(
-        base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "many", shard_bytes=40_000
+        base_model=str(made.base),
+        adapter_path=made.files,
+        output_path=tmp_path / "many",
+        shard_bytes=40_000,
     )
     shards = sorted(tmp_path.glob("many/model-*.safetensors"))
     assert len(shards) > 3
     largest = 272 * 64 * 4
     assert all(shard.stat().st_size < max(40_000, largest) + 4096 for shard in shards)
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in loaded(one).state_dict().values())
+    assert index["metadata"]["total_size"] == sum(
+        t.numel() * 4 for t in loaded(one).state_dict().values()
+    )
     ours, theirs = loaded(many).state_dict(), loaded(one).state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_blocks_of_rows_equal_one_product(monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((37, 24), (3, 24), (37, 3)))
+    weight, a, b = (
+        torch.randn(shape, generator=generator) for shape in ((37, 24), (3, 24), (37, 3))
+    )
     source = Source("w", weight, Matrices(a, b), torch.float32)
     whole = merged(source, 0.5, Rounding())
     monkeypatch.setattr("planish.export.merging._BLOCK_NUMBERS", 24 * 5)
@@ -137,7 +170,11 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(tmp_path, trained):
 
     made = trained("qwen2", tied=False)
     config = LoraConfig(
-        r=6, lora_alpha=24, use_rslora=True, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        r=6,
+        lora_alpha=24,
+        use_rslora=True,
+        target_modules=["q_proj", "down_proj"],
+        init_lora_weights=False,
     )
     model = get_peft_model(loaded(made.base), config)
     model.save_pretrained(tmp_path / "adapter")
@@ -145,4 +182,6 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(tmp_path, trained):
     out = weights.build_hf_model(
         base_model=str(made.base), adapter_path=tmp_path / "adapter", output_path=tmp_path / "out"
     )
-    np.testing.assert_allclose(logprobs(loaded(out)), logprobs(model.eval()), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(
+        logprobs(loaded(out)), logprobs(model.eval()), atol=TOLERANCE, rtol=0
+    )

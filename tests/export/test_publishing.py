@@ -40,14 +40,24 @@ class Requests(BaseHTTPRequestHandler):
             self.server.created.append(json.loads(body))
             self.answer({"url": f"{self.server.url}/me/model", "id": "me/model"})
         elif "/preupload/" in path:
-            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular"}
+                for file in json.loads(body)["files"]
+            ]
             self.answer({"files": [{**file, "shouldIgnore": False} for file in files]})
         elif "/commit/" in path:
             for line in body.splitlines():
                 entry = json.loads(line)
                 if entry["key"] == "file":
-                    self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self.answer({"commitUrl": f"{self.server.url}/me/model/commit/{'1' * 40}", "commitOid": "1" * 40})
+                    self.server.files[entry["value"]["path"]] = base64.b64decode(
+                        entry["value"]["content"]
+                    )
+            self.answer(
+                {
+                    "commitUrl": f"{self.server.url}/me/model/commit/{'1' * 40}",
+                    "commitOid": "1" * 40,
+                }
+            )
         else:
             self.answer({"errors": [], "warnings": []})
 
@@ -74,10 +84,13 @@ def hub() -> Iterator[Hub]:
 
 
 def test_an_export_is_published_as_it_is(hub, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # `make test` is; this hub is here
+    # `make test` is; this hub is here
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", hub.url, raising=False)
-    out = weights.build_lora_adapter(adapter_path=trained("llama").files, output_path=tmp_path / "out")
+    out = weights.build_lora_adapter(
+        adapter_path=trained("llama").files, output_path=tmp_path / "out"
+    )
     url = weights.publish_to_hf_hub(model_path=out, repo_id="me/model", token="hf_secret")
     assert url == f"{hub.url}/me/model"
     [created] = hub.created

@@ -27,13 +27,18 @@ class Trained:
         return self.data_dir.joinpath(*self.path.removeprefix("tinker://").split("/"))
 
 
-def train_adapter(data_dir: Path, base: Path, attn: bool, mlp: bool, unembed: bool, kind: str) -> Trained:
+def train_adapter(
+    data_dir: Path, base: Path, attn: bool, mlp: bool, unembed: bool, kind: str
+) -> Trained:
     with ServiceClient(models={"tiny": str(base)}, data_dir=data_dir, dtype="float32") as service:
         client = service.create_lora_training_client(
             "tiny", rank=4, seed=1, train_attn=attn, train_mlp=mlp, train_unembed=unembed,
             user_metadata={"recipe_name": "a recipe", "renderer_name": "chatml"},
         )  # fmt: skip
-        inputs = {"target_tokens": np.array(TOKENS[1:]), "weights": np.ones(len(TOKENS) - 1, np.float32)}
+        inputs = {
+            "target_tokens": np.array(TOKENS[1:]),
+            "weights": np.ones(len(TOKENS) - 1, np.float32),
+        }
         datum = Datum(ModelInput.from_ints(TOKENS[:-1]), inputs)
         for _ in range(2):
             client.forward_backward([datum], "cross_entropy")

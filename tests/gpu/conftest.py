@@ -1,6 +1,7 @@
 """The equality tests on a GPU; `PLANISH_TEST_DEVICE=cpu` tries them on a CPU.
 
-Most are those of tests/engine, collected here once more: a module imports them, and the fixtures and names that say "CPU" there are others here.
+Most are those of tests/engine, collected here once more: a module imports them, and the fixtures
+and names that say "CPU" there are others here.
 """
 
 import os
@@ -16,7 +17,13 @@ from planish.testing import tiny_model
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 pytest.register_assert_rewrite("test_sampler", "test_sampler_equals_trainer", "test_trainer")
 
-KERNEL_SIZES: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 96}
+KERNEL_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "intermediate": 96,
+}
 """Heads as wide as real ones, and a width of the MLP that is no multiple of a block."""
 
 
@@ -36,7 +43,9 @@ def model_of(tmp_path_factory):
     def directory(family: str, **options) -> Path:
         key = (family, *sorted(options.items()))
         if key not in made:
-            made[key] = tiny_model(tmp_path_factory.mktemp(family), family, **KERNEL_SIZES | options)
+            made[key] = tiny_model(
+                tmp_path_factory.mktemp(family), family, **KERNEL_SIZES | options
+            )
         return made[key]
 
     return directory

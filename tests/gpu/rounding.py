@@ -1,7 +1,8 @@
 """When samples are the same but for rounding.
 
-A token is drawn by one uniform number from a running sum. Where that number lies within rounding of the border between two tokens, which happened
-once in some thirty thousand draws of these models, the other one is drawn, and what follows is another text.
+A token is drawn by one uniform number from a running sum. Where that number lies within rounding of
+the border between two tokens, which happened once in some thirty thousand draws of these models,
+the other one is drawn, and what follows is another text.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,9 @@ DIVERGING = 0.05
 """Most of the samples that may go on with another token, or one."""
 
 
-def assert_equal_but_for_rounding(found: Iterable[SampleResponse], expected: Iterable[SampleResponse]) -> None:
+def assert_equal_but_for_rounding(
+    found: Iterable[SampleResponse], expected: Iterable[SampleResponse]
+) -> None:
     pairs = [
         pair
         for ours, theirs in zip(found, expected, strict=True)

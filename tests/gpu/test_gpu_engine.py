@@ -1,4 +1,6 @@
-"""The whole engine on a GPU by its public API: an iteration is what it is on the CPU, and a checkpoint goes from one to the other."""
+"""The whole engine on a GPU by its public API: an iteration is what it is on the CPU, and a
+checkpoint goes from one to the other.
+"""
 
 import numpy as np
 import pytest
@@ -8,12 +10,19 @@ from rounding import DIVERGING, assert_equal_but_for_rounding
 import planish
 
 pytestmark = pytest.mark.gpu
-WORK = {"prompts": [[1, 2, 3, seed] for seed in range(5)], "samples": 6, "new_tokens": 30, "seed": 3}
+WORK = {
+    "prompts": [[1, 2, 3, seed] for seed in range(5)],
+    "samples": 6,
+    "new_tokens": 30,
+    "seed": 3,
+}
 
 
 @pytest.fixture
 def service(device, tmp_path):
-    with planish.ServiceClient(device=str(device), dtype="float32", data_dir=tmp_path / "device") as service_client:
+    with planish.ServiceClient(
+        device=str(device), dtype="float32", data_dir=tmp_path / "device"
+    ) as service_client:
         yield service_client
 
 
@@ -46,7 +55,9 @@ def test_a_checkpoint_of_the_device_is_continued_on_the_cpu(service, model_of, t
     work = iteration_work(client)
     train_step(client, work)
     saved = client.save_state("after").result().path
-    with planish.ServiceClient(device="cpu", dtype="float32", data_dir=tmp_path / "device") as on_cpu:
+    with planish.ServiceClient(
+        device="cpu", dtype="float32", data_dir=tmp_path / "device"
+    ) as on_cpu:
         other = on_cpu.create_training_client_from_state_with_optimizer(saved)
         losses = [[train_step(one, work) for _ in range(3)] for one in (client, other)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3, atol=1e-3)
@@ -59,7 +70,9 @@ def iteration_work(client: planish.TrainingClient) -> dict:
 def test_tenants_sample_and_train_beside_one_another(service, model_of):
     """Adapters of several ranks under way at once; each has what it has alone."""
     path = str(model_of("qwen2"))
-    clients = [service.create_lora_training_client(path, rank=rank, seed=rank) for rank in (4, 8, 8, 16)]
+    clients = [
+        service.create_lora_training_client(path, rank=rank, seed=rank) for rank in (4, 8, 8, 16)
+    ]
     works = [iteration_work(client) for client in clients]
     samplers = [client.save_weights_and_get_sampling_client() for client in clients]
     prompt = planish.ModelInput.from_ints([9, 8, 7])

@@ -1,4 +1,6 @@
-"""A GPU's whole distributions against transformers: every logprob of every position, short prompts and long ones, with kernels and without."""
+"""A GPU's whole distributions against transformers: every logprob of every position, short prompts
+and long ones, with kernels and without.
+"""
 
 from pathlib import Path
 
@@ -25,22 +27,32 @@ LONG = 8192
 def new_adapter(decoder: Decoder, is_identity: bool = False, rank: int = 8) -> Adapter:
     layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
     noise = 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
-    return Adapter(layout, decoder.dtype, decoder.device, layout.init(0) + (0 if is_identity else noise))
+    return Adapter(
+        layout, decoder.dtype, decoder.device, layout.init(0) + (0 if is_identity else noise)
+    )
 
 
 def distributions(decoder: Decoder, sequence: list[int]) -> torch.Tensor:
     """float32 [T, V] on the CPU: the trainer's logprobs of all tokens at all positions."""
-    every = np.broadcast_to(np.arange(decoder.config.vocab_size), (len(sequence), decoder.config.vocab_size))
+    every = np.broadcast_to(
+        np.arange(decoder.config.vocab_size), (len(sequence), decoder.config.vocab_size)
+    )
     datum = Datum(ModelInput.from_ints(sequence), {"target_tokens": every.copy()})
-    output, _ = test_trainer.run(Trainer(decoder), new_adapter(decoder, is_identity=True), [datum], forward_only=True)
+    output, _ = test_trainer.run(
+        Trainer(decoder), new_adapter(decoder, is_identity=True), [datum], forward_only=True
+    )
     return output.loss_fn_outputs[0]["logprobs"].to_torch()
 
 
-def theirs(path: Path, sequence: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def theirs(
+    path: Path, sequence: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.to(device)  # pyright: ignore[reportArgumentType]
     with torch.inference_mode():
-        return model(torch.tensor([sequence], device=device)).logits[0].float().log_softmax(-1).cpu()
+        return (
+            model(torch.tensor([sequence], device=device)).logits[0].float().log_softmax(-1).cpu()
+        )
 
 
 def random_tokens(count: int) -> list[int]:
@@ -73,11 +85,17 @@ def long_model(model_of):
 
 
 def test_a_long_prompt_equals_transformers(long_model, device):
-    """In the sampler, in pieces, and in the trainer, as one sequence of more tokens than a micro-batch."""
+    """In the sampler, in pieces, and in the trainer, as one sequence of more tokens than a
+    micro-batch.
+    """
     sequence = random_tokens(LONG)
-    expected = theirs(long_model, sequence, torch.float32, torch.device("cpu"))[torch.arange(LONG - 1), sequence[1:]]
+    expected = theirs(long_model, sequence, torch.float32, torch.device("cpu"))[
+        torch.arange(LONG - 1), sequence[1:]
+    ]
     decoder = Decoder.load(long_model, torch.float32, device)
-    (response,) = run(sampler_of(decoder), request(sequence, 3, max_tokens=40, seed=0, prompt_logprobs=True))
+    (response,) = run(
+        sampler_of(decoder), request(sequence, 3, max_tokens=40, seed=0, prompt_logprobs=True)
+    )
     sampled = torch.tensor(response.prompt_logprobs[1:])  # pyright: ignore[reportOptionalSubscript]
     assert (sampled - expected).abs().max() < 1e-4
     datum = Datum(ModelInput.from_ints(sequence[:-1]), {"target_tokens": sequence[1:]})
@@ -102,7 +120,9 @@ def test_kernels_equal_torch(model_of, device, family, dtype, tolerance, monkeyp
 
     def outcome() -> tuple[torch.Tensor, torch.Tensor, list]:
         decoder = Decoder.load(path, dtype, device)
-        output, gradient = test_trainer.gradient(Trainer(decoder), new_adapter(decoder), data, "importance_sampling")
+        output, gradient = test_trainer.gradient(
+            Trainer(decoder), new_adapter(decoder), data, "importance_sampling"
+        )
         logprobs = torch.cat([out["logprobs"].to_torch() for out in output.loss_fn_outputs])
         return logprobs, gradient.cpu(), run(sampler_of(decoder), *ops)
 

@@ -1,4 +1,5 @@
-"""The sampler's tests on a GPU: transformers on the CPU is the oracle, and each fast path equals its slow twin but for rounding.
+"""The sampler's tests on a GPU: transformers on the CPU is the oracle, and each fast path equals
+its slow twin but for rounding.
 
 Bits may depend on the batch here, for there is no row tiling for GPUs; see rounding.py.
 """
@@ -68,7 +69,9 @@ def theirs(model_dir):
 
 
 def test_batch_and_cache_change_rounding_only(decoder):
-    """Requests of all kinds, nine samples at a time, then all of them again with their prompts in the cache."""
+    """Requests of all kinds, nine samples at a time, then all of them again with their prompts in
+    the cache.
+    """
     sampler = sampler_of(decoder, max_batch=9, prefill_tokens=96)
     alone = [run(sampler_of(decoder), op)[0] for op in mixed_requests()]
     for _ in range(2):
@@ -91,8 +94,13 @@ def test_a_cached_prefix_equals_an_uncached_one(decoder):
 
 
 def test_samples_of_one_prompt_equal_one_request_each(decoder):
-    """The first samples of a request do not depend on how many are beside them; other rows then hold them."""
-    ops = [[request(tokens(length), n, seed=11, max_tokens=70) for length in (5, 64, 130)] for n in (9, 4)]
+    """The first samples of a request do not depend on how many are beside them; other rows then
+    hold them.
+    """
+    ops = [
+        [request(tokens(length), n, seed=11, max_tokens=70) for length in (5, 64, 130)]
+        for n in (9, 4)
+    ]
     many, few = (run(sampler_of(decoder), *of_count) for of_count in ops)
     for response in many:
         assert len({tuple(sequence.tokens) for sequence in response.sequences}) == 9
@@ -100,11 +108,17 @@ def test_samples_of_one_prompt_equal_one_request_each(decoder):
     assert_equal_but_for_rounding(first, few)
 
 
-@pytest.mark.parametrize("ranks", [(4, 32, 5), (16,) * 11], ids=["of three ranks", "eleven of one rank"])
+@pytest.mark.parametrize(
+    "ranks", [(4, 32, 5), (16,) * 11], ids=["of three ranks", "eleven of one rank"]
+)
 def test_many_tenants_equal_each_alone(decoder, ranks):
     adapters = [None, *(adapter(decoder, seed, rank) for seed, rank in enumerate(ranks))]
     jobs: list[Job] = [
-        (request(tokens(50, seed=i // 4), 2, seed=i, max_tokens=40), adapters[i % len(adapters)], i % len(adapters))
+        (
+            request(tokens(50, seed=i // 4), 2, seed=i, max_tokens=40),
+            adapters[i % len(adapters)],
+            i % len(adapters),
+        )
         for i in range(2 * len(adapters))
     ]
     together = run(sampler_of(decoder), *jobs)
@@ -113,7 +127,9 @@ def test_many_tenants_equal_each_alone(decoder, ranks):
 
 
 def test_many_join_and_leave(decoder):
-    """Sixty requests that come while others run, of which some are withdrawn: the rest is as if nobody had been there."""
+    """Sixty requests that come while others run, of which some are withdrawn: the rest is as if
+    nobody had been there.
+    """
     rng = np.random.default_rng(0)
     common = tokens(90, seed=9)
     ops = [
@@ -161,6 +177,8 @@ def test_logits_that_are_not_finite_stay_with_their_own_requests(decoder):
     for future in futures["broken"]:
         with pytest.raises(NonFiniteError):
             future.result(timeout=0)
-    assert_equal_but_for_rounding([future.result(timeout=0) for future in futures["fine"]], expected)
+    assert_equal_but_for_rounding(
+        [future.result(timeout=0) for future in futures["fine"]], expected
+    )
     # Slots that held what is not finite are others' now.
     assert_equal_but_for_rounding(run(sampler, *((op, fine, "fine") for op in ops)), expected)

@@ -1,9 +1,12 @@
-"""On a GPU, too, the sampler's logprobs are those that the trainer computes: within 1e-4 in float32, and within bf16's rounding in bf16.
+"""On a GPU, too, the sampler's logprobs are those that the trainer computes: within 1e-4 in
+float32, and within bf16's rounding in bf16.
 
-On a CPU with its own kernels they are equal to the last bit. On a GPU a product of few rows and one of many add up in other orders, so every
-bf16 output may be the next number up or down; through the layers that grows to some hundredths of a logprob: on a CPU without kernels and without row
-tiling, gaps of the models here have a root mean square of 0.005 to 0.01, none is over 0.06, and they are as often up as down. Twice that is allowed.
-A relative error of 2**-9 in the attention of one side alone makes it 0.03 to 0.06.
+On a CPU with its own kernels they are equal to the last bit. On a GPU a product of few rows and one
+of many add up in other orders, so every bf16 output may be the next number up or down; through the
+layers that grows to some hundredths of a logprob: on a CPU without kernels and without row tiling,
+gaps of the models here have a root mean square of 0.005 to 0.01, none is over 0.06, and they are as
+often up as down. Twice that is allowed. A relative error of 2**-9 in the attention of one side
+alone makes it 0.03 to 0.06.
 """
 
 import numpy as np
@@ -28,7 +31,9 @@ def trained_adapter(decoder: Decoder) -> Adapter:
     return Adapter(layout, decoder.dtype, decoder.device, layout.init(0) + noise)
 
 
-def rollouts(decoder: Decoder, adapter: Adapter, temperature: float) -> list[tuple[ModelInput, SampleResponse]]:
+def rollouts(
+    decoder: Decoder, adapter: Adapter, temperature: float
+) -> list[tuple[ModelInput, SampleResponse]]:
     rng = np.random.default_rng(0)
     common = rng.integers(0, 256, 70).tolist()
     jobs: list[Job] = []
@@ -42,7 +47,14 @@ def rollouts(decoder: Decoder, adapter: Adapter, temperature: float) -> list[tup
 
 def gap(decoder: Decoder, temperature: float, micro_batch_tokens: int = 4096) -> np.ndarray:
     adapter = trained_adapter(decoder)
-    return gaps(decoder, adapter, None, rollouts(decoder, adapter, temperature), temperature, micro_batch_tokens)
+    return gaps(
+        decoder,
+        adapter,
+        None,
+        rollouts(decoder, adapter, temperature),
+        temperature,
+        micro_batch_tokens,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

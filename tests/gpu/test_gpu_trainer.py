@@ -1,4 +1,6 @@
-"""The trainer's tests on a GPU: gradients as transformers' and PEFT's on the CPU, packed as one by one, and what is not finite."""
+"""The trainer's tests on a GPU: gradients as transformers' and PEFT's on the CPU, packed as one by
+one, and what is not finite.
+"""
 
 import pytest
 import test_trainer

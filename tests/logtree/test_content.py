@@ -68,10 +68,22 @@ def logged(*calls) -> logtree.Trace:
         lambda: logtree.conversation([{"role": NASTY, "content": NASTY, "name": NASTY}]),
         lambda: logtree.conversation([{"role": "user", "content": [{"type": NASTY, "x": NASTY}]}]),
         lambda: logtree.conversation(
-            [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": NASTY, "arguments": NASTY}}]}]
+            [
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": NASTY, "arguments": NASTY}}],
+                }
+            ]
         ),
         lambda: logtree.conversation(
-            [{"role": "assistant", "content": "", "unparsed_tool_calls": [{"raw_text": NASTY, "error": NASTY}]}]
+            [
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "unparsed_tool_calls": [{"raw_text": NASTY, "error": NASTY}],
+                }
+            ]
         ),
     ],
 )
@@ -95,11 +107,15 @@ def test_the_text_of_a_page_is_the_text_that_was_logged(text):
     node = logtree.Node("pre", {}, [text])
     parsed = Page(to_html(node))
     assert parsed.tags == ["pre"]
-    assert parsed.text.removeprefix("\n") == visible(text)  # the line end that browsers drop behind <pre>
+    # the line end that browsers drop behind <pre>
+    assert parsed.text.removeprefix("\n") == visible(text)
 
 
 def test_html_goes_in_as_it_is():
-    trace = logged(lambda: logtree.log_html("<em>x</em>"), lambda: logtree.log_html("<i>y</i>", div_class="own"))
+    trace = logged(
+        lambda: logtree.log_html("<em>x</em>"),
+        lambda: logtree.log_html("<i>y</i>", div_class="own"),
+    )
     assert '<div class="lt-html"><em>x</em></div>' in trace.to_html()
     assert '<div class="own"><i>y</i></div>' in trace.to_html()
 
@@ -109,7 +125,9 @@ def test_the_seeds_snippet_finds_every_conversation():
     with logtree.init_trace("T") as trace:
         logtree.conversation(messages)
         with logtree.scope_header("Policy Response"):
-            logtree.log_formatter(logtree.ConversationFormatter([{"role": "assistant", "content": "4"}]))
+            logtree.log_formatter(
+                logtree.ConversationFormatter([{"role": "assistant", "content": "4"}])
+            )
     document = json.loads(json.dumps(trace.to_json()))
     lines = [
         f"{msg['role']}: {msg['content'][:100]}"
@@ -127,10 +145,16 @@ def data_of(*messages: dict[str, Any]) -> list[dict[str, Any]]:
 def test_content_is_a_string_wherever_it_can_be():
     text = {"type": "text", "text": "a"}
     thinking = {"type": "thinking", "thinking": "hm"}
-    assert data_of({"role": "user", "content": [text, {"type": "text", "text": "b"}]})[0]["content"] == "ab"
+    assert (
+        data_of({"role": "user", "content": [text, {"type": "text", "text": "b"}]})[0]["content"]
+        == "ab"
+    )
     assert data_of({"role": "assistant", "content": None})[0]["content"] == ""
     assert data_of({"role": "assistant", "content": []})[0]["content"] == ""
-    assert data_of({"role": "assistant", "content": [thinking, text]})[0]["content"] == [thinking, text]
+    assert data_of({"role": "assistant", "content": [thinking, text]})[0]["content"] == [
+        thinking,
+        text,
+    ]
 
 
 def test_all_keys_of_a_message_are_kept_as_plain_json():
@@ -189,7 +213,15 @@ def test_a_page_shows_thinking_tool_calls_and_results():
         )
     ).to_html()
     text = Page(page).text
-    for shown in ("let me see", "another thought", "add", '"x": 1', "cat.png", "42", "tool · call_0"):
+    for shown in (
+        "let me see",
+        "another thought",
+        "add",
+        '"x": 1',
+        "cat.png",
+        "42",
+        "tool · call_0",
+    ):
         assert shown in text
 
 
@@ -231,13 +263,20 @@ def test_tables_of_every_kind():
     pandas = pytest.importorskip("pandas")
     expected = [["a", "b"], ["1", "x"], ["2", ""]]
     assert cells(logged(lambda: logtree.table([{"a": 1, "b": "x"}, {"a": 2}]))) == expected
-    assert cells(logged(lambda: logtree.table(pandas.DataFrame({"a": [1, 2], "b": ["x", ""]})))) == expected
+    assert (
+        cells(logged(lambda: logtree.table(pandas.DataFrame({"a": [1, 2], "b": ["x", ""]}))))
+        == expected
+    )
     assert cells(logged(lambda: logtree.table([(1, "x"), [2, ""]]))) == expected[1:]
     assert cells(logged(lambda: logtree.table([], caption="none"))) == []
     by_value = logged(lambda: logtree.table_from_dict({"x": 2, "y": 1}, sort_by="value"))
     assert cells(by_value) == [["key", "value"], ["y", "1"], ["x", "2"]]
     columns = {"a": [1, 2], "b": [3, 4]}
-    assert cells(logged(lambda: logtree.table_from_dict_of_lists(columns, order=["b"]))) == [["b"], ["3"], ["4"]]
+    assert cells(logged(lambda: logtree.table_from_dict_of_lists(columns, order=["b"]))) == [
+        ["b"],
+        ["3"],
+        ["4"],
+    ]
     assert cells(logged(lambda: logtree.table_from_dict_of_lists({}))) == []
 
 
@@ -259,6 +298,20 @@ def test_what_cannot_be_logged_is_refused_with_the_remedy(call, message):
 
 
 def test_plain_json_of_other_libraries_values():
-    values = {"a": np.float32(0.5), "b": np.bool_(True), "c": float("nan"), 1: {"x"}, "e": object, "f": Markup("<b>")}
-    assert plain(values) == {"a": 0.5, "b": True, "c": None, "1": ["x"], "e": "<class 'object'>", "f": "<b>"}
+    values = {
+        "a": np.float32(0.5),
+        "b": np.bool_(True),
+        "c": float("nan"),
+        1: {"x"},
+        "e": object,
+        "f": Markup("<b>"),
+    }
+    assert plain(values) == {
+        "a": 0.5,
+        "b": True,
+        "c": None,
+        "1": ["x"],
+        "e": "<class 'object'>",
+        "f": "<b>",
+    }
     assert type(plain(Markup("<b>"))) is str

@@ -1,4 +1,6 @@
-"""A trace records what happens in its context, also in concurrent tasks and in other processes, and costs nothing outside."""
+"""A trace records what happens in its context, also in concurrent tasks and in other processes, and
+costs nothing outside.
+"""
 
 import asyncio
 import json
@@ -18,7 +20,13 @@ def texts(node: logtree.Node) -> list[str]:
     return [
         text
         for child in node.children
-        for text in ([child] if isinstance(child, str) else texts(child) if isinstance(child, logtree.Node) else [])
+        for text in (
+            [child]
+            if isinstance(child, str)
+            else texts(child)
+            if isinstance(child, logtree.Node)
+            else []
+        )
     ]
 
 
@@ -41,7 +49,12 @@ def outline(node: logtree.Node) -> list:
 def test_scopes_nest_and_headings_get_smaller():
     with logtree.init_trace("T") as trace, logtree.scope_header("a", class_="x", data__kind=3):
         logtree.log_text("one")
-        with logtree.scope_header("b"), logtree.scope_div(), logtree.scope_details("more"), logtree.scope_header("c"):
+        with (
+            logtree.scope_header("b"),
+            logtree.scope_div(),
+            logtree.scope_details("more"),
+            logtree.scope_header("c"),
+        ):
             logtree.log_text("two")
         logtree.header("aside")
     assert outline(trace.root) == [["a", "one", ["b", "more", ["c", "two"]], "aside"]]
@@ -57,7 +70,11 @@ def test_headings_stop_at_the_sixth():
             scope.__enter__()
         for scope in reversed(scopes):
             scope.__exit__(None, None, None)
-    assert [node.tag for node in trace.root.walk() if node.tag.startswith("h")][-3:] == ["h6", "h6", "h6"]
+    assert [node.tag for node in trace.root.walk() if node.tag.startswith("h")][-3:] == [
+        "h6",
+        "h6",
+        "h6",
+    ]
 
 
 def test_the_json_has_the_schema_that_readers_know():
@@ -105,7 +122,8 @@ def test_concurrent_tasks_do_not_mix():
     with logtree.init_trace("T") as trace:
         asyncio.run(run())
     assert sorted(outline(trace.root)) == [
-        [f"task {n}", *(part for s in range(3) for part in (f"{n}.{s}", ["inner", f"{n}.{s} in"]))] for n in range(6)
+        [f"task {n}", *(part for s in range(3) for part in (f"{n}.{s}", ["inner", f"{n}.{s} in"]))]
+        for n in range(6)
     ]
 
 
@@ -241,7 +259,10 @@ def test_the_page_is_written_at_the_end_when_asked_for_and_after_an_exception(tm
     with pytest.raises(RuntimeError), logtree.init_trace("T", tmp_path / "failed.html"):
         raise RuntimeError("reason")
     assert "RuntimeError: reason" in (tmp_path / "failed.html").read_text()
-    with pytest.raises(RuntimeError), logtree.init_trace("T", tmp_path / "none.html", write_on_error=False):
+    with (
+        pytest.raises(RuntimeError),
+        logtree.init_trace("T", tmp_path / "none.html", write_on_error=False),
+    ):
         raise RuntimeError
     assert not (tmp_path / "none.html").exists()
 

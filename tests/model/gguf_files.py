@@ -1,4 +1,6 @@
-"""GGUF files for tests, laid out as llama.cpp's converter does it, from a tiny model whose logits are known."""
+"""GGUF files for tests, laid out as llama.cpp's converter does it, from a tiny model whose logits
+are known.
+"""
 
 import gguf
 import numpy as np
@@ -37,14 +39,19 @@ def gguf_name(name):
 
 
 def neighbours_from_halves(rows, heads):
-    """The order of llama.cpp's converter: row i of a head's first half, then row i of its second half."""
+    """The order of llama.cpp's converter: row i of a head's first half, then row i of its second
+    half.
+    """
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def write_tokens(writer, pre, kind="gpt2"):
     tokens = [*byte_symbols(), *SPECIAL_TOKENS, *WORD_TOKENS, MERGED, "[PAD271]"]
     types = [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS)
-    types += [gguf.TokenType.USER_DEFINED] * len(WORD_TOKENS) + [gguf.TokenType.NORMAL, gguf.TokenType.UNUSED]
+    types += [gguf.TokenType.USER_DEFINED] * len(WORD_TOKENS) + [
+        gguf.TokenType.NORMAL,
+        gguf.TokenType.UNUSED,
+    ]
     assert len(tokens) == len(types) == VOCAB_SIZE
     writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre(pre)
@@ -68,7 +75,9 @@ def write_gguf(
     extra=lambda writer: None,
     without=(),
 ):
-    """Write the tiny model of `directory` as a GGUF file; tensors whose names end in `quantized` are of type `kind`."""
+    """Write the tiny model of `directory` as a GGUF file; tensors whose names end in `quantized`
+    are of type `kind`.
+    """
     config = ModelConfig.from_directory(directory)
     writer = gguf.GGUFWriter(path, config.family)
     writer.add_context_length(config.max_context)
@@ -87,7 +96,9 @@ def write_gguf(
             continue
         values = tensor.float().numpy()
         if config.family == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = neighbours_from_halves(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
+            values = neighbours_from_halves(
+                values, config.num_heads if "q_proj" in name else config.num_kv_heads
+            )
         if quantized and name.endswith(quantized):
             writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
         else:

@@ -43,22 +43,31 @@ VARIANTS = [
 class CausalAttention:
     """One sequence, in float32: the definition."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         repeat = q.shape[1] // k.shape[1]
         q, k, v = (
-            x.float().transpose(0, 1) for x in (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
+            x.float().transpose(0, 1)
+            for x in (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
         )
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
 
 
-def logits_of(decoder: Decoder, tokens: torch.Tensor, weights: LoraWeights | None = None, **options) -> torch.Tensor:
+def logits_of(
+    decoder: Decoder, tokens: torch.Tensor, weights: LoraWeights | None = None, **options
+) -> torch.Tensor:
     attend = CausalAttention()
 
     def in_dtype(*args):
         return attend(*args).to(decoder.dtype)
 
     hidden = decoder.hidden(
-        tokens, torch.arange(len(tokens)), in_dtype, [AdapterRows(0, len(tokens), weights)], **options
+        tokens,
+        torch.arange(len(tokens)),
+        in_dtype,
+        [AdapterRows(0, len(tokens), weights)],
+        **options,
     )
     logits = hidden.float() @ decoder.head.weight.float().t()
     if weights is not None and weights.head is not None:
@@ -67,7 +76,9 @@ def logits_of(decoder: Decoder, tokens: torch.Tensor, weights: LoraWeights | Non
 
 
 def random_tokens(decoder: Decoder, n: int) -> torch.Tensor:
-    return torch.randint(0, decoder.config.vocab_size, (n,), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, decoder.config.vocab_size, (n,), generator=torch.Generator().manual_seed(0)
+    )
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
@@ -75,7 +86,9 @@ def test_logits_equal_transformers(tmp_path, family, options):
     tiny_model(tmp_path, family=family, **options)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     tokens = random_tokens(decoder, 200)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens[None]).logits[0]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(
+        tokens[None]
+    ).logits[0]
     ours = logits_of(decoder, tokens)
     assert theirs.std() > 0.5
     assert (ours - theirs).abs().max() < 1e-4
@@ -147,7 +160,9 @@ def test_an_adapter_equals_peft(tmp_path, family, lora):
     tiny_model(tmp_path, family=family, tied=False)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     layout = LoraLayout(decoder.config, lora)
-    master = layout.init(0) + 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
+    master = layout.init(0) + 0.02 * torch.randn(
+        layout.size, generator=torch.Generator().manual_seed(1)
+    )
     tokens = random_tokens(decoder, 60)
     theirs = peft_twin(tmp_path, layout, master)(tokens[None]).logits[0]
     ours = logits_of(decoder, tokens, LoraWeights(layout, master, torch.float32, CPU))
@@ -161,7 +176,9 @@ def test_many_adapters_in_one_batch_equal_each_alone(tmp_path):
     weights: list[LoraWeights | None] = [None]
     for seed, rank in enumerate((4, 256, 7)):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank != 7))
-        master = layout.init(seed) + 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
+        master = layout.init(seed) + 0.02 * torch.randn(
+            layout.size, generator=torch.Generator().manual_seed(seed)
+        )
         weights.append(LoraWeights(layout, master, torch.float32, CPU))
     tokens = random_tokens(decoder, 40)
 
@@ -172,7 +189,9 @@ def test_many_adapters_in_one_batch_equal_each_alone(tmp_path):
         return decoder.hidden(tokens[rows], torch.arange(len(tokens))[rows], itself, adapters)
 
     with torch.inference_mode():
-        together = run(slice(0, 40), [AdapterRows(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)])
+        together = run(
+            slice(0, 40), [AdapterRows(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)]
+        )
         for i, w in enumerate(weights):
             alone = run(slice(10 * i, 10 * i + 10), [AdapterRows(0, 10, w)])
             torch.testing.assert_close(together[10 * i : 10 * i + 10], alone, atol=1e-5, rtol=1e-5)
@@ -206,7 +225,9 @@ def test_recomputing_layers_gives_the_same_gradient(tmp_path):
 
 
 def test_the_gradient_is_with_respect_to_the_master(tmp_path):
-    """Finite differences on the master vector, through the scaling that the compute copy of B carries."""
+    """Finite differences on the master vector, through the scaling that the compute copy of B
+    carries.
+    """
     tiny_model(tmp_path, layers=1)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     layout = LoraLayout(decoder.config, LoraConfig(rank=2))
@@ -221,13 +242,17 @@ def test_the_gradient_is_with_respect_to_the_master(tmp_path):
     gradient = weights.collect_grad()
     direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     step = 1e-3 * direction
-    plus, minus = (loss(LoraWeights(layout, master + s * step, torch.float32, CPU)).item() for s in (1, -1))
+    plus, minus = (
+        loss(LoraWeights(layout, master + s * step, torch.float32, CPU)).item() for s in (1, -1)
+    )
     assert (plus - minus) / 2 == pytest.approx(float(gradient @ step), rel=0.02)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_on_a_device_loading_takes_no_more_than_the_weights(tmp_path, family):
-    """Torch keeps what is freed on a GPU: joined there, parts of products would leave as much again that nothing fits into."""
+    """Torch keeps what is freed on a GPU: joined there, parts of products would leave as much again
+    that nothing fits into.
+    """
     tiny_model(tmp_path, family=family)
     config = ModelConfig.from_directory(tmp_path)
     weights = load_weights(tmp_path, config)
@@ -236,14 +261,20 @@ def test_on_a_device_loading_takes_no_more_than_the_weights(tmp_path, family):
     class Noted(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16 and out.device.type == "meta":
+            if (
+                isinstance(out, torch.Tensor)
+                and out.dtype == torch.bfloat16
+                and out.device.type == "meta"
+            ):
                 storage = out.untyped_storage()
                 made[storage._cdata] = storage
             return out
 
     with Noted():
         Decoder(config, weights, torch.bfloat16, torch.device("meta"))
-    assert sum(storage.nbytes() for storage in made.values()) == sum(2 * weight.numel() for weight in weights.values())
+    assert sum(storage.nbytes() for storage in made.values()) == sum(
+        2 * weight.numel() for weight in weights.values()
+    )
 
 
 def test_weights_already_in_dtype_are_not_copied(tmp_path):

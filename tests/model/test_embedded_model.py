@@ -14,7 +14,9 @@ from planish.tokenizer import load_tokenizer
 
 DIRECTORY = models_home() / DIRECTORY_NAME
 
-pytestmark = pytest.mark.skipif(not DIRECTORY.is_dir(), reason="the embedded model is not in the cache")
+pytestmark = pytest.mark.skipif(
+    not DIRECTORY.is_dir(), reason="the embedded model is not in the cache"
+)
 
 PROSE = (
     "The quick brown fox jumps over the lazy dog while the engineers discuss how reinforcement learning improves a "
@@ -30,7 +32,12 @@ def tokenizer():
 
 def test_architecture_and_weights():
     config = ModelConfig.from_directory(DIRECTORY)
-    assert (config.family, config.num_layers, config.hidden_size, config.vocab_size) == ("llama", 30, 576, 49152)
+    assert (config.family, config.num_layers, config.hidden_size, config.vocab_size) == (
+        "llama",
+        30,
+        576,
+        49152,
+    )
     assert (config.rms_norm_eps, config.rope.theta, config.tied_head) == (1e-5, 100000.0, True)
     weights = load_weights(DIRECTORY, config)
     assert sum(tensor.numel() for tensor in weights.values()) == 134_515_008
@@ -54,9 +61,19 @@ def test_text_has_a_round_trip(tokenizer, text):
 
 
 def test_tokens_are_those_of_the_model(tokenizer):
-    assert [tokenizer.encode(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [[0], [1], [2]]
+    assert [
+        tokenizer.encode(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    ] == [[0], [1], [2]]
     assert tokenizer.eos_token_id == 2
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x = 1234")) == ["x", "Ġ=", "Ġ", "1", "2", "3", "4"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x = 1234")) == [
+        "x",
+        "Ġ=",
+        "Ġ",
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
     assert len(tokenizer.encode(PROSE)) <= len(PROSE.split()) + 4
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
@@ -75,6 +92,10 @@ def test_it_knows_the_capital_of_france(tokenizer):
 def test_it_answers_in_chat(tokenizer):
     model: Any = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16)
     messages = [{"role": "user", "content": "Who wrote Romeo and Juliet?"}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
-    answer = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt"
+    )
+    answer = model.generate(**prompt, max_new_tokens=64, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert "Shakespeare" in tokenizer.decode(answer)

@@ -12,7 +12,9 @@ from planish.native.cpu_products import multiplies
 SIZES = (64, 16, 16)
 
 
-def linears(dtype: torch.dtype, biased: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def linears(
+    dtype: torch.dtype, biased: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     weights = [torch.randn(size, 64).to(dtype) for size in SIZES]
     return weights, [torch.randn(size).to(dtype) if biased else None for size in SIZES]
 
@@ -38,19 +40,28 @@ def route(request, monkeypatch):
 def test_as_one_product(dtype, biased, rows, keeps, route):
     weights, biases = linears(dtype, biased)
     frozen = FrozenLinear(weights, biases, keeps=keeps)
-    x, grad = torch.randn(rows, 64).to(dtype).requires_grad_(), torch.randn(rows, sum(SIZES)).to(dtype)
+    x, grad = (
+        torch.randn(rows, 64).to(dtype).requires_grad_(),
+        torch.randn(rows, sum(SIZES)).to(dtype),
+    )
     each = torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], 1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(frozen.product(x.detach()), each.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        frozen.product(x.detach()), each.detach(), rtol=tolerance, atol=tolerance
+    )
     (expected,) = torch.autograd.grad(each.float(), x, grad.float())
-    torch.testing.assert_close(frozen.product_back(grad), expected, rtol=tolerance, atol=tolerance * 20)
+    torch.testing.assert_close(
+        frozen.product_back(grad), expected, rtol=tolerance, atol=tolerance * 20
+    )
     tiled = frozen.product(torch.cat([x.detach()] * 4), tile=rows)
     assert torch.equal(tiled[:rows], frozen.product(x.detach()))
 
 
 @pytest.mark.parametrize("fan_out", [96, 100])
 def test_packed_weights_give_what_plain_ones_give(fan_out, route, monkeypatch):
-    """On cancelling numbers, where another order of additions shows: at worst the rounding of sums of the terms' size."""
+    """On cancelling numbers, where another order of additions shows: at worst the rounding of sums
+    of the terms' size.
+    """
     x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(40, fan_out, 1152))
     linear = FrozenLinear([weight])
     kind = route

@@ -6,7 +6,13 @@ import pytest
 from transformers import AutoConfig
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
-from planish.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeConfig, YarnRopeScaling
+from planish.model.config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ModelConfig,
+    RopeConfig,
+    YarnRopeScaling,
+)
 from planish.testing import EOS_TOKEN_ID, tiny_model
 
 LLAMA3_SCALING = {
@@ -132,24 +138,45 @@ def test_llama_with_rope_scaling_of_older_transformers(tmp_path):
 def test_rope_parameters_of_transformers_5_mean_the_same(tmp_path):
     old = ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B))
     parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
-    new = write(tmp_path, LLAMA_32_1B, rope_scaling="absent", rope_theta="absent", rope_parameters=parameters)
+    new = write(
+        tmp_path,
+        LLAMA_32_1B,
+        rope_scaling="absent",
+        rope_theta="absent",
+        rope_parameters=parameters,
+    )
     assert ModelConfig.from_directory(new) == old
 
 
 def test_qwen2_has_biases_and_an_unused_sliding_window(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, QWEN25_05B))
-    assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == ("qwen2", True, False, 64)
+    assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == (
+        "qwen2",
+        True,
+        False,
+        64,
+    )
     assert config.rope == RopeConfig(1000000.0)
 
 
 def test_qwen3_has_norms_of_queries_and_keys(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B))
-    assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == ("qwen3", False, True, 128)
+    assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == (
+        "qwen3",
+        False,
+        True,
+        128,
+    )
 
 
 def test_mistral_is_a_llama_with_heads_of_their_own_size(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, MISTRAL_NEMO))
-    assert (config.family, config.qkv_bias, config.qk_norm, config.tied_head) == ("mistral", False, False, False)
+    assert (config.family, config.qkv_bias, config.qk_norm, config.tied_head) == (
+        "mistral",
+        False,
+        False,
+        False,
+    )
     assert (config.num_kv_heads, config.head_dim, config.rope) == (8, 128, RopeConfig(1000000.0))
 
 
@@ -168,24 +195,32 @@ def test_yarn_added_to_a_qwen_as_its_card_says_stretches_the_context(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, QWEN25_05B, rope_scaling=added))
     assert config.max_context == 131072
     assert config.rope == RopeConfig(
-        1000000.0, YarnRopeScaling(4.0, 32768, 32.0, 1.0, True, attention_factor=0.1 * math.log(4) + 1)
+        1000000.0,
+        YarnRopeScaling(4.0, 32768, 32.0, 1.0, True, attention_factor=0.1 * math.log(4) + 1),
     )
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_transformers_writes_is_read(tmp_path, family):
-    config = ModelConfig.from_directory(tiny_model(tmp_path, family, head_dim=24, layers=3, kv_heads=1))
+    config = ModelConfig.from_directory(
+        tiny_model(tmp_path, family, head_dim=24, layers=3, kv_heads=1)
+    )
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert config.family == family
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == (3, 1, 24)
-    assert (config.num_heads, config.hidden_size) == (theirs.num_attention_heads, theirs.hidden_size)
+    assert (config.num_heads, config.hidden_size) == (
+        theirs.num_attention_heads,
+        theirs.hidden_size,
+    )
     assert config.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
     assert config.eos_token_ids == (EOS_TOKEN_ID,)
 
 
 def test_generation_config_names_the_end_of_sequence_first(tmp_path):
     directory = write(tmp_path, QWEN3_06B)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643, 151645]}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [151645, 151643, 151645]})
+    )
     assert ModelConfig.from_directory(directory).eos_token_ids == (151645, 151643)
 
 
@@ -203,11 +238,23 @@ def test_a_model_without_end_of_sequence_has_none(tmp_path):
         (LLAMA_32_1B, {"pretraining_tp": 2}, "pretraining_tp"),
         (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
         (LLAMA_32_1B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        (LLAMA_32_1B, {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM"),
+        (
+            LLAMA_32_1B,
+            {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+            "MixtralForCausalLM",
+        ),
         (MISTRAL_NEMO, {"model_type": "llama"}, "MistralForCausalLM"),
-        (MISTRAL_NEMO, {"sliding_window": 4096}, "sliding_window is 4096.*lower max_position_embeddings to 4096"),
+        (
+            MISTRAL_NEMO,
+            {"sliding_window": 4096},
+            "sliding_window is 4096.*lower max_position_embeddings to 4096",
+        ),
         (MISTRAL_NEMO, {"sliding_window": "absent"}, "sliding_window is 4096"),
-        (LLAMA_32_1B, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        (
+            LLAMA_32_1B,
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification",
+        ),
         (LLAMA_32_1B, {"rope_interleaved": True}, "rope_interleaved"),
         (LLAMA_32_1B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         (LLAMA_32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -217,8 +264,16 @@ def test_a_model_without_end_of_sequence_has_none(tmp_path):
         (QWEN25_05B, {"use_sliding_window": True, "max_window_layers": 12}, "window"),
         (QWEN25_05B, {"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "window"),
         (QWEN3_06B, {"attention_bias": True}, "attention_bias"),
-        (QWEN3_06B, {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "Qwen3MoeForCausalLM"),
-        (QWEN3_06B, {"rope_scaling": "absent", "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "layers"),
+        (
+            QWEN3_06B,
+            {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+            "Qwen3MoeForCausalLM",
+        ),
+        (
+            QWEN3_06B,
+            {"rope_scaling": "absent", "rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "layers",
+        ),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, fields, changes, named):
@@ -235,9 +290,19 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, fields, c
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "mscale": 0}},
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "original_max_position_embeddings is missing",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                    "mscale": 0,
+                }
+            },
             "mscale is 0",
         ),
         ({"eos_token_id": 128256}, "outside the vocabulary"),

@@ -32,13 +32,17 @@ def logits(directory):
         return model(torch.arange(3, 90)[None]).logits[0]
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)]
+)
 def test_the_converted_model_is_the_model(tmp_path, family, tied):
     original = tiny_model(tmp_path / "hf", family, tied=tied, head_dim=24, dtype="bfloat16")
     converted = convert_gguf(write_gguf(tmp_path / "m.gguf", original), tmp_path / "out")
     before, after = ModelConfig.from_directory(original), ModelConfig.from_directory(converted)
     assert before == after
-    assert {tensor.dtype for tensor in load_file(converted / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(converted / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert torch.equal(logits(original), logits(converted))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -50,7 +54,9 @@ def test_the_order_of_rows_matters_to_these_logits(tmp_path):
     tensors = load_file(scrambled / "model.safetensors")
     for name, heads in (("q_proj", 4), ("k_proj", 2)):
         key = f"model.layers.0.self_attn.{name}.weight"
-        tensors[key] = torch.from_numpy(neighbours_from_halves(tensors[key].float().numpy(), heads)).bfloat16()
+        tensors[key] = torch.from_numpy(
+            neighbours_from_halves(tensors[key].float().numpy(), heads)
+        ).bfloat16()
     save_weights(scrambled, {name: tensor.clone() for name, tensor in tensors.items()})
     assert (logits(original) - logits(scrambled)).abs().max() > 0.1
 
@@ -59,7 +65,9 @@ def test_the_order_of_rows_matters_to_these_logits(tmp_path):
 def test_quantized_tensors_are_dequantized(tmp_path, kind, steps):
     original = tiny_model(tmp_path / "hf", dtype="bfloat16")
     quantized = ("_proj.weight", "embed_tokens.weight")
-    path = write_gguf(tmp_path / "m.gguf", original, quantized=quantized, kind=gguf.GGMLQuantizationType[kind])
+    path = write_gguf(
+        tmp_path / "m.gguf", original, quantized=quantized, kind=gguf.GGMLQuantizationType[kind]
+    )
     converted = load_file(convert_gguf(path, tmp_path / "out") / "model.safetensors")
     for name, values in load_file(original / "model.safetensors").items():
         gap = (converted[name].float() - values.float()).abs().max()
@@ -71,14 +79,19 @@ def test_quantized_tensors_are_dequantized(tmp_path, kind, steps):
 
 
 def test_tokenizer_of_smollm_keeps_text_and_cuts_digits(tmp_path):
-    directory = convert_gguf(write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf")), tmp_path / "out")
+    directory = convert_gguf(
+        write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf")), tmp_path / "out"
+    )
     tokenizer = load_tokenizer(directory)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("12") == [ord("1"), ord("2")]
     assert tokenizer.encode("<|im_start|>") == [256 + SPECIAL_TOKENS.index("<|im_start|>")]
     assert tokenizer.encode("<think>") == [256 + len(SPECIAL_TOKENS)]
-    assert tokenizer.decode(tokenizer.encode("<think>a<|im_end|>"), skip_special_tokens=True) == "<think>a"
+    assert (
+        tokenizer.decode(tokenizer.encode("<think>a<|im_end|>"), skip_special_tokens=True)
+        == "<think>a"
+    )
     assert "[PAD271]" not in tokenizer.get_vocab()
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.model_max_length == 2048
@@ -90,11 +103,15 @@ def test_pre_tokenizers_differ_where_their_rules_do(tmp_path):
     original = tiny_model(tmp_path / "hf")
     tokens = {}
     for pre in ("smollm", "qwen2", "llama-bpe", "gpt-2"):
-        directory = convert_gguf(write_gguf(tmp_path / f"{pre}.gguf", original, pre=pre), tmp_path / pre)
+        directory = convert_gguf(
+            write_gguf(tmp_path / f"{pre}.gguf", original, pre=pre), tmp_path / pre
+        )
         tokenizer = load_tokenizer(directory)
         tokens[pre] = tokenizer.encode("9 12")
         assert tokenizer.decode(tokens[pre]) == "9 12"
-        assert tokenizer.decode(tokenizer.encode("e\u0301")) == ("\u00e9" if pre == "qwen2" else "e\u0301")
+        assert tokenizer.decode(tokenizer.encode("e\u0301")) == (
+            "\u00e9" if pre == "qwen2" else "e\u0301"
+        )
     apart, whole = [57, 32, 49, 50], [57, 32, 256 + len(SPECIAL_TOKENS) + len(WORD_TOKENS)]
     assert tokens == {"smollm": apart, "qwen2": apart, "llama-bpe": whole, "gpt-2": whole}
 
@@ -112,15 +129,22 @@ def test_linear_rope_scaling_is_kept(tmp_path):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(4.0)
 
-    directory = convert_gguf(write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), extra=extra), tmp_path / "o")
+    directory = convert_gguf(
+        write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), extra=extra), tmp_path / "o"
+    )
     assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
 
 
 def test_the_end_of_a_turn_ends_a_sequence_too(tmp_path):
     path = write_gguf(
-        tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), extra=lambda writer: writer.add_eot_token_id(263)
+        tmp_path / "m.gguf",
+        tiny_model(tmp_path / "hf"),
+        extra=lambda writer: writer.add_eot_token_id(263),
     )
-    assert ModelConfig.from_directory(convert_gguf(path, tmp_path / "out")).eos_token_ids == (EOS_TOKEN_ID, 263)
+    assert ModelConfig.from_directory(convert_gguf(path, tmp_path / "out")).eos_token_ids == (
+        EOS_TOKEN_ID,
+        263,
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +155,14 @@ def test_the_end_of_a_turn_ends_a_sequence_too(tmp_path):
         ({"extra": lambda writer: writer.add_expert_count(8)}, "mixture of experts"),
         ({"extra": lambda writer: writer.add_rope_dimension_count(8)}, "part of each head"),
         ({"extra": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)}, "yarn"),
-        ({"extra": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))}, "RoPE scaling"),
+        (
+            {
+                "extra": lambda writer: writer.add_tensor(
+                    "rope_freqs.weight", np.ones(8, np.float32)
+                )
+            },
+            "RoPE scaling",
+        ),
         ({"without": ("model.embed_tokens.weight",)}, "token_embd"),
         (
             {"extra": lambda writer: writer.add_tensor("blk.0.table", np.ones(8, np.int32))},
@@ -158,7 +189,11 @@ def test_other_architectures_are_named(tmp_path):
 
 
 def test_damaged_files(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), without=("model.layers.1.mlp.up_proj.weight",))
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_model(tmp_path / "hf"),
+        without=("model.layers.1.mlp.up_proj.weight",),
+    )
     with pytest.raises(DamagedFileError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         convert_gguf(path, tmp_path / "out")
     content = path.read_bytes()

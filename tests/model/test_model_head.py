@@ -1,4 +1,6 @@
-"""The head against float64: values, gradients, many targets a row, peaked bfloat16 logits, memory-saving recomputation."""
+"""The head against float64: values, gradients, many targets a row, peaked bfloat16 logits,
+memory-saving recomputation.
+"""
 
 import pytest
 import torch
@@ -11,15 +13,28 @@ from planish.native.cpu_products import AdapterPanels
 
 
 def head(
-    rows: int, hidden: int, vocab: int, rank: int | None, dtype: torch.dtype, magnitude: float = 3.0, seed: int = 0
+    rows: int,
+    hidden: int,
+    vocab: int,
+    rank: int | None,
+    dtype: torch.dtype,
+    magnitude: float = 3.0,
+    seed: int = 0,
 ):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
-    states, weight = normal(rows, hidden, scale=1.0), normal(vocab, hidden, scale=magnitude / 4 * hidden**-0.5)
-    lora = None if rank is None else (normal(rank, hidden, scale=hidden**-0.5), normal(vocab, rank, scale=0.3))
+    states, weight = (
+        normal(rows, hidden, scale=1.0),
+        normal(vocab, hidden, scale=magnitude / 4 * hidden**-0.5),
+    )
+    lora = (
+        None
+        if rank is None
+        else (normal(rank, hidden, scale=hidden**-0.5), normal(vocab, rank, scale=0.3))
+    )
     return states, weight, lora
 
 
@@ -43,7 +58,9 @@ def plain_logprobs(states, weight, lora, rows, targets, temperature):
 @pytest.mark.parametrize("rank", [None, 1, 8])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_gradients_equal_those_of_the_plain_formula(vocab, rank, recompute: bool, dtype, tolerance: float):
+def test_gradients_equal_those_of_the_plain_formula(
+    vocab, rank, recompute: bool, dtype, tolerance: float
+):
     """Our own kernels serve adapters of 2560 tokens, a multiple of 16; torch those of 2500."""
     states, weight, lora = head(300, 32, vocab, rank, dtype)
     generator = torch.Generator().manual_seed(9)
@@ -56,7 +73,9 @@ def test_gradients_equal_those_of_the_plain_formula(vocab, rank, recompute: bool
     leaves = [x.clone().requires_grad_() for x in (states, *(lora or ()))]
     pair = (leaves[1], leaves[2]) if lora else None
     (
-        scored_logprobs(leaves[0], FrozenLinear([weight]), site(pair), rows, targets, 0.7, recompute=recompute)
+        scored_logprobs(
+            leaves[0], FrozenLinear([weight]), site(pair), rows, targets, 0.7, recompute=recompute
+        )
         * upstream
     ).sum().backward()
     twins = [x.double().requires_grad_() for x in (states, *(lora or ()))]
@@ -72,7 +91,8 @@ def test_gradients_equal_those_of_the_plain_formula(vocab, rank, recompute: bool
 
 def test_peaked_bfloat16_logits_keep_their_precision():
     states, weight, lora = head(200, 576, 8000, 8, torch.bfloat16, magnitude=4.0)
-    weight = (weight.float() * 8).bfloat16()  # logits of magnitude 30, which bfloat16 rounds by up to 0.06
+    # logits of magnitude 30, which bfloat16 rounds by up to 0.06
+    weight = (weight.float() * 8).bfloat16()
     rows = torch.arange(200)
     best = plain_best(states, weight, lora)
     got = scored_logprobs(states, FrozenLinear([weight]), site(lora), rows, best, 1.0)
@@ -85,7 +105,10 @@ def test_peaked_bfloat16_logits_keep_their_precision():
 
 
 def plain_best(states, weight, lora):
-    logits = states.double() @ weight.double().T + states.double() @ lora[0].double().T @ lora[1].double().T
+    logits = (
+        states.double() @ weight.double().T
+        + states.double() @ lora[0].double().T @ lora[1].double().T
+    )
     return logits.argmax(-1)
 
 
@@ -96,13 +119,21 @@ def test_head_logits_agree_with_scored_logprobs(dtype):
     assert own is not None
     rows, adapters = torch.arange(70), [(0, 70, own)]
     targets = head_logits(states, FrozenLinear([weight]), adapters).argmax(-1)
-    from_logits = torch.log_softmax(head_logits(states, FrozenLinear([weight]), adapters) / 0.5, -1)[rows, targets]
+    from_logits = torch.log_softmax(
+        head_logits(states, FrozenLinear([weight]), adapters) / 0.5, -1
+    )[rows, targets]
     torch.testing.assert_close(
-        scored_logprobs(states, FrozenLinear([weight]), own, rows, targets, 0.5), from_logits, rtol=0, atol=1e-5
+        scored_logprobs(states, FrozenLinear([weight]), own, rows, targets, 0.5),
+        from_logits,
+        rtol=0,
+        atol=1e-5,
     )
     single = exact_logits(states, FrozenLinear([weight]), rows, targets, adapters)
     torch.testing.assert_close(
-        single, head_logits(states, FrozenLinear([weight]), adapters)[rows, targets], rtol=1e-5, atol=1e-5
+        single,
+        head_logits(states, FrozenLinear([weight]), adapters)[rows, targets],
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -114,14 +145,20 @@ def test_search_for_the_likeliest_tokens_is_exact(vocab: int):
 
 
 def test_the_last_row_has_the_same_bits_whatever_is_left_for_its_chunk():
-    """One row of more than 1024 columns has a kernel of its own on some machines; `cancelling` makes its order of sums show."""
+    """One row of more than 1024 columns has a kernel of its own on some machines; `cancelling`
+    makes its order of sums show.
+    """
     states, weight = (x.mul(2**7).to(torch.bfloat16) for x in cancelling(400, 300, 2048))
     if not torch.equal(states[:32] @ weight.T, (states @ weight.T)[:32]):
-        pytest.skip("this machine's bf16 products depend on the number of rows; see engine/row_tiling.py")
+        pytest.skip(
+            "this machine's bf16 products depend on the number of rows; see engine/row_tiling.py"
+        )
     row, target = torch.tensor([256]), torch.tensor([5])
     expected = scored_logprobs(states, FrozenLinear([weight]), None, row, target)
     for rows in (257, 258, 287, 288):
-        assert torch.equal(scored_logprobs(states[:rows], FrozenLinear([weight]), None, row, target), expected)
+        assert torch.equal(
+            scored_logprobs(states[:rows], FrozenLinear([weight]), None, row, target), expected
+        )
 
 
 def test_nothing_to_score():

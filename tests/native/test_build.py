@@ -19,7 +19,9 @@ def asked_anew():
     cpu.loaded.cache_clear()
 
 
-def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(tmp_path, monkeypatch, caplog, asked_anew):
+def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(
+    tmp_path, monkeypatch, caplog, asked_anew
+):
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
@@ -30,7 +32,9 @@ def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(tmp_path
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
-@pytest.mark.parametrize(("wanted", "message"), [("native", "no AVX2"), ("fast", "'auto', 'native' or 'torch'")])
+@pytest.mark.parametrize(
+    ("wanted", "message"), [("native", "no AVX2"), ("fast", "'auto', 'native' or 'torch'")]
+)
 def test_what_cannot_be_had_is_refused(wanted, message, monkeypatch, asked_anew):
     monkeypatch.setenv("PLANISH_KERNELS", wanted)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
@@ -40,7 +44,11 @@ def test_what_cannot_be_had_is_refused(wanted, message, monkeypatch, asked_anew)
 
 def test_where_kernels_can_be_compiled_they_are():
     """Else all tests of them would be skipped."""
-    if shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AMX", "AVX2"):
+    if shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in (
+        "AVX512",
+        "AMX",
+        "AVX2",
+    ):
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     assert build.library(cache_home() / "kernels", cpu.instructions()).exists()
 
@@ -49,7 +57,9 @@ def test_where_kernels_can_be_compiled_they_are():
 def small_source(tmp_path, monkeypatch):
     """Compiled in a moment, by a compiler with an argument."""
     source = tmp_path / "kernels.cpp"
-    source.write_text('extern "C" __attribute__((visibility("default"))) int has_tiles() { return 0; }')
+    source.write_text(
+        'extern "C" __attribute__((visibility("default"))) int has_tiles() { return 0; }'
+    )
     monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "g++ -m64")
@@ -86,6 +96,8 @@ def test_a_source_that_does_not_compile_leaves_nothing(tmp_path, monkeypatch):
     source = tmp_path / "kernels.cpp"
     source.write_text("this is no C++")
     monkeypatch.setattr(build, "SOURCE", source)
-    with pytest.raises(build.BuildError, match=r"could not (compile|be compiled)|no C\+\+ compiler"):
+    with pytest.raises(
+        build.BuildError, match=r"could not (compile|be compiled)|no C\+\+ compiler"
+    ):
         build.library(tmp_path / "cache", "AVX2")
     assert not list(tmp_path.glob("cache/*"))

@@ -1,4 +1,6 @@
-"""Each kernel against its twin in torch, in all types and odd sizes; and that a row's bits are its own."""
+"""Each kernel against its twin in torch, in all types and odd sizes; and that a row's bits are its
+own.
+"""
 
 import pytest
 import torch
@@ -78,7 +80,8 @@ def test_rotation(rows, heads, size, dtype, monkeypatch):
     rotation = Rotation(angles.cos(), angles.sin())
 
     def turn(x):
-        return rotate(x[:, :heads], rotation)  # rows that lie apart, as in the product of q, k and v
+        # rows that lie apart, as in the product of q, k and v
+        return rotate(x[:, :heads], rotation)
 
     both(
         turn,
@@ -91,13 +94,21 @@ def test_rotation(rows, heads, size, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (250, 1536)])
 def test_swiglu(rows, width, dtype, monkeypatch):
-    both(swiglu, [normal(rows, 2 * width, dtype=dtype) * 4], normal(rows, width, dtype=dtype), monkeypatch)
+    both(
+        swiglu,
+        [normal(rows, 2 * width, dtype=dtype) * 4],
+        normal(rows, width, dtype=dtype),
+        monkeypatch,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 128, 3001])
 def test_logprobs_and_their_gradient(dtype, vocab, monkeypatch):
-    head, rows = FrozenLinear([normal(vocab, 32, dtype=dtype)]), torch.arange(0, 70, 2).repeat_interleave(2)
+    head, rows = (
+        FrozenLinear([normal(vocab, 32, dtype=dtype)]),
+        torch.arange(0, 70, 2).repeat_interleave(2),
+    )
     targets = (torch.arange(len(rows)) * 5) % vocab
 
     def logprobs(hidden):
@@ -123,7 +134,9 @@ def test_normalizers_leave_the_weights_that_tokens_are_drawn_by():
 
 
 def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite():
-    wide = torch.cat([normal(1000), torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 3e38])])[None]
+    wide = torch.cat(
+        [normal(1000), torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 3e38])]
+    )[None]
     ones = torch.ones_like(wide)
     # silu(100) is 100: what comes out is the product with `up`, rounded once.
     out = cpu.swiglu(torch.cat([100 * ones, wide], 1).to(torch.bfloat16))
@@ -188,7 +201,10 @@ def test_products(rows, fan_out, fan_in, biased, dtype):
     expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
     assert found.dtype == dtype
     # Of more columns than 1538 terms, and with them errors, are larger.
-    rtol, atol = 4e-3 if dtype == torch.bfloat16 else 1e-6, 1e-4 if fan_in <= 1538 else 1e-7 * fan_in + 1e-4
+    rtol, atol = (
+        4e-3 if dtype == torch.bfloat16 else 1e-6,
+        1e-4 if fan_in <= 1538 else 1e-7 * fan_in + 1e-4,
+    )
     torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
 
 
@@ -208,7 +224,9 @@ def test_weights_of_one_room_keep_apart():
 def test_a_matrix_may_be_given_turned(fan_out, fan_in, dtype):
     weight, x = normal(fan_out, fan_in, dtype=dtype), normal(7, fan_in, dtype=dtype)
     expected = panels(weight).product(x, None)
-    assert torch.equal(PanelWeight(weight.t(), WeightRoom(), turned=True).product(x, None), expected)
+    assert torch.equal(
+        PanelWeight(weight.t(), WeightRoom(), turned=True).product(x, None), expected
+    )
 
 
 @pytest.mark.parametrize(("fan_out", "fan_in"), [(16, 2), (101, 50), (176, 576)])

@@ -31,7 +31,10 @@ def adapter(normal, vocab: int, rank: int) -> Site:
 
 def single(hidden: Tensor, weight: Tensor, lora: HeadLora | None = None) -> SingleLogits:
     return SingleLogits(
-        hidden, weight, HeadTable(()) if lora is None else lora.table, None if lora is None else lora.low
+        hidden,
+        weight,
+        HeadTable(()) if lora is None else lora.table,
+        None if lora is None else lora.low,
     )
 
 
@@ -60,7 +63,9 @@ def test_the_largest_entries_are_those_of_a_stable_sort(vocab, kind, normal):
 
 
 def test_the_largest_entries_may_lie_anywhere(normal):
-    """All in one of the kernel's classes, so that none bars the others: sixteen, then some that are larger by as little as there is."""
+    """All in one of the kernel's classes, so that none bars the others: sixteen, then some that are
+    larger by as little as there is.
+    """
     logits = torch.full((1, 128 * 20), -5.0, dtype=torch.bfloat16)
     logits[0, ::128] = 1.0
     logits[0, 128 * 16 :: 128] = 1.0 + 2**-7
@@ -84,7 +89,9 @@ def test_what_is_not_finite_stays_in_its_row(normal):
 @pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("vocab", [200, 2080])
 def test_adapters_equal_the_plain_formula(rank, vocab, dtype, normal):
-    """2080 is a multiple of 16, so the kernel multiplies by them; their products with 200 are torch's."""
+    """2080 is a multiple of 16, so the kernel multiplies by them; their products with 200 are
+    torch's.
+    """
 
     def drawn(*shape: int) -> Tensor:
         return normal(*shape).to(dtype)
@@ -96,7 +103,9 @@ def test_adapters_equal_the_plain_formula(rank, vocab, dtype, normal):
     low[0], low[6] = 0, 0
     expected = hidden.double() @ weight.double().t() + low @ site.bs[0].double().t()
     logits = head_logits(hidden, FrozenLinear([weight]), members)
-    assert (logits - expected).abs().max() < (0.01 if dtype == torch.bfloat16 else 1e-6) * expected.abs().max()
+    assert (logits - expected).abs().max() < (
+        0.01 if dtype == torch.bfloat16 else 1e-6
+    ) * expected.abs().max()
     rows, tokens = torch.arange(7).repeat_interleave(40), torch.arange(280) * 7 % vocab
     exact = exact_logits(hidden, FrozenLinear([weight]), rows, tokens, members)
     # Sums in float32 may tip the rounding of what lies between A and B.
@@ -117,7 +126,9 @@ def test_a_row_has_the_same_bits_in_any_company(threads, dtype, normal):
     vocab, rows = 2080, 60
     hidden, head = drawn(rows, WIDTH), FrozenLinear([drawn(vocab, WIDTH)])
     spans = [(0, 1), (3, 31), (31, 50)]
-    members: list[Member] = [(*span, adapter(drawn, vocab, rank)) for span, rank in zip(spans, (8, 40, 3), strict=True)]
+    members: list[Member] = [
+        (*span, adapter(drawn, vocab, rank)) for span, rank in zip(spans, (8, 40, 3), strict=True)
+    ]
     pairs, tokens = torch.arange(rows).repeat_interleave(5), torch.arange(5 * rows) * 331 % vocab
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -137,7 +148,11 @@ def test_a_row_has_the_same_bits_in_any_company(threads, dtype, normal):
 
 
 def test_a_likeliest_logit_is_the_single_one(normal):
-    hidden, head, site = normal(5, WIDTH), FrozenLinear([normal(320, WIDTH)]), adapter(normal, 320, 8)
+    hidden, head, site = (
+        normal(5, WIDTH),
+        FrozenLinear([normal(320, WIDTH)]),
+        adapter(normal, 320, 8),
+    )
     logits = head_logits(hidden, head, [(0, 5, site)])
     best = logits.argmax(1)
     found = exact_logits(hidden, head, torch.arange(5), best, [(0, 5, site)])

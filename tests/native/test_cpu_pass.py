@@ -1,4 +1,6 @@
-"""A decoding step as one call against the same call by call: hidden states, keys and values have the same bits."""
+"""A decoding step as one call against the same call by call: hidden states, keys and values have
+the same bits.
+"""
 
 import pytest
 import torch
@@ -55,7 +57,9 @@ def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRows]:
     found, stop = [], 2
     for seed, rank in enumerate((4, 16)):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))
-        master = layout.init(seed) + 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
+        master = layout.init(seed) + 0.05 * torch.randn(
+            layout.size, generator=torch.Generator().manual_seed(seed)
+        )
         found.append(AdapterRows(stop, stop + 4, LoraWeights(layout, master, dtype, CPU)))
         stop += 4
     return found
@@ -71,16 +75,22 @@ def test_one_call_has_the_bits_of_many(family, adapted, dtype, tmp_path, monkeyp
     tokens, positions = torch.arange(14) * 7, torch.arange(14) * 3
     calls = []
     whole = PanelPass.decoded
-    monkeypatch.setattr(PanelPass, "decoded", lambda *arguments: calls.append(1) or whole(*arguments))
+    monkeypatch.setattr(
+        PanelPass, "decoded", lambda *arguments: calls.append(1) or whole(*arguments)
+    )
     with torch.inference_mode():
         attention = running.attention()
         slow = decoder.hidden(tokens, positions, lambda *qkv: attention(*qkv), given)
         kept = [x.clone() for x in running.stored()]
         assert not calls
-        for stored, sample in [(stored, sample) for stored in running.stored() for sample in running.owners]:
+        for stored, sample in [
+            (stored, sample) for stored in running.stored() for sample in running.owners
+        ]:
             stored[sample.slot, :, sample.stored] = 0  # what the call is to keep again
         fast = decoder.hidden(tokens, positions, running.attention(), given)
     assert calls
     assert torch.equal(fast, slow)
-    assert all(torch.equal(again, before) for again, before in zip(running.stored(), kept, strict=True))
+    assert all(
+        torch.equal(again, before) for again, before in zip(running.stored(), kept, strict=True)
+    )
     assert slow.isfinite().all()

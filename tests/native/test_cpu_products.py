@@ -1,4 +1,6 @@
-"""Products with adapters in the CPU's own kernel against the same in float64, and that rows keep to themselves."""
+"""Products with adapters in the CPU's own kernel against the same in float64, and that rows keep to
+themselves.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,14 @@ from torch import Tensor
 
 from planish.model.decoder import Decoder
 from planish.model.lora import SITES, AdapterRows, LoraLayout, LoraWeights
-from planish.native.cpu_products import AdapterPanels, PanelRows, PanelSite, PanelWeight, WeightRoom, adapts
+from planish.native.cpu_products import (
+    AdapterPanels,
+    PanelRows,
+    PanelSite,
+    PanelWeight,
+    WeightRoom,
+    adapts,
+)
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
@@ -37,7 +46,9 @@ def site_of(a: Tensor, bs: list[Tensor]) -> PanelSite:
 def adapted(x: Tensor, a: Tensor, bs: list[Tensor]) -> Tensor:
     """float64, but for what lies between A and B, which is rounded."""
     low = (x.double() @ a.double().t()).to(x.dtype).double()
-    return torch.cat([part @ b.double().t() for part, b in zip(low.chunk(len(bs), 1), bs, strict=True)], 1)
+    return torch.cat(
+        [part @ b.double().t() for part, b in zip(low.chunk(len(bs), 1), bs, strict=True)], 1
+    )
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -51,7 +62,9 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_products_are_rounded_as_torch_does(normal):
     """To the nearest, halves to even; infinities and what is no number stay so."""
     dtype = normal(1).dtype
-    x = torch.cat([normal(50, 2) * 3, torch.tensor([[torch.inf, 0], [torch.nan, 0], [1e38, 0]], dtype=dtype)])
+    x = torch.cat(
+        [normal(50, 2) * 3, torch.tensor([[torch.inf, 0], [torch.nan, 0], [1e38, 0]], dtype=dtype)]
+    )
     weight, bias = torch.tensor([[1.0, 0.0]], dtype=dtype).expand(96, 2), normal(96)
     bias[0] = 3.38e38
     found = PanelWeight(weight, WeightRoom(0)).product(x, bias)
@@ -66,7 +79,12 @@ def test_products_are_rounded_as_torch_does(normal):
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_forth_and_back(rows, rank, sizes, normal):
     a, bs = matrices(normal, rank, sizes)
-    x, out, grad, grad_x = normal(rows, 64), normal(rows, sum(sizes)), normal(rows, sum(sizes)), normal(rows, 64)
+    x, out, grad, grad_x = (
+        normal(rows, 64),
+        normal(rows, sum(sizes)),
+        normal(rows, sum(sizes)),
+        normal(rows, 64),
+    )
     site = site_of(a, bs)
     expected = out.double() + adapted(x, a, bs)
     low = site.add_(x, out, sizes)
@@ -84,16 +102,25 @@ def test_forth_and_back(rows, rank, sizes, normal):
 @pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("rows", [0, 1, 7, 512, 1101])
 def test_gradients_of_the_matrices(rows, rank, sizes, normal):
-    """Within float32's rounding; a rank and a number of rows that the kernel has no whole tiles or pairs for included."""
+    """Within float32's rounding; a rank and a number of rows that the kernel has no whole tiles or
+    pairs for included.
+    """
     site = site_of(*matrices(normal, rank, sizes, 288))
-    x, grad, out, grad_x = normal(rows, 288), normal(rows, sum(sizes)), normal(rows, sum(sizes)), normal(rows, 288)
+    x, grad, out, grad_x = (
+        normal(rows, 288),
+        normal(rows, sum(sizes)),
+        normal(rows, sum(sizes)),
+        normal(rows, 288),
+    )
     low, low_grad = site.add_(x, out, sizes), site.backward_(grad, grad_x, sizes)
     grad_a, grad_bs = site.gradients(x, low, grad, low_grad, sizes)
     parts = zip(grad.double().split(sizes, 1), low.double().chunk(len(sizes), 1), strict=True)
     expected = [low_grad.double().t() @ x.double(), *(part.t() @ own for part, own in parts)]
     for found, wanted in zip([grad_a, *grad_bs], expected, strict=True):
         assert found.dtype == torch.float32
-        assert (found - wanted).abs().max() <= 3e-6 * wanted.abs().max() if rows else not found.any()
+        assert (
+            (found - wanted).abs().max() <= 3e-6 * wanted.abs().max() if rows else not found.any()
+        )
 
 
 def test_gradients_have_the_same_bits_for_any_number_of_threads(normal):
@@ -113,7 +140,9 @@ def test_gradients_have_the_same_bits_for_any_number_of_threads(normal):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_row_has_the_same_bits_in_any_company(threads, normal):
-    """Adapters of several ranks, one that lacks the site, rows without any; in the sampler's batch and in the trainer's."""
+    """Adapters of several ranks, one that lacks the site, rows without any; in the sampler's batch
+    and in the trainer's.
+    """
     adapters = [AdapterPanels([None, matrices(normal, rank)]) for rank in (8, 32, 3)]
     x, base = normal(60, 64), normal(60, sum(SIZES))
     spans = [(0, 1), (3, 31), (31, 50)]
@@ -146,7 +175,9 @@ def test_the_decoder_s_way_is_that_of_torch(dtype, tmp_path, monkeypatch):
     for seed, rank in enumerate((4, 16)):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))
         noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
-        adapters.append(AdapterRows(rows, rows + 5, LoraWeights(layout, layout.init(seed) + noise, dtype, CPU)))
+        adapters.append(
+            AdapterRows(rows, rows + 5, LoraWeights(layout, layout.init(seed) + noise, dtype, CPU))
+        )
         rows += 5
 
     def hidden() -> Tensor:
@@ -156,5 +187,7 @@ def test_the_decoder_s_way_is_that_of_torch(dtype, tmp_path, monkeypatch):
 
     own = hidden()
     monkeypatch.setattr("planish.model.decoder._grouped", lambda adapters: adapters)
-    assert (own - hidden()).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-5) * own.abs().max()
+    assert (own - hidden()).abs().max() < (
+        0.05 if dtype == torch.bfloat16 else 1e-5
+    ) * own.abs().max()
     assert SITES == ("attn_in", "attn_out", "mlp_in", "mlp_out")

@@ -1,4 +1,6 @@
-"""Products by AMX, whose instructions are emulated where the CPU has none: the emulator refuses what the instructions would."""
+"""Products by AMX, whose instructions are emulated where the CPU has none: the emulator refuses
+what the instructions would.
+"""
 
 import ctypes
 import logging
@@ -20,7 +22,8 @@ def test_tiles_multiply_as_pairs_do(emulated_library):
 def test_a_row_s_bits_are_its_own(fan_out, fan_in):
     generator = torch.Generator().manual_seed(fan_in)
     weight, x, bias = (
-        torch.randn(*n, generator=generator).bfloat16() for n in ((fan_out, fan_in), (70, fan_in), (fan_out,))
+        torch.randn(*n, generator=generator).bfloat16()
+        for n in ((fan_out, fan_in), (70, fan_in), (fan_out,))
     )
     panels = PanelWeight(weight, WeightRoom(0))
     whole = panels.product(x, bias)
@@ -39,7 +42,9 @@ def test_rows_beside_one_that_is_not_finite_stay_as_they_are(products):
     assert (found[others] == 34).all()
 
 
-@pytest.mark.parametrize(("body", "used"), [("return 1;", True), ("return 0;", False), ("__builtin_trap();", False)])
+@pytest.mark.parametrize(
+    ("body", "used"), [("return 1;", True), ("return 0;", False), ("__builtin_trap();", False)]
+)
 def test_tiles_are_used_where_they_were_seen_to_agree(body, used, tmp_path, caplog):
     """The library is asked once, in a process of its own: to die of it is another way to say no."""
     source, path = tmp_path / "library.cpp", tmp_path / "library.so"

@@ -1,4 +1,6 @@
-"""The sampler's attention kernels, told by hand-made tables; with pools and samples they are tested in tests/engine/test_gpu_attention.py."""
+"""The sampler's attention kernels, told by hand-made tables; with pools and samples they are tested
+in tests/engine/test_gpu_attention.py.
+"""
 
 import math
 
@@ -16,11 +18,15 @@ def table(record: np.dtype, rows: list[tuple[int, ...]], device: torch.device) -
     return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, record.itemsize // 4)
 
 
-def pools(device: torch.device, dtype: torch.dtype, *sizes: tuple[int, int, int, int]) -> tuple[list[Tensor], Tensor]:
+def pools(
+    device: torch.device, dtype: torch.dtype, *sizes: tuple[int, int, int, int]
+) -> tuple[list[Tensor], Tensor]:
     """Keys and values of pools of these sizes, and their addresses."""
     generator = torch.Generator().manual_seed(0)
     kept = [torch.randn(2, *size, generator=generator).to(dtype).to(device) for size in sizes]
-    return kept, torch.tensor([[both[0].data_ptr(), both[1].data_ptr()] for both in kept], device=device)
+    return kept, torch.tensor(
+        [[both[0].data_ptr(), both[1].data_ptr()] for both in kept], device=device
+    )
 
 
 def test_keep_puts_rows_where_they_belong(device):
@@ -35,7 +41,9 @@ def test_keep_puts_rows_where_they_belong(device):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, expected, strict=True))
 
 
-def decode_work(device: torch.device, pieces: list[tuple[int, ...]], wide: int, rows: list[tuple[int, ...]]) -> DecodeWork:  # fmt: skip
+def decode_work(
+    device: torch.device, pieces: list[tuple[int, ...]], wide: int, rows: list[tuple[int, ...]]
+) -> DecodeWork:
     """Each row is an entry. Room for parts is not zeroed."""
     return DecodeWork(
         counts=torch.tensor([wide, len(pieces)], dtype=torch.int32, device=device),
@@ -49,16 +57,22 @@ def decode_work(device: torch.device, pieces: list[tuple[int, ...]], wide: int, 
 
 @pytest.mark.parametrize("programs", [1, 3])
 def test_parts_of_a_row_add_up_in_any_number_of_programs(device, programs):
-    """Two rows share positions 0 .. 39 of a slot; the first has positions 0 .. 9 of another too; the third has nothing."""
+    """Two rows share positions 0 .. 39 of a slot; the first has positions 0 .. 9 of another too;
+    the third has nothing.
+    """
     kept, bases = pools(device, torch.float32, (2, 2, 64, 16))
     pieces = [(0, 0, 64, 0, 25, 0, 2, 0), (0, 0, 64, 25, 40, 0, 2, 1), (0, 1, 64, 0, 10, 0, 1, 2)]
-    work = decode_work(device, pieces, 2, [(0, 0, 0, 0, 3, 3), (0, 0, 0, 0, 6, 2), (0, 0, 0, 0, 0, 0)])
+    work = decode_work(
+        device, pieces, 2, [(0, 0, 0, 0, 3, 3), (0, 0, 0, 0, 6, 2), (0, 0, 0, 0, 0, 0)]
+    )
     q = torch.randn(3, 2, 16, device=device) * 8
     found = triton_decode.decode(Heads(2, 1, 16, torch.float32), work, bases, q, programs)
     shared, own = kept[0][:, 0, :, :40], kept[0][:, 1, :, :10]
     for row, (keys, values) in enumerate((torch.cat([shared, own], 2), shared)):
         weights = (torch.einsum("he,hne->hn", q[row], keys) / 4).softmax(-1)
-        torch.testing.assert_close(found[row], torch.einsum("hn,hne->he", weights, values), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found[row], torch.einsum("hn,hne->he", weights, values), rtol=1e-5, atol=1e-5
+        )
     assert not found[2].any()
 
 
@@ -77,11 +91,21 @@ def test_blocks_see_up_to_their_own_rows(device, head_dim):
 
 def cases(heads: Heads) -> list[Case]:
     """What serves one shape."""
-    pointers = dict.fromkeys(("counts", "pieces", "entries", "rows", "blocks"), "*i32") | {"bases": "*i64"}
+    pointers = dict.fromkeys(("counts", "pieces", "entries", "rows", "blocks"), "*i32") | {
+        "bases": "*i64"
+    }
     pointers |= dict.fromkeys(("values", "stats"), "*fp32")
-    pointers |= dict.fromkeys(("q", "out", "k", "v"), "*bf16" if heads.dtype == torch.bfloat16 else "*fp32")
+    pointers |= dict.fromkeys(
+        ("q", "out", "k", "v"), "*bf16" if heads.dtype == torch.bfloat16 else "*fp32"
+    )
     pointers |= dict.fromkeys(("k_stride", "v_stride"), "i32")
-    plain = {"H": heads.keys, "E": heads.size, "BLOCK_E": heads.block_e, "num_warps": 4, "num_stages": 3}
+    plain = {
+        "H": heads.keys,
+        "E": heads.size,
+        "BLOCK_E": heads.block_e,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
     options = {
         "_keep_kernel": {**plain, "BLOCK_H": 1 << (heads.keys - 1).bit_length()},
         "_pieces_kernel": heads.decode_options,
@@ -94,7 +118,14 @@ def cases(heads: Heads) -> list[Case]:
         types = {name: pointers[name] for name in names if name in pointers}
         constants = {name: given[name] for name in names if name not in types}
         made.append(
-            Case(kernel, types, constants, int(given["num_warps"]), int(given["num_stages"]), ("k_stride", "v_stride"))
+            Case(
+                kernel,
+                types,
+                constants,
+                int(given["num_warps"]),
+                int(given["num_stages"]),
+                ("k_stride", "v_stride"),
+            )
         )
     return made
 

@@ -1,4 +1,6 @@
-"""Each kernel against its twin in torch, in all types and odd sizes; that a row's bits are its own; and that all compile for Hopper."""
+"""Each kernel against its twin in torch, in all types and odd sizes; that a row's bits are its own;
+and that all compile for Hopper.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @pytest.fixture
 def normal(device):
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+            device, dtype
+        )
 
     return make
 
@@ -79,7 +83,12 @@ def test_norm(shape, more_dtype, dtype, normal):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 16), (5, 67), (7, 3, 64), (2, 576), (3, 2100)])
 def test_gradient_of_a_norm(shape, dtype, normal):
-    x, weight, grad, more = normal(*shape), normal(shape[-1]), normal(*shape).to(dtype) * 3, normal(*shape) * 2
+    x, weight, grad, more = (
+        normal(*shape),
+        normal(shape[-1]),
+        normal(*shape).to(dtype) * 3,
+        normal(*shape) * 2,
+    )
     scale = (x.square().mean(-1) + 1e-5).rsqrt()
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(rms_norm(leaf, weight), leaf, grad.float())
@@ -92,14 +101,18 @@ def test_gradient_of_a_norm(shape, dtype, normal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize(("rows", "heads", "size"), [(1, 3, 64), (7, 1, 20), (70, 2, 16), (9, 3, 128), (3, 2, 256)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "size"), [(1, 3, 64), (7, 1, 20), (70, 2, 16), (9, 3, 128), (3, 2, 256)]
+)
 def test_rotation(rows, heads, size, back, dtype, normal):
     x = normal(rows, heads + 2, size, dtype=dtype)[
         :, 1 : 1 + heads
     ]  # rows that lie apart, as in the product of q, k and v
     angles = normal(rows, 1, size // 2)
     cos, sin = angles.cos(), angles.sin()
-    turned = torch.complex(*x.float().chunk(2, -1)) * torch.polar(torch.ones_like(angles), -angles if back else angles)
+    turned = torch.complex(*x.float().chunk(2, -1)) * torch.polar(
+        torch.ones_like(angles), -angles if back else angles
+    )
     out = own.rotate(x, cos, sin, back=back)
     assert out.is_contiguous()
     close(out, torch.cat([turned.real, turned.imag], -1).to(dtype))
@@ -114,7 +127,9 @@ def test_heads_in_one_kernel_are_those_of_several(heads, size, normed, dtype, no
     angles = normal(5, 1, size // 2)
     cos, sin = angles.cos(), angles.sin()
     parts = qkv.unflatten(1, (-1, size)).split([*heads, heads[1]], 1)
-    for found, part, which in zip(own.turned_heads(qkv, heads, norms, 1e-5, cos, sin), parts, (0, 1), strict=False):
+    for found, part, which in zip(
+        own.turned_heads(qkv, heads, norms, 1e-5, cos, sin), parts, (0, 1), strict=False
+    ):
         if norms is not None:
             part = own.rms_norm(part.float().contiguous(), None, norms[which], 1e-5, dtype)[1]
         assert found.is_contiguous()
@@ -133,12 +148,18 @@ def test_swiglu_with_its_gradient(rows, width, dtype, normal):
     gate, up = leaf.chunk(2, -1)
     expected = F.silu(gate) * up
     close(own.swiglu(gate_up), expected.detach().to(dtype))
-    close(own.swiglu_backward(grad, gate_up), torch.autograd.grad(expected, leaf, grad.float())[0].to(dtype))
+    close(
+        own.swiglu_backward(grad, gate_up),
+        torch.autograd.grad(expected, leaf, grad.float())[0].to(dtype),
+    )
 
 
 def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite(normal):
-    wide = torch.cat([normal(1000), normal(6).new_tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e36])])[None]
-    out = own.swiglu(torch.cat([torch.full_like(wide, 100), wide], 1).to(torch.bfloat16))  # silu(100) is 100
+    wide = torch.cat(
+        [normal(1000), normal(6).new_tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e36])]
+    )[None]
+    # silu(100) is 100
+    out = own.swiglu(torch.cat([torch.full_like(wide, 100), wide], 1).to(torch.bfloat16))
     expected = (100 * wide.to(torch.bfloat16).float()).to(torch.bfloat16)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -149,7 +170,10 @@ def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite(normal):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 272, 4097, 12_400])
 def test_normalizers(vocab, dtype, normal, device):
-    logits, temperature = normal(5, vocab, dtype=dtype) * 8, torch.linspace(0.5, 2, 5, device=device)
+    logits, temperature = (
+        normal(5, vocab, dtype=dtype) * 8,
+        torch.linspace(0.5, 2, 5, device=device),
+    )
     logits[1, vocab // 2 :] = -torch.inf  # tokens that cannot be: whole splits of them
     scaled = logits.float() / temperature[:, None]
     expected_weights = (scaled - scaled.amax(1, keepdim=True)).exp()
@@ -185,7 +209,9 @@ def test_gradient_of_logprobs(vocab, dtype, normal):
     grads = normal(5) * 2
     scaled = (logits.float() / temperature).requires_grad_()
     (expected,) = torch.autograd.grad(scaled.log_softmax(1)[rows, targets], scaled, grads)
-    own.normalizers_backward(logits, temperature, scaled.detach().logsumexp(1), first, targets, grads)
+    own.normalizers_backward(
+        logits, temperature, scaled.detach().logsumexp(1), first, targets, grads
+    )
     close(logits, expected.to(dtype))
     assert not logits[[1, 3]].any()
 
@@ -217,17 +243,29 @@ def test_no_rows_are_no_work(dtype, normal):
 @pytest.mark.parametrize(("width", "vocab"), [(96, 4112), (67, 4098)])
 def test_a_row_has_the_same_bits_in_any_company(width, vocab, dtype, normal, device):
     rows = 300 if device.type == "cuda" else 6
-    x, grad, weight, angles = normal(rows, width), normal(rows, width, dtype=dtype), normal(width), normal(rows, 1, 32)
-    heads, gate_up, logits = (normal(rows, *shape, dtype=dtype) for shape in ((3, 64), (2 * width,), (vocab,)))
+    x, grad, weight, angles = (
+        normal(rows, width),
+        normal(rows, width, dtype=dtype),
+        normal(width),
+        normal(rows, 1, 32),
+    )
+    heads, gate_up, logits = (
+        normal(rows, *shape, dtype=dtype) for shape in ((3, 64), (2 * width,), (vocab,))
+    )
     targets = torch.arange(rows, device=x.device)
 
     def results(part: slice) -> list[Tensor]:
         total, out, scale = own.rms_norm(x[part], grad[part], weight, 1e-5, dtype)
         temperature = angles[part, 0, 0].abs() + 0.5
-        gradient, weights = logits[part].clone(), torch.empty_like(logits[part], dtype=torch.float32)
+        gradient, weights = (
+            logits[part].clone(),
+            torch.empty_like(logits[part], dtype=torch.float32),
+        )
         log_total = own.normalizers(logits[part], temperature, weights=weights)
         first = torch.arange(len(total) + 1, device=x.device)
-        own.normalizers_backward(gradient, 0.7, log_total, first, targets[part], angles[part, 0, 1].contiguous())
+        own.normalizers_backward(
+            gradient, 0.7, log_total, first, targets[part], angles[part, 0, 1].contiguous()
+        )
         return [
             *(total, out, scale, log_total, weights, gradient),
             own.rms_norm_backward(grad[part], x[part], weight, scale, None),
@@ -255,16 +293,24 @@ def test_gradients_through_the_model_s_functions(dtype, normal, both):
     weight, angles = normal(67), normal(5, 1, 10)
     rotation = Rotation(angles.cos(), angles.sin())
     cases = [
-        (lambda x, more: add_norm(x, more, weight, 1e-5, dtype), [normal(5, 67), normal(5, 67, dtype=dtype)], (5, 67)),
+        (
+            lambda x, more: add_norm(x, more, weight, 1e-5, dtype),
+            [normal(5, 67), normal(5, 67, dtype=dtype)],
+            (5, 67),
+        ),
         (lambda x: add_norm(x, None, weight, 1e-5, dtype), [normal(5, 67)], (5, 67)),
         (lambda x: rotate(x[:, :3], rotation), [normal(5, 4, 20, dtype=dtype)], (5, 3, 20)),
         (swiglu, [normal(5, 66, dtype=dtype)], (5, 33)),
     ]
     for function, leaves, shape in cases:
-        ours, theirs = both(lambda f=function, ls=leaves, s=shape: outcome(f, ls, normal(*s, dtype=dtype)))
+        ours, theirs = both(
+            lambda f=function, ls=leaves, s=shape: outcome(f, ls, normal(*s, dtype=dtype))
+        )
         for found, expected in zip(ours, theirs, strict=True):
             assert found.dtype == expected.dtype
-            torch.testing.assert_close(found, expected, rtol=2 * TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
+            torch.testing.assert_close(
+                found, expected, rtol=2 * TOLERANCES[dtype], atol=2 * TOLERANCES[dtype]
+            )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -304,10 +350,14 @@ def test_a_whole_decoder(grad, tmp_path, both, device):
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            0, 1
+        )
 
     def outcome() -> Tensor:
-        weights = LoraWeights(layout, layout.init(0) + 0.05, torch.float32, device, requires_grad=grad)
+        weights = LoraWeights(
+            layout, layout.init(0) + 0.05, torch.float32, device, requires_grad=grad
+        )
         with torch.set_grad_enabled(grad):
             hidden = decoder.hidden(tokens, positions, attend, [AdapterRows(0, 6, weights)])
         if not grad:
@@ -363,7 +413,10 @@ def test_more_entries_than_32_bits_count(device):
     found = own.normalizers(logits, temperature)
     assert torch.equal(found[-1:], own.normalizers(logits[-1:].clone(), temperature[-1:]))
     close(found[-1], logits[-1].float().logsumexp(0))
-    first, targets = torch.arange(rows + 1, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    first, targets = (
+        torch.arange(rows + 1, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+    )
     expected = F.one_hot(targets[0], vocab) - logits[-1].float().softmax(0)
     own.normalizers_backward(logits, 1.0, found, first, targets, temperature)
     close(logits[-1], expected.to(logits.dtype))
@@ -377,8 +430,17 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
     norm = {"x": "*fp32", "weight": "*fp32", "scale": "*fp32", "rows": "i32", "width": "i32"}
     forth = norm | {"more": "*bf16", "eps": "fp32", "total": "*fp32", "out": "*bf16"}
     back = norm | {"grad": "*bf16", "more": "*fp32", "out": "*fp32"}
-    turn = {"x": "*bf16", "stride": "i32", "cos": "*fp32", "sin": "*fp32", "sign": "fp32", "out": "*bf16"}
-    heads = dict.fromkeys(("qkv", "q", "k"), "*bf16") | dict.fromkeys(("q_norm", "k_norm", "cos", "sin"), "*fp32")
+    turn = {
+        "x": "*bf16",
+        "stride": "i32",
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "sign": "fp32",
+        "out": "*bf16",
+    }
+    heads = dict.fromkeys(("qkv", "q", "k"), "*bf16") | dict.fromkeys(
+        ("q_norm", "k_norm", "cos", "sin"), "*fp32"
+    )
     heads |= dict.fromkeys(("width", "q_heads", "k_heads", "half"), "i32") | {"eps": "fp32"}
     gated = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
     row = {"logits": "*fp32", "vocab": "i32"}
@@ -404,7 +466,12 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
         Case("_split_sums", sums, {"BLOCK": split}, split // 512),
         Case("_row_sums", sums | {"out": "*fp32", "weights": "*fp32"}, rows, split // 512),
         Case("_row_sums", sums | {"out": "*fp32"}, rows | {"weights": None}, 1),
-        Case("_normalizers_backward", row | pairs | {"temperature": "fp32"}, {"BLOCK": split}, split // 512),
+        Case(
+            "_normalizers_backward",
+            row | pairs | {"temperature": "fp32"},
+            {"BLOCK": split},
+            split // 512,
+        ),
     ]
 
 
@@ -412,7 +479,8 @@ SHAPES = [
     (4096, 128, 151_936),  # Qwen3-8B
     pytest.param(1024, 128, 151_936, marks=pytest.mark.slow),  # Qwen3-0.6B
     pytest.param(576, 64, 49_152, marks=pytest.mark.slow),  # SmolLM2-135M
-    pytest.param(128, 256, 262_144, marks=pytest.mark.slow),  # norms of queries and keys; wide heads
+    # norms of queries and keys; wide heads
+    pytest.param(128, 256, 262_144, marks=pytest.mark.slow),
     pytest.param(16_384, 16, 272, marks=pytest.mark.slow),
 ]
 
@@ -420,6 +488,8 @@ SHAPES = [
 @pytest.mark.parametrize(("width", "head_dim", "vocab"), SHAPES)
 def test_all_compile_for_hopper_without_spills(width, head_dim, vocab):
     cases = launched(width, head_dim, vocab)
-    for case, found in zip(cases, resources("planish.native.triton_elementwise", cases), strict=True):
+    for case, found in zip(
+        cases, resources("planish.native.triton_elementwise", cases), strict=True
+    ):
         assert found.spilled <= 8, found  # what the compiler keeps for itself
         assert found.registers * 32 * case.warps <= 65_536, found

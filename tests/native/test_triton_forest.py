@@ -1,4 +1,6 @@
-"""The kernels of the forest's attention: what the caller of the gradients does not see, and that they compile for a Hopper GPU."""
+"""The kernels of the forest's attention: what the caller of the gradients does not see, and that
+they compile for a Hopper GPU.
+"""
 
 from dataclasses import dataclass
 
@@ -15,9 +17,14 @@ triton_forest = pytest.importorskip("planish.native.triton_forest")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_sum_exp_is_that_of_the_visible_scores(device: torch.device, dtype: torch.dtype):
-    (whole,) = pack([np.arange(50), np.array([*range(20), *range(70, 90)]), np.arange(100, 107)], 1000)
+    (whole,) = pack(
+        [np.arange(50), np.array([*range(20), *range(70, 90)]), np.arange(100, 107)], 1000
+    )
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(len(whole), heads, 16, generator=generator).to(device, dtype) for heads in (6, 2, 2))
+    q, k, v = (
+        torch.randn(len(whole), heads, 16, generator=generator).to(device, dtype)
+        for heads in (6, 2, 2)
+    )
     out, lse = GpuForest(whole, device).attend(q, k, v)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     scores = torch.einsum("the,she->ths", q.float(), k.float().repeat_interleave(3, 1)) / 4
@@ -67,7 +74,9 @@ def cases_of(heads: Heads) -> list[Case]:
         "backward_queries": tiles.backward_queries,
         "backward_keys": tiles.backward_keys,
     }
-    return [_case(kernel, cut, heads) for kernel, cut in cuts.items()] + [_sum_case(tiles.backward_keys, heads)]
+    return [_case(kernel, cut, heads) for kernel, cut in cuts.items()] + [
+        _sum_case(tiles.backward_keys, heads)
+    ]
 
 
 def _case(kernel: str, cut, heads: Heads) -> Case:
@@ -87,7 +96,9 @@ def _case(kernel: str, cut, heads: Heads) -> Case:
 
 def _sum_case(cut, heads: Heads) -> Case:
     case = _case("add_parts", cut, heads)
-    constants = {name: value for name, value in case.constants.items() if name != "M"} | {"ROWS": 16}
+    constants = {name: value for name, value in case.constants.items() if name != "M"} | {
+        "ROWS": 16
+    }
     types = {name: kind for name, kind in case.types.items() if name != "ROWS"}
     return Case("add_parts", types, constants)
 

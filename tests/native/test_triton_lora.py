@@ -1,4 +1,6 @@
-"""Products with many adapters at once are those of each adapter by itself, whatever else is in the batch."""
+"""Products with many adapters at once are those of each adapter by itself, whatever else is in the
+batch.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -28,7 +30,9 @@ def noise(*shape: int, seed: int, like: Tensor) -> Tensor:
 
 
 def adapter(rank: int, inner: int, sizes: list[int], like: Tensor, seed: int = 0) -> Adapter:
-    bs = [noise(size, rank, seed=seed + 1 + i, like=like) / rank**0.5 for i, size in enumerate(sizes)]
+    bs = [
+        noise(size, rank, seed=seed + 1 + i, like=like) / rank**0.5 for i, size in enumerate(sizes)
+    ]
     return Adapter(rank, noise(len(sizes) * rank, inner, seed=seed, like=like) / inner**0.5, bs)
 
 
@@ -53,7 +57,13 @@ def tables(batch: Batch, device: torch.device, site: int) -> tuple[Tensor, Tenso
 
 
 def added(
-    x: Tensor, out: Tensor, sizes: list[int], batch: Batch, *, spread: bool = True, aligned: bool = False
+    x: Tensor,
+    out: Tensor,
+    sizes: list[int],
+    batch: Batch,
+    *,
+    spread: bool = True,
+    aligned: bool = False,
 ) -> Tensor:
     tiles, pointers = tables(batch, x.device, site=1)
     columns = max((own.a.shape[0] for _, _, own in batch if own is not None), default=1)
@@ -70,7 +80,9 @@ def expected(x: Tensor, out: Tensor, sizes: list[int], batch: Batch) -> Tensor:
             continue
         mine = slice(first, first + rows)
         low = (x[mine].float() @ own.a.float().t()).to(x.dtype).float()
-        for part, columns, b in zip(low.chunk(len(sizes), 1), found[mine].split(sizes, 1), own.bs, strict=True):
+        for part, columns, b in zip(
+            low.chunk(len(sizes), 1), found[mine].split(sizes, 1), own.bs, strict=True
+        ):
             columns += part @ b.float().t()
     return found.to(out.dtype)
 
@@ -87,7 +99,14 @@ def test_each_tile_has_its_own_adapter(device: torch.device, dtype: torch.dtype,
     inner, rows = 72, 45
     like = torch.empty(0, dtype=dtype, device=device)
     one, two, three, four = (adapter(rank, inner, sizes, like, rank) for rank in (1, 8, 40, 12))
-    batch: Batch = [(2, 17, one), (19, 1, two), (20, 5, None), (27, 16, three), (44, 1, four), (44, 0, three)]
+    batch: Batch = [
+        (2, 17, one),
+        (19, 1, two),
+        (20, 5, None),
+        (27, 16, three),
+        (44, 1, four),
+        (44, 0, three),
+    ]
     x, out = noise(rows, inner, seed=1, like=like), noise(rows, sum(sizes), seed=2, like=like)
     found = added(x, out, sizes, batch, spread=sizes != [40])
     assert_near(found, expected(x, out, sizes, batch), dtype)
@@ -104,7 +123,16 @@ def test_rows_may_lie_apart(device: torch.device, dtype: torch.dtype):
     own = adapter(16, 48, [96], like)
     tiles, pointers = tables([(1, 3, own)], device, site=0)
     whole = out.clone()
-    triton_lora.add_(x, whole[:, 8:104], [96], 0, tiles, pointers, triton_lora.scratch(5, 16, device), aligned=True)
+    triton_lora.add_(
+        x,
+        whole[:, 8:104],
+        [96],
+        0,
+        tiles,
+        pointers,
+        triton_lora.scratch(5, 16, device),
+        aligned=True,
+    )
     assert_near(whole[:, 8:104], expected(x, out[:, 8:104], [96], [(1, 3, own)]), dtype)
     assert torch.equal(whole[:, :8], out[:, :8])
     assert torch.equal(whole[:, 104:], out[:, 104:])
@@ -123,11 +151,16 @@ def test_logits_are_added_to_in_float32(device: torch.device, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_of_a_sum_made_side_by_side_have_the_same_bits(device: torch.device, dtype: torch.dtype):
+def test_parts_of_a_sum_made_side_by_side_have_the_same_bits(
+    device: torch.device, dtype: torch.dtype
+):
     """Long rows, so that there are several parts, the last of them short."""
     inner, sizes = 1100, [32, 16]
     like = torch.empty(0, dtype=dtype, device=device)
-    batch: Batch = [(0, 3, adapter(20, inner, sizes, like)), (3, 1, adapter(4, inner, sizes, like, 9))]
+    batch: Batch = [
+        (0, 3, adapter(20, inner, sizes, like)),
+        (3, 1, adapter(4, inner, sizes, like, 9)),
+    ]
     x, out = noise(4, inner, seed=1, like=like), noise(4, sum(sizes), seed=2, like=like)
     spread = added(x, out, sizes, batch)
     assert torch.equal(spread, added(x, out, sizes, batch, spread=False))
@@ -150,7 +183,9 @@ def test_a_batch_without_adapters_stays(device: torch.device):
 
 
 def test_parts_depend_on_the_length_alone():
-    assert {inner: triton_lora._segments(inner) for inner in (64, 576, 1024, 4096, 12288, 53248)} == {
+    assert {
+        inner: triton_lora._segments(inner) for inner in (64, 576, 1024, 4096, 12288, 53248)
+    } == {
         64: (1, 256),
         576: (3, 256),
         1024: (4, 256),
@@ -171,9 +206,25 @@ def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
         "shrink_kernel",
         {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "site": "i32", "parts": "*fp32"},
         {
-            **{"x_stride": inner, "slot_stride": 580, "part_stride": 256 * columns, "low_stride": columns},
-            **{"inner": inner, "segment": length, "LINEARS": linears, "SEGMENTS": parts, "SPREAD": spread},
-            **{"ALIGNED": True, "TILE": 16, "BLOCK_LOW": 32, "BLOCK_IN": 32 if dtype == "fp32" else 128},
+            **{
+                "x_stride": inner,
+                "slot_stride": 580,
+                "part_stride": 256 * columns,
+                "low_stride": columns,
+            },
+            **{
+                "inner": inner,
+                "segment": length,
+                "LINEARS": linears,
+                "SEGMENTS": parts,
+                "SPREAD": spread,
+            },
+            **{
+                "ALIGNED": True,
+                "TILE": 16,
+                "BLOCK_LOW": 32,
+                "BLOCK_IN": 32 if dtype == "fp32" else 128,
+            },
         },
         stages=2 if dtype == "fp32" else 4,
     )
@@ -184,11 +235,27 @@ def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) 
     names = ("size_0", "size_1", "size_2")
     return Case(
         "expand_kernel",
-        {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "site": "i32", "parts": "*fp32", "out": f"*{out}"},
         {
-            **{"slot_stride": 580, "part_stride": 256 * columns, "low_stride": columns, "out_stride": sum(sizes)},
+            "x": f"*{dtype}",
+            "tiles": "*i32",
+            "pointers": "*i64",
+            "site": "i32",
+            "parts": "*fp32",
+            "out": f"*{out}",
+        },
+        {
+            **{
+                "slot_stride": 580,
+                "part_stride": 256 * columns,
+                "low_stride": columns,
+                "out_stride": sum(sizes),
+            },
             **dict(zip(names, [*sizes, 0, 0], strict=False)),
-            **{"PARTS": triton_lora._segments(inner)[0] if spread else 1, "ALIGNED": True, "TILE": 16},
+            **{
+                "PARTS": triton_lora._segments(inner)[0] if spread else 1,
+                "ALIGNED": True,
+                "TILE": 16,
+            },
             **{"BLOCK_OUT": 128, "BLOCK_RANK": 32},
         },
         stages=2 if dtype == "fp32" else 1,
@@ -202,14 +269,24 @@ def assert_fits(cases: list[Case]) -> None:
 
 
 def test_it_compiles_for_hopper():
-    assert_fits([shrink(4096, 2, "bf16", spread=True), expand(4096, [12288, 12288], "bf16", "bf16", spread=True)])
+    assert_fits(
+        [
+            shrink(4096, 2, "bf16", spread=True),
+            expand(4096, [12288, 12288], "bf16", "bf16", spread=True),
+        ]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_all_sites_of_known_models_compile_for_hopper(dtype: str):
     """Qwen3-8B and SmolLM2-135M: q, k and v; gate and up; the longest rows; the head."""
-    sites = [(4096, [4096, 1024, 1024]), (4096, [12288, 12288]), (12288, [4096]), (576, [576, 192, 192])]
+    sites = [
+        (4096, [4096, 1024, 1024]),
+        (4096, [12288, 12288]),
+        (12288, [4096]),
+        (576, [576, 192, 192]),
+    ]
     layers = [
         case
         for inner, sizes in sites

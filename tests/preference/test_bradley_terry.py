@@ -1,4 +1,6 @@
-"""The scalar preference model: its loss against plain torch, its scores against transformers, and its antisymmetry."""
+"""The scalar preference model: its loss against plain torch, its scores against transformers, and
+its antisymmetry.
+"""
 
 import asyncio
 import math
@@ -45,24 +47,41 @@ def test_chosen_comes_first_and_both_are_asked_the_question(renderer, choice):
     assert "Good day." in texts[1]
     assert all(text.endswith(f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n") for text in texts)
     longest = max(datum.model_input.length for datum in (chosen, rejected))
-    assert len(comparison_to_score_data(LabeledComparison(COMPARISON, "B"), choice, max_length=longest)) == 2
-    short = comparison_to_score_data(LabeledComparison(COMPARISON, "B"), choice, max_length=longest - 1)
+    assert (
+        len(
+            comparison_to_score_data(LabeledComparison(COMPARISON, "B"), choice, max_length=longest)
+        )
+        == 2
+    )
+    short = comparison_to_score_data(
+        LabeledComparison(COMPARISON, "B"), choice, max_length=longest - 1
+    )
     assert (list(short), short.left_out) == ([], 1)
 
 
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=5))
 def test_loss_and_gradient_are_those_of_plain_torch(choice, odds):
-    """From logits: plain torch takes the loss of the pairs' logit differences, ours goes by the logprobs of Yes and No."""
-    data = [datum for _ in odds for datum in comparison_to_score_data(LabeledComparison(COMPARISON, "A"), choice)]
+    """From logits: plain torch takes the loss of the pairs' logit differences, ours goes by the
+    logprobs of Yes and No.
+    """
+    data = [
+        datum
+        for _ in odds
+        for datum in comparison_to_score_data(LabeledComparison(COMPARISON, "A"), choice)
+    ]
     flat = [value for pair in odds for value in pair]
-    plain = torch.tensor([[value, 0.5, -1.0] for value in flat], dtype=torch.float64, requires_grad=True)
+    plain = torch.tensor(
+        [[value, 0.5, -1.0] for value in flat], dtype=torch.float64, requires_grad=True
+    )
     scores = plain[:, 0] - plain[:, 1]
     expected = torch.nn.functional.softplus(-(scores[::2] - scores[1::2])).mean()
     expected.backward()
     logits = plain.detach().clone().requires_grad_()
     answers = logits.log_softmax(-1)[:, :2]
     rows = [
-        torch.cat([torch.full((datum.model_input.length - 1, 2), -7.0, dtype=torch.float64), answer[None]])
+        torch.cat(
+            [torch.full((datum.model_input.length - 1, 2), -7.0, dtype=torch.float64), answer[None]]
+        )
         for datum, answer in zip(data, answers, strict=True)
     ]
     loss, measured = bradley_terry_loss(data, rows)
@@ -76,7 +95,9 @@ def test_loss_and_gradient_are_those_of_plain_torch(choice, odds):
 
 
 def test_the_gradient_that_is_applied_is_that_of_the_loss(client, models, choice):
-    """By the norm of the adapter's gradient: that of the custom loss is that of the linear loss with dL/dscore as weights."""
+    """By the norm of the adapter's gradient: that of the custom loss is that of the linear loss
+    with dL/dscore as weights.
+    """
     data = list(comparison_to_score_data(LabeledComparison(COMPARISON, "A"), choice))
     norms = []
     for custom in (True, False):
@@ -90,18 +111,23 @@ def test_the_gradient_that_is_applied_is_that_of_the_loss(client, models, choice
             pull = 1 / (1 + math.exp(margin))
             weighted = [
                 choice.datum(
-                    score_conversation(COMPARISON.prompt_conversation, answer, QUESTION), [sign * pull, -sign * pull]
+                    score_conversation(COMPARISON.prompt_conversation, answer, QUESTION),
+                    [sign * pull, -sign * pull],
                 )
                 for answer, sign in ((COMPARISON.completion_A, 1), (COMPARISON.completion_B, -1))
             ]
             trainer.forward_backward(weighted, "cross_entropy")
-        norms.append(trainer.optim_step(AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"])
+        norms.append(
+            trainer.optim_step(AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"]
+        )
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert norms[0] > 0
 
 
 def test_a_score_is_a_difference_of_logits_and_swapping_turns_the_sign(client, models, choice):
-    model = BradleyTerryPreferenceModel(client.create_sampling_client(base_model=models[0]), choice, temperature=2.0)
+    model = BradleyTerryPreferenceModel(
+        client.create_sampling_client(base_model=models[0]), choice, temperature=2.0
+    )
     reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     scores = []
     for answer in (COMPARISON.completion_A, COMPARISON.completion_B):
@@ -109,7 +135,9 @@ def test_a_score_is_a_difference_of_logits_and_swapping_turns_the_sign(client, m
         with torch.no_grad():
             logits = reference(torch.tensor([prompt])).logits[0, -1]
         scores.append(float(logits[choice.tokens[0]] - logits[choice.tokens[1]]))
-        assert asyncio.run(model.score(COMPARISON.prompt_conversation, answer)) == pytest.approx(scores[-1], abs=1e-4)
+        assert asyncio.run(model.score(COMPARISON.prompt_conversation, answer)) == pytest.approx(
+            scores[-1], abs=1e-4
+        )
     preference = asyncio.run(model(COMPARISON))
     probability = 1 / (1 + math.exp(-(scores[1] - scores[0]) / 2))
     assert preference == pytest.approx(2 * probability - 1, abs=1e-4)

@@ -35,7 +35,10 @@ def test_it_minimises_the_smoothed_log_loss(odds, factor):
         def softplus(x):
             return max(x, 0) + math.log1p(math.exp(-abs(x)))
 
-        return sum(target * softplus(-x / temperature) + (1 - target) * softplus(x / temperature) for x in odds)
+        return sum(
+            target * softplus(-x / temperature) + (1 - target) * softplus(x / temperature)
+            for x in odds
+        )
 
     assert loss(found) <= loss(min(max(found * factor, 1e-3), HOTTEST)) + 1e-6
 
@@ -44,7 +47,9 @@ def test_a_model_that_is_always_right_is_not_made_sure_without_end():
     few, many = fit_temperature([2.0] * 4), fit_temperature([2.0] * 400)
     assert few == pytest.approx(2.0 / math.log(5))
     assert many < few
-    assert fit_temperature([2.0] * 8, pairs=4) == pytest.approx(few), "both orders of a pair are one opinion"
+    assert fit_temperature([2.0] * 8, pairs=4) == pytest.approx(few), (
+        "both orders of a pair are one opinion"
+    )
 
 
 def test_a_model_that_is_wrong_is_silenced_and_none_is_left_as_it_is():

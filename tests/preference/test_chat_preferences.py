@@ -60,14 +60,18 @@ def test_a_comparison_that_is_too_long_is_left_out_and_counted_never_cut(choice)
     labeled = LabeledComparison(COMPARISON, "A")
     [datum] = comparison_to_datum(labeled, choice)
     length = datum.model_input.length
-    assert [each.model_input.length for each in comparison_to_datum(labeled, choice, length)] == [length]
+    assert [each.model_input.length for each in comparison_to_datum(labeled, choice, length)] == [
+        length
+    ]
     short = comparison_to_datum(labeled, choice, length - 1)
     assert (list(short), short.left_out) == ([], 1)
 
 
 def test_a_preference_is_an_expectation_and_the_temperature_flattens_it():
     logprobs = [math.log(0.1), math.log(0.6), math.log(0.1)]
-    assert expected_preference(logprobs) == pytest.approx(0.5 / 0.8), "what else the model may say has no part in it"
+    assert expected_preference(logprobs) == pytest.approx(0.5 / 0.8), (
+        "what else the model may say has no part in it"
+    )
     assert expected_preference([-900.0, -2000.0, -2000.0]) == -1
     assert expected_preference([0.0, -2000.0, -2000.0]) == -1
     assert expected_preference([-3.0, -3.0, -0.1]) == 0
@@ -90,7 +94,10 @@ class FirstIsBetter:
         rows = target_prompt_logprobs.to_numpy().shape
         answer = [[0.0] * 3] * (rows[0] - 1) + [[odds / 2, -odds / 2, -math.inf]]
         return SampleResponse(
-            [], target_prompt_logprobs=TensorData([x for row in answer for x in row], "float32", list(rows))
+            [],
+            target_prompt_logprobs=TensorData(
+                [x for row in answer for x in row], "float32", list(rows)
+            ),
         )
 
 
@@ -102,5 +109,9 @@ def test_both_orders_take_the_place_out_of_it(choice):
     assert one != -other
     fair = BothOrders(model)
     sampler.asked = 0
-    assert asyncio.run(fair(COMPARISON)) == -asyncio.run(fair(COMPARISON.swap())) == pytest.approx((one - other) / 2)
+    assert (
+        asyncio.run(fair(COMPARISON))
+        == -asyncio.run(fair(COMPARISON.swap()))
+        == pytest.approx((one - other) / 2)
+    )
     assert sampler.asked == 4

@@ -1,4 +1,6 @@
-"""A choice between fixed answers: where it is decided, what is learned of it, and that sampler and trainer say the same of it."""
+"""A choice between fixed answers: where it is decided, what is learned of it, and that sampler and
+trainer say the same of it.
+"""
 
 import asyncio
 
@@ -23,7 +25,9 @@ def test_the_deciding_token_follows_all_that_the_model_writes_before_it(renderer
     renderer = get_renderer(name, renderer.tokenizer)
     choice = Choice.between(("Yes", "No"), renderer)
     for answer, token in zip(choice.answers, choice.tokens, strict=True):
-        whole, _ = renderer.build_supervised_example([*TALK, {"role": "assistant", "content": answer}])
+        whole, _ = renderer.build_supervised_example(
+            [*TALK, {"role": "assistant", "content": answer}]
+        )
         prompt = choice.prompt(TALK)
         assert whole.to_ints()[: len(prompt) + 1] == [*prompt, token]
         assert renderer.tokenizer.decode(whole.to_ints()[len(prompt) :]).lstrip().startswith(answer)
@@ -37,7 +41,9 @@ def test_answers_that_begin_alike_are_refused(renderer):
 def test_only_the_deciding_position_is_learned(renderer):
     choice = Choice.between(("A", "B", "Tie"), renderer)
     datum = choice.datum(TALK, [0.0, 1.0, 0.0])
-    targets, weights = (datum.loss_fn_inputs[name].to_numpy() for name in ("target_tokens", "weights"))
+    targets, weights = (
+        datum.loss_fn_inputs[name].to_numpy() for name in ("target_tokens", "weights")
+    )
     assert targets.shape == weights.shape == (datum.model_input.length, 3)
     assert weights.sum() == weights[-1, 1] == 1
     assert renderer.tokenizer.decode(targets[-1]) == "ABT"
@@ -59,6 +65,8 @@ def test_logprobs_are_those_of_transformers_and_of_the_trainer(client, models, r
     expected = logits.log_softmax(-1)[list(choice.tokens)].tolist()
     assert found == pytest.approx(expected, abs=1e-4)
     training_client = client.create_lora_training_client(base_model=models[0], rank=2, seed=0)
-    output = training_client.forward([choice.datum(TALK, [1.0, 0.0, 0.0])], "cross_entropy").result()
+    output = training_client.forward(
+        [choice.datum(TALK, [1.0, 0.0, 0.0])], "cross_entropy"
+    ).result()
     assert output.loss_fn_outputs[0]["logprobs"].to_numpy()[-1] == pytest.approx(found, abs=1e-5)
     assert output.metrics["loss:sum"] == pytest.approx(-found[0], abs=1e-5)

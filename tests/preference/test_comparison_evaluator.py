@@ -59,12 +59,16 @@ class Policy:
         number = self.renderer.tokenizer.decode(prompt.to_ints()).split("Say ")[1][0]
         end = "" if int(number) % 2 else "<|im_end|>"
         ids = self.renderer.tokenizer.encode(number * self.times + end)
-        return SampleResponse([SampledSequence("stop", "0", np.array(ids), np.full(len(ids), -1.0, np.float32))])
+        return SampleResponse(
+            [SampledSequence("stop", "0", np.array(ids), np.full(len(ids), -1.0, np.float32))]
+        )
 
 
 def evaluator(renderer, reference, judges=None, **options):
     answering = Answering(renderer, max_tokens=8, temperature=0.5, seed=3)
-    return ComparisonEvaluator(PROMPTS, reference, judges or {"longer": longer}, answering, **options)
+    return ComparisonEvaluator(
+        PROMPTS, reference, judges or {"longer": longer}, answering, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,9 @@ def test_each_order_is_asked_for_once():
 def test_the_standard_error_is_that_of_a_mean():
     rate = WinRate([1, 0, 0.5, 1])
     assert rate.mean.value == 0.625
-    assert rate.mean.stderr == pytest.approx(math.sqrt(((0.375**2) * 2 + 0.625**2 + 0.125**2) / 3 / 4))
+    assert rate.mean.stderr == pytest.approx(
+        math.sqrt(((0.375**2) * 2 + 0.625**2 + 0.125**2) / 3 / 4)
+    )
     assert WinRate([1.0]).mean.stderr is None
 
 
@@ -119,7 +125,9 @@ def test_against_fixed_texts(renderer):
     found = asyncio.run(evaluator(renderer, reference)(Policy(renderer, 2)))
     assert found == {
         "test/win_rate/longer": (1 + 0.5 + 0 + 1) / 4,
-        "test/win_rate_stderr/longer": pytest.approx(math.sqrt((0.375**2 * 2 + 0.125**2 + 0.625**2) / 3 / 4)),
+        "test/win_rate_stderr/longer": pytest.approx(
+            math.sqrt((0.375**2 * 2 + 0.125**2 + 0.625**2) / 3 / 4)
+        ),
         "test/format": 0.5,
         "test/ac_tokens_per_turn": 2.5,
     }
@@ -139,10 +147,22 @@ def test_several_judges_see_the_same_answers(renderer):
             name="held_out",
         ).play(Policy(renderer, 2))
     )
-    assert {name: rate.mean.value for name, rate in contest.win_rates.items()} == {"longer": 1, "b": 1}
-    assert [text_of(comparison.completion_B) for comparison in contest.comparisons] == ["00", "11", "22", "33"]
+    assert {name: rate.mean.value for name, rate in contest.win_rates.items()} == {
+        "longer": 1,
+        "b": 1,
+    }
+    assert [text_of(comparison.completion_B) for comparison in contest.comparisons] == [
+        "00",
+        "11",
+        "22",
+        "33",
+    ]
     assert set(contest.metrics("held_out")) == {
-        *(f"held_out/win_rate{part}/{judge}" for part in ("", "_stderr") for judge in ("longer", "b")),
+        *(
+            f"held_out/win_rate{part}/{judge}"
+            for part in ("", "_stderr")
+            for judge in ("longer", "b")
+        ),
         "held_out/format",
         "held_out/ac_tokens_per_turn",
     }
@@ -175,7 +195,11 @@ def test_a_checkpoint_is_the_reference(renderer):
         return Policy(renderer, 1)
 
     service = SimpleNamespace(create_sampling_client_async=create)
-    asyncio.run(evaluator(renderer, PolicyReference(service, "a base", "planish://run/weights/7"))(Policy(renderer, 1)))
+    asyncio.run(
+        evaluator(renderer, PolicyReference(service, "a base", "planish://run/weights/7"))(
+            Policy(renderer, 1)
+        )
+    )
     assert made == [{"model_path": "planish://run/weights/7"}]
 
 
@@ -202,7 +226,9 @@ class FourPrompts(PromptBuilder):
 
 
 def test_a_policy_against_itself_on_the_engine(models, tmp_path):
-    """Random weights: half of the comparisons are won, within the error; the same draws give the same answer."""
+    """Random weights: half of the comparisons are won, within the error; the same draws give the
+    same answer.
+    """
     with ServiceClient(data_dir=tmp_path) as service:
         build = ComparisonEvaluatorBuilder(
             prompt_builder=FourPrompts(),

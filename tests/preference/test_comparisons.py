@@ -18,7 +18,14 @@ EXPECTED = LabeledComparison(Comparison(PROMPT, GOOD, BAD), "A")
         {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD},
         {"chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]},
         {"prompt": "Hello.", "chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]},
-        {"comparison": {"prompt_conversation": PROMPT, "completion_A": GOOD, "completion_B": BAD}, "label": "A"},
+        {
+            "comparison": {
+                "prompt_conversation": PROMPT,
+                "completion_A": GOOD,
+                "completion_B": BAD,
+            },
+            "label": "A",
+        },
     ],
 )
 def test_each_form_gives_the_comparison(row):
@@ -41,7 +48,10 @@ def test_swapping_changes_the_places_and_not_the_preference():
         ({"prompt": "x"}, r"row 3: the row has \['prompt'\]"),
         ({"chosen": "a", "rejected": "b"}, 'no "prompt"'),
         ({"prompt": "x", "chosen": 1, "rejected": "b"}, '"chosen": give a text'),
-        ({"chosen": [*PROMPT, *GOOD], "rejected": [{"role": "user", "content": "Other."}, *BAD]}, "differ before"),
+        (
+            {"chosen": [*PROMPT, *GOOD], "rejected": [{"role": "user", "content": "Other."}, *BAD]},
+            "differ before",
+        ),
         ({"comparison": {"completion_A": GOOD}, "label": "A"}, "prompt_conversation"),
         ({"comparison": {}, "label": "C"}, "label is 'C'"),
     ],

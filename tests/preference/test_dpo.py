@@ -1,4 +1,6 @@
-"""DPO: the loss of TRL, the logprobs of transformers, and runs on the engine whose reference stays where it was."""
+"""DPO: the loss of TRL, the logprobs of transformers, and runs on the engine whose reference stays
+where it was.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,14 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.model_renderer import learn_renderer
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
-from planish.preference.dpo import Config, answer_logprob, dpo_loss, main, pair_loss, reference_logprobs
+from planish.preference.dpo import (
+    Config,
+    answer_logprob,
+    dpo_loss,
+    main,
+    pair_loss,
+    reference_logprobs,
+)
 from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
 from planish.preference.metric_definitions import definition_of
 from planish.runs import REFERENCE, checkpoint_of, read_rows
@@ -27,43 +36,65 @@ TRL = json.loads((Path(__file__).parent / "data" / "trl_dpo.json").read_text())
 
 
 def interleaved(kind):
-    return [value for pair in zip(TRL[f"{kind}_chosen"], TRL[f"{kind}_rejected"], strict=True) for value in pair]
+    return [
+        value
+        for pair in zip(TRL[f"{kind}_chosen"], TRL[f"{kind}_rejected"], strict=True)
+        for value in pair
+    ]
 
 
 LOSSES = {"dpo": DPOLoss, "ipo": IPOLoss, "simpo": SimPOLoss}
 SHARES = torch.tensor([0.0, 0.5, 0.3, 0.2])
-"""Each answer's logprob is spread over three tokens, with an unlearned one in front that must not count."""
+"""Each answer's logprob is spread over three tokens, with an unlearned one in front that must not
+count.
+"""
 
 
 def recorded_logprobs(dtype=torch.float32):
     assert TRL["tokens"] == 3
     unlearned = torch.tensor([-7.0, 0, 0, 0], dtype=dtype)
-    return [(SHARES.to(dtype) * value + unlearned).requires_grad_() for value in interleaved("policy")]
+    return [
+        (SHARES.to(dtype) * value + unlearned).requires_grad_() for value in interleaved("policy")
+    ]
 
 
-RECORDED = [Datum(ModelInput.from_ints([1] * 4), {"target_tokens": [1] * 4, "weights": [0.0, 1.0, 1.0, 1.0]})] * 24
+RECORDED = [
+    Datum(
+        ModelInput.from_ints([1] * 4), {"target_tokens": [1] * 4, "weights": [0.0, 1.0, 1.0, 1.0]}
+    )
+] * 24
 
 
 @pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"{case['name']} {case['options']}")
 def test_loss_measures_and_gradients_are_those_of_trl(case):
     loss = LOSSES[case["name"]](**case["options"])
     logprobs_D = recorded_logprobs()
-    value, measured = pair_loss(loss, RECORDED, logprobs_D, interleaved("reference") if loss.needs_reference else None)
+    value, measured = pair_loss(
+        loss, RECORDED, logprobs_D, interleaved("reference") if loss.needs_reference else None
+    )
     value.backward()
     assert value.dtype is torch.float32
     assert float(value.detach()) == pytest.approx(case["loss"], rel=1e-5)
     names = ("accuracy", "margin", "chosen_reward", "rejected_reward")
     assert measured == pytest.approx({name: case[name] for name in names}, rel=1e-5)
-    expected = [g for pair in zip(case["chosen_gradient"], case["rejected_gradient"], strict=True) for g in pair]
+    expected = [
+        g
+        for pair in zip(case["chosen_gradient"], case["rejected_gradient"], strict=True)
+        for g in pair
+    ]
     for logprobs, gradient in zip(logprobs_D, expected, strict=True):
         assert logprobs.grad is not None
-        torch.testing.assert_close(logprobs.grad, gradient * torch.tensor([0.0, 1.0, 1.0, 1.0]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            logprobs.grad, gradient * torch.tensor([0.0, 1.0, 1.0, 1.0]), rtol=1e-4, atol=1e-7
+        )
 
 
 def test_the_papers_formulas_in_float64():
     """A third computation, pair by pair, with nothing of torch's."""
     [chosen], [rejected] = (TRL[f"policy_{side}"][:1] for side in ("chosen", "rejected"))
-    [chosen_reference], [rejected_reference] = (TRL[f"reference_{side}"][:1] for side in ("chosen", "rejected"))
+    [chosen_reference], [rejected_reference] = (
+        TRL[f"reference_{side}"][:1] for side in ("chosen", "rejected")
+    )
     h = (chosen - chosen_reference) - (rejected - rejected_reference)
 
     def minus_log_sigmoid(x):
@@ -84,20 +115,34 @@ def test_the_papers_formulas_in_float64():
 
 def test_dpo_loss_is_a_custom_loss():
     case = TRL["cases"][0]
-    value, measured = dpo_loss(RECORDED, recorded_logprobs(), interleaved("reference"), case["options"]["beta"])
+    value, measured = dpo_loss(
+        RECORDED, recorded_logprobs(), interleaved("reference"), case["options"]["beta"]
+    )
     assert float(value.detach()) == measured["dpo_loss"] == pytest.approx(case["loss"], rel=1e-5)
 
 
 def builder(model, pairs, **changes):
-    common = ChatDatasetBuilderCommonConfig(**{"model_name_for_tokenizer": model, "batch_size": 5, **changes})
+    common = ChatDatasetBuilderCommonConfig(
+        **{"model_name_for_tokenizer": model, "batch_size": 5, **changes}
+    )
     comparisons = ComparisonBuilderFromRows(dataset=str(pairs), test_size=3)
     return DPODatasetBuilderFromComparisons(common_config=common, comparison_builder=comparisons)
 
 
 def train(client, model, pairs, path, max_length=None, **changes):
-    options = {"learning_rate": 1e-3, "lora_rank": 4, "num_epochs": 3, "save_every": 2, "eval_every": 3, **changes}
+    options = {
+        "learning_rate": 1e-3,
+        "lora_rank": 4,
+        "num_epochs": 3,
+        "save_every": 2,
+        "eval_every": 3,
+        **changes,
+    }
     config = Config(
-        log_path=str(path), model_name=model, dataset_builder=builder(model, pairs, max_length=max_length), **options
+        log_path=str(path),
+        model_name=model,
+        dataset_builder=builder(model, pairs, max_length=max_length),
+        **options,
     )
     return asyncio.run(main(config, client))
 
@@ -112,7 +157,9 @@ def by_transformers(model, datum):
     """The logprob of a datum's answer, in float32."""
     tokens = [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([tokens])).logits[0, :-1]
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(
+            torch.tensor([tokens])
+        ).logits[0, :-1]
     logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     return float((logprobs * datum.loss_fn_inputs["weights"].to_torch()).sum())
 
@@ -122,13 +169,19 @@ def test_rewards_are_the_difference_of_two_models_by_transformers(client, models
     _, test = builder(policy, pairs)()
     assert test is not None
     data = list(test.get_batch(0))
-    rewards = torch.tensor([0.1 * (by_transformers(policy, d) - by_transformers(reference, d)) for d in data])
+    rewards = torch.tensor(
+        [0.1 * (by_transformers(policy, d) - by_transformers(reference, d)) for d in data]
+    )
     margins = rewards[::2] - rewards[1::2]
-    run = train(client, policy, pairs, tmp_path / "run", reference_model_name=reference, max_steps=1)
+    run = train(
+        client, policy, pairs, tmp_path / "run", reference_model_name=reference, max_steps=1
+    )
     row = read_rows(run / "metrics.jsonl")[0]
     assert row["test/chosen_reward"] == pytest.approx(float(rewards[::2].mean()), abs=1e-5)
     assert row["test/rejected_reward"] == pytest.approx(float(rewards[1::2].mean()), abs=1e-5)
-    assert row["test/dpo_loss"] == pytest.approx(float(torch.log1p(torch.exp(-margins)).mean()), abs=1e-5)
+    assert row["test/dpo_loss"] == pytest.approx(
+        float(torch.log1p(torch.exp(-margins)).mean()), abs=1e-5
+    )
     assert row["test/accuracy"] == pytest.approx(float((margins > 0).float().mean()))
     chosen = [by_transformers(policy, datum) for datum in data[::2]]
     tokens = sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in data[::2])
@@ -138,13 +191,17 @@ def test_rewards_are_the_difference_of_two_models_by_transformers(client, models
 def test_preferences_are_learned_and_every_metric_is_defined(client, models, pairs, tmp_path):
     run = train(client, models[0], pairs, tmp_path / "run", dpo_beta=0.5, num_epochs=6)
     rows = read_rows(run / "metrics.jsonl")
-    assert rows[0]["dpo_loss"] == pytest.approx(0.693147, abs=1e-4), "policy and reference are the same at first"
+    assert rows[0]["dpo_loss"] == pytest.approx(0.693147, abs=1e-4), (
+        "policy and reference are the same at first"
+    )
     assert rows[0]["margin"] == pytest.approx(0.0, abs=1e-4)
     assert rows[0]["num_pairs"] == 5
     assert rows[-1]["test/margin"] > 0.5
     assert rows[-1]["test/accuracy"] == 1.0
     assert rows[-1]["test/dpo_loss"] < rows[0]["test/dpo_loss"]
-    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert [
+        key for row in rows for key in row if key != "step" and definition_of(key) is None
+    ] == []
 
 
 @pytest.mark.parametrize("loss", ["ipo", "simpo"])
@@ -154,7 +211,9 @@ def test_other_losses_learn_the_same_preferences(client, models, pairs, tmp_path
     assert rows[-1][f"test/{loss}_loss"] < rows[0][f"test/{loss}_loss"]
     assert rows[-1]["test/margin"] > rows[0]["test/margin"]
     assert "dpo_loss" not in rows[0]
-    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert [
+        key for row in rows for key in row if key != "step" and definition_of(key) is None
+    ] == []
     assert (run / REFERENCE).exists() == (loss == "ipo")
     if loss == "ipo":
         assert rows[0]["ipo_loss"] == pytest.approx(1 / (4 * 0.1**2), rel=1e-3), "beta is 0.1"
@@ -200,11 +259,15 @@ def test_a_resumed_run_keeps_its_reference_and_ends_as_if_it_was_not_stopped(
         for run in ("whole", "parts")
     )
     assert first == second
-    assert first[0]["chosen_reward"] == pytest.approx(0.0, abs=1e-4), "the reference is what the run begins with"
+    assert first[0]["chosen_reward"] == pytest.approx(0.0, abs=1e-4), (
+        "the reference is what the run begins with"
+    )
     assert abs(first[-1]["test/chosen_reward"]) > 1e-3
 
 
-def test_a_run_that_begins_once_more_names_its_reference_anew(client, models, pairs, tmp_path, monkeypatch):
+def test_a_run_that_begins_once_more_names_its_reference_anew(
+    client, models, pairs, tmp_path, monkeypatch
+):
     first, second = (
         str(train(client, models[0], pairs, tmp_path / name, max_steps=1, seed=seed))
         for seed, name in enumerate(("first", "second"))
@@ -221,14 +284,18 @@ def test_a_run_that_begins_once_more_names_its_reference_anew(client, models, pa
     named = json.loads((tmp_path / "run" / REFERENCE).read_text())
     assert named == {"model_path": checkpoint_of(second)}
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
-    assert row["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5), "policy and reference are the same at first"
+    assert row["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5), (
+        "policy and reference are the same at first"
+    )
 
 
 def test_pairs_beyond_the_context_are_cut_so_that_the_reference_holds_them_too(tmp_path):
     tiny_model(tmp_path / "short", max_context=100)
     rows = [{"prompt": f"Say {n}.", "chosen": "a" * 300, "rejected": "b"} for n in range(8)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with ServiceClient(models={"short": str(tmp_path / "short")}, data_dir=tmp_path / "data") as client:
+    with ServiceClient(
+        models={"short": str(tmp_path / "short")}, data_dir=tmp_path / "data"
+    ) as client:
         learn_renderer(client, "short")
         run = train(client, "short", tmp_path / "pairs.jsonl", tmp_path / "run", num_epochs=1)
     first, last = read_rows(run / "metrics.jsonl")
@@ -247,7 +314,9 @@ def test_a_test_set_of_which_nothing_is_left_is_refused(client, models, tmp_path
 
 
 @pytest.mark.parametrize("option", ["reference_model_name", "reference_checkpoint_path"])
-def test_a_reference_of_other_tokens_is_refused_before_anything_is_trained(client, models, pairs, tmp_path, option):
+def test_a_reference_of_other_tokens_is_refused_before_anything_is_trained(
+    client, models, pairs, tmp_path, option
+):
     other = shutil.copytree(models[1], tmp_path / "other")
     tokens = other / "tokenizer.json"
     tokens.write_text(tokens.read_text().replace("<think>", "<muse>"))
@@ -310,7 +379,9 @@ def test_reference_logprobs_are_the_trainers(client, models, pairs):
         ({"reference_model_name": "a", "reference_checkpoint_path": "b"}, "two references"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(client, models, pairs, tmp_path, changes, message):
+def test_an_option_that_cannot_be_right_is_refused(
+    client, models, pairs, tmp_path, changes, message
+):
     with pytest.raises(UserError, match=message):
         train(client, models[0], pairs, tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()

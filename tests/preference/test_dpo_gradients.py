@@ -1,6 +1,8 @@
-"""Gradients of DPO and its kin on LoRA's weights: the engine's against transformers, PEFT and TRL's formulas, in float32.
+"""Gradients of DPO and its kin on LoRA's weights: the engine's against transformers, PEFT and TRL's
+formulas, in float32.
 
-The engine's is read from a checkpoint: with beta1 = 0, the first moment that AdamW keeps is the gradient of the last step.
+The engine's is read from a checkpoint: with beta1 = 0, the first moment that AdamW keeps is the
+gradient of the last step.
 """
 
 import asyncio
@@ -26,15 +28,26 @@ from planish.types import CheckpointPath, LoraConfig
 RANK = 4
 ANSWERS = (("Yes, seven.", "No."), ("4", "It is hard to say, I think."), ("a b c", "a b d"))
 BETA, SMOOTHING, SIMPO_BETA, GAMMA = 0.3, 0.1, 2.0, 0.7
-LOSSES = {"dpo": DPOLoss(BETA, SMOOTHING), "ipo": IPOLoss(BETA), "simpo": SimPOLoss(SIMPO_BETA, GAMMA)}
+LOSSES = {
+    "dpo": DPOLoss(BETA, SMOOTHING),
+    "ipo": IPOLoss(BETA),
+    "simpo": SimPOLoss(SIMPO_BETA, GAMMA),
+}
 
 
-def trl_losses(name, chosen, rejected, chosen_reference, rejected_reference, chosen_tokens, rejected_tokens):
-    """As TRL 0.23.1 writes them: DPOTrainer.dpo_loss (sigmoid, ipo) and CPOTrainer.cpo_loss (simpo, of mean logprobs)."""
+def trl_losses(
+    name, chosen, rejected, chosen_reference, rejected_reference, chosen_tokens, rejected_tokens
+):
+    """As TRL 0.23.1 writes them: DPOTrainer.dpo_loss (sigmoid, ipo) and CPOTrainer.cpo_loss (simpo,
+    of mean logprobs).
+    """
     logits = (chosen - rejected) - (chosen_reference - rejected_reference)
     match name:
         case "dpo":
-            return -logsigmoid(BETA * logits) * (1 - SMOOTHING) - logsigmoid(-BETA * logits) * SMOOTHING
+            return (
+                -logsigmoid(BETA * logits) * (1 - SMOOTHING)
+                - logsigmoid(-BETA * logits) * SMOOTHING
+            )
         case "ipo":
             return (logits - 1 / (2 * BETA)) ** 2
         case _:
@@ -64,7 +77,9 @@ def data(renderer):
         return [{"role": role, "content": content}]
 
     comparisons = [
-        LabeledComparison(Comparison(says("user", "What?"), *(says("assistant", text) for text in pair)), "A")
+        LabeledComparison(
+            Comparison(says("user", "What?"), *(says("assistant", text) for text in pair)), "A"
+        )
         for pair in ANSWERS
     ]
     return Batch.joined(comparison_to_data(comparison, renderer) for comparison in comparisons)
@@ -72,8 +87,12 @@ def data(renderer):
 
 @pytest.fixture(scope="module")
 def trained(service_client, model, data):
-    """The path of a state whose adapter does something, so that both of LoRA's matrices have gradients."""
-    training_client = service_client.create_lora_training_client(base_model=model, rank=RANK, seed=0)
+    """The path of a state whose adapter does something, so that both of LoRA's matrices have
+    gradients.
+    """
+    training_client = service_client.create_lora_training_client(
+        base_model=model, rank=RANK, seed=0
+    )
     for _ in range(3):
         training_client.forward_backward(data[::2], "cross_entropy").result()
         training_client.optim_step(AdamParams(learning_rate=0.02)).result()
@@ -98,7 +117,9 @@ def engine_gradients(service_client, data_dir, trained, objective, data, model):
     path = training_client.save_state(f"stepped-{objective.name}").result().path
     moments = load_file(directory(data_dir, path) / "optimizer.safetensors")["exp_avg"]
     layout = LoraLayout(ModelConfig.from_directory(model), LoraConfig(rank=RANK))
-    return measured, {f"base_model.model.{name}.weight": view for name, view in layout.views(moments).items()}
+    return measured, {
+        f"base_model.model.{name}.weight": view for name, view in layout.views(moments).items()
+    }
 
 
 def answer_logprobs(model, data):
@@ -118,11 +139,15 @@ def peft_gradients(name, data_dir, trained, data, model):
     with torch.no_grad(), twin.disable_adapter():
         reference = answer_logprobs(twin, data)
     policy = answer_logprobs(twin, data)
-    tokens = torch.tensor([float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in data])
+    tokens = torch.tensor(
+        [float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in data]
+    )
     sides = [side for values in (policy, reference, tokens) for side in (values[::2], values[1::2])]
     loss = trl_losses(name, *sides).mean()
     loss.backward()
-    named = {key.replace(".default", ""): parameter.grad for key, parameter in twin.named_parameters()}
+    named = {
+        key.replace(".default", ""): parameter.grad for key, parameter in twin.named_parameters()
+    }
     return loss.item(), {key: grad for key, grad in named.items() if grad is not None}
 
 
@@ -131,7 +156,9 @@ def test_gradients_on_lora_weights_are_those_of_peft_by_trls_formula(
     service_client, data_dir, trained, data, model, name
 ):
     loss = LOSSES[name]
-    reference = service_client.create_sampling_client(base_model=model) if loss.needs_reference else None
+    reference = (
+        service_client.create_sampling_client(base_model=model) if loss.needs_reference else None
+    )
     objective = PairObjective(name, loss, reference)
     measured, ours = engine_gradients(service_client, data_dir, trained, objective, data, model)
     value, theirs = peft_gradients(name, data_dir, trained, data, model)

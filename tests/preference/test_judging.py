@@ -1,4 +1,6 @@
-"""Many comparisons at once: a model that scores answers reads each once, and says what it says one by one."""
+"""Many comparisons at once: a model that scores answers reads each once, and says what it says one
+by one.
+"""
 
 import asyncio
 import math
@@ -20,7 +22,8 @@ class Scoring:
     async def __call__(self, comparison):
         prompt = comparison.prompt_conversation
         return self.preference_between(
-            await self.score(prompt, comparison.completion_A), await self.score(prompt, comparison.completion_B)
+            await self.score(prompt, comparison.completion_A),
+            await self.score(prompt, comparison.completion_B),
         )
 
     async def score(self, prompt, answer):
@@ -35,7 +38,11 @@ class Scoring:
 def comparisons():
     answers = ([{"role": "assistant", "content": text}] for text in ("a", "ab", "ab", "abcd"))
     pairs = list(permutations(answers, 2))
-    return [Comparison([{"role": "user", "content": prompt}], *pair) for prompt in ("x", "xyz") for pair in pairs]
+    return [
+        Comparison([{"role": "user", "content": prompt}], *pair)
+        for prompt in ("x", "xyz")
+        for pair in pairs
+    ]
 
 
 def test_each_answer_is_read_once_and_the_preferences_are_those_of_single_comparisons():

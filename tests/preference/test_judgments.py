@@ -33,7 +33,9 @@ PAIRS = [
 
 async def shorter(comparison):
     """Favours short answers with 0.6, and the second place with 0.2."""
-    a, b = (len(answer[0]["content"]) for answer in (comparison.completion_A, comparison.completion_B))
+    a, b = (
+        len(answer[0]["content"]) for answer in (comparison.completion_A, comparison.completion_B)
+    )
     return 0.2 + (0.6 if b < a else -0.6)
 
 
@@ -71,7 +73,9 @@ def test_a_model_that_knows_places_alone_is_at_chance_and_finite():
 
 
 def test_one_comparison_says_nothing_of_the_spread():
-    assert "accuracy_stderr" not in measures(asyncio.run(judge(always_second, PAIRS[:1], both_orders=True)))
+    assert "accuracy_stderr" not in measures(
+        asyncio.run(judge(always_second, PAIRS[:1], both_orders=True))
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from([-1, 1]), st.floats(-1, 1)), min_size=1, max_size=40))
@@ -138,7 +142,9 @@ def test_nothing_is_asked_any_more_when_a_judge_has_ended(ask, pairs):
 
 
 def test_the_evaluator_names_its_measures_and_tells_what_it_left_out():
-    evaluator = HeldOutPreferences(PAIRS, lambda client: client, both_orders=False, left_out=2, name="dev")
+    evaluator = HeldOutPreferences(
+        PAIRS, lambda client: client, both_orders=False, left_out=2, name="dev"
+    )
     found = asyncio.run(evaluator(shorter))
     assert (found["dev/num_pairs"], found["dev/num_left_out"]) == (3, 2)
     assert all(name.startswith("dev/") for name in found)

@@ -7,15 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
-from planish.preference.matchups import Matchup, Result, Standing, TournamentPattern, chunks_of, matchups_of, standings
+from planish.preference.matchups import (
+    Matchup,
+    Result,
+    Standing,
+    TournamentPattern,
+    chunks_of,
+    matchups_of,
+    standings,
+)
 
 BOTH, ONE = TournamentPattern.ALL_PAIRS_BOTH_WAYS, TournamentPattern.ALL_PAIRS_ONE_WAY
 PATTERNS = st.sampled_from(TournamentPattern)
 
 
 def test_both_patterns_by_hand():
-    assert [(m.a, m.b) for m in matchups_of(3, BOTH)] == [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
-    assert [(m.a, m.b) for m in matchups_of(4, ONE)] == [(0, 1), (2, 0), (0, 3), (1, 2), (3, 1), (2, 3)]
+    assert [(m.a, m.b) for m in matchups_of(3, BOTH)] == [
+        (0, 1),
+        (1, 0),
+        (0, 2),
+        (2, 0),
+        (1, 2),
+        (2, 1),
+    ]
+    assert [(m.a, m.b) for m in matchups_of(4, ONE)] == [
+        (0, 1),
+        (2, 0),
+        (0, 3),
+        (1, 2),
+        (3, 1),
+        (2, 3),
+    ]
     assert TournamentPattern("all_pairs_both_ways") is BOTH
     assert TournamentPattern("all_pairs_one_way") is ONE
 
@@ -66,8 +88,15 @@ def test_what_one_wins_another_loses(answers, pattern, rng):
 
 def test_standings_by_hand():
     results = [Result(Matchup(0, 1), 1.0), Result(Matchup(1, 0), -0.5), Result(Matchup(0, 2), 0.25)]
-    assert standings(4, results) == [Standing(3, -1.75), Standing(2, 1.5), Standing(1, 0.25), Standing(0, 0.0)]
-    assert [standing.win_minus_loss for standing in standings(4, results)] == pytest.approx([-1.75 / 3, 0.75, 0.25, 0])
+    assert standings(4, results) == [
+        Standing(3, -1.75),
+        Standing(2, 1.5),
+        Standing(1, 0.25),
+        Standing(0, 0.0),
+    ]
+    assert [standing.win_minus_loss for standing in standings(4, results)] == pytest.approx(
+        [-1.75 / 3, 0.75, 0.25, 0]
+    )
 
 
 def test_chunks_of_one_are_refused():

@@ -8,11 +8,15 @@ from planish.metric_definition import with_table
 from planish.preference.model_metric_definitions import BEGIN, END, PAGE, SECTIONS, definition_of
 
 
-@pytest.mark.parametrize("metric", [m for section in SECTIONS for m in section.metrics], ids=lambda m: m.pattern)
+@pytest.mark.parametrize(
+    "metric", [m for section in SECTIONS for m in section.metrics], ids=lambda m: m.pattern
+)
 def test_no_pattern_hides_behind_an_earlier_one(metric):
     assert definition_of(re.sub(r"<\w+>", "something", metric.pattern)) is metric
 
 
 def test_the_page_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page, SECTIONS, BEGIN, END) == page, "run: python -m planish.preference.model_metric_definitions"
+    assert with_table(page, SECTIONS, BEGIN, END) == page, (
+        "run: python -m planish.preference.model_metric_definitions"
+    )

@@ -1,4 +1,6 @@
-"""Runs of preference models on the engine: they learn, they are calibrated, and what they leave can be used and gone on with."""
+"""Runs of preference models on the engine: they learn, they are calibrated, and what they leave can
+be used and gone on with.
+"""
 
 import asyncio
 import json
@@ -41,7 +43,10 @@ def client(tmp_path):
 def many_pairs(tmp_path_factory):
     """A file of 48 pairs: an answer with X is preferred to one with O, whichever is the longer."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    rows = [{"prompt": f"{n}?", "chosen": "X" * (1 + n % 3), "rejected": "O" * (1 + n % 2)} for n in range(48)]
+    rows = [
+        {"prompt": f"{n}?", "chosen": "X" * (1 + n % 3), "rejected": "O" * (1 + n % 2)}
+        for n in range(48)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -52,16 +57,28 @@ def builder(model, path, kind, **changes):
         common_config=ChatDatasetBuilderCommonConfig(
             model_name_for_tokenizer=model, batch_size=8, max_length=options["max_length"]
         ),
-        comparison_builder=ComparisonBuilderFromRows(dataset=str(path), test_size=options["test_size"]),
+        comparison_builder=ComparisonBuilderFromRows(
+            dataset=str(path), test_size=options["test_size"]
+        ),
         kind=kind,
         calibration_size=options["calibration_size"],
     )
 
 
 def config(model, path, kind, log_path, *, data=None, **changes):
-    options = {"learning_rate": 3e-3, "lora_rank": 4, "num_epochs": 6, "eval_every": 6, "save_every": 0, **changes}
+    options = {
+        "learning_rate": 3e-3,
+        "lora_rank": 4,
+        "num_epochs": 6,
+        "eval_every": 6,
+        "save_every": 0,
+        **changes,
+    }
     return Config(
-        log_path=str(log_path), model_name=model, dataset_builder=builder(model, path, kind, **(data or {})), **options
+        log_path=str(log_path),
+        model_name=model,
+        dataset_builder=builder(model, path, kind, **(data or {})),
+        **options,
     )
 
 
@@ -70,17 +87,25 @@ def run(client, *arguments, **changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_learns_is_calibrated_and_can_be_used_again(client, models, many_pairs, tmp_path, kind):
+def test_a_model_learns_is_calibrated_and_can_be_used_again(
+    client, models, many_pairs, tmp_path, kind
+):
     path = run(client, models[0], many_pairs, kind, tmp_path / "run", **ENOUGH[kind])
     rows = read_rows(path / "metrics.jsonl")
-    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert [
+        key for row in rows for key in row if key != "step" and definition_of(key) is None
+    ] == []
     assert rows[0]["num_pairs"] == 8
     assert rows[-1]["test/accuracy"] == 1.0
     assert rows[-1]["test/log_loss"] < rows[0]["test/log_loss"]
     assert ("test/position_bias" in rows[-1]) == (kind == "chat")
 
     description = Description.read(path)
-    assert (description.kind, description.calibration_pairs, description.test["num_pairs"]) == (kind, 6, 8)
+    assert (description.kind, description.calibration_pairs, description.test["num_pairs"]) == (
+        kind,
+        6,
+        8,
+    )
     assert description.temperature != 1.0
     model = PreferenceModelBuilderFromRun(path=str(path))(client)
     test = builder(models[0], many_pairs, kind).splits().test
@@ -116,19 +141,29 @@ def test_a_finished_run_is_left_alone_and_an_uncalibrated_one_is_calibrated(
 
 def test_splits_share_no_prompt_and_the_chat_model_sees_both_places(models, many_pairs):
     splits = builder(models[0], many_pairs, "chat").splits()
-    parts = [{prompt_of(labeled) for labeled in part} for part in (splits.train, splits.calibration, splits.test)]
+    parts = [
+        {prompt_of(labeled) for labeled in part}
+        for part in (splits.train, splits.calibration, splits.test)
+    ]
     assert [len(part) for part in parts] == [34, 6, 8]
     assert len(set.union(*parts)) == 48
     places = [labeled.label for labeled in splits.train]
     assert 10 < places.count("A") < 24
-    assert {labeled.label for labeled in builder(models[0], many_pairs, "bradley_terry").splits().train} == {"A"}
+    assert {
+        labeled.label for labeled in builder(models[0], many_pairs, "bradley_terry").splits().train
+    } == {"A"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ties_are_a_label_for_chat_and_nothing_for_bradley_terry(models, tmp_path, kind):
     path = tmp_path / "ties.jsonl"
-    tie = {"comparison": {"prompt_conversation": "?", "completion_A": "X", "completion_B": "O"}, "label": "Tie"}
-    path.write_text("".join(json.dumps(row) + "\n" for row in [tie] * 5 + [{**tie, "label": "B"}] * 8))
+    tie = {
+        "comparison": {"prompt_conversation": "?", "completion_A": "X", "completion_B": "O"},
+        "label": "Tie",
+    }
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [tie] * 5 + [{**tie, "label": "B"}] * 8)
+    )
     train, test = builder(models[0], path, kind, test_size=0, calibration_size=0)()
     assert test is None
     assert len(train.rows) == (13 if kind == "chat" else 8)
@@ -136,7 +171,10 @@ def test_ties_are_a_label_for_chat_and_nothing_for_bradley_terry(models, tmp_pat
 
 def test_test_pairs_that_are_too_long_are_told(client, models, tmp_path):
     path = tmp_path / "pairs.jsonl"
-    rows = [{"prompt": str(n), "chosen": "X" * (300 if n % 2 else 1), "rejected": "O"} for n in range(40)]
+    rows = [
+        {"prompt": str(n), "chosen": "X" * (300 if n % 2 else 1), "rejected": "O"}
+        for n in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"max_length": 200, "test_size": 10}
     done = run(client, models[0], path, "bradley_terry", tmp_path / "run", data=data, max_steps=1)
@@ -149,10 +187,15 @@ def test_test_pairs_that_are_too_long_are_told(client, models, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_beyond_the_context_are_left_out_and_those_within_it_judged(tmp_path, kind):
     tiny_model(tmp_path / "short", max_context=200)
-    with ServiceClient(models={"short": str(tmp_path / "short")}, data_dir=tmp_path / "data") as client:
+    with ServiceClient(
+        models={"short": str(tmp_path / "short")}, data_dir=tmp_path / "data"
+    ) as client:
         form = form_of(kind, learn_renderer(client, "short"), QUESTION)
         beside = longest(form, 1) - 1
-        rows = [{"prompt": f"{n}", "chosen": "X" * (198 - beside + n % 2), "rejected": "O"} for n in range(10, 60)]
+        rows = [
+            {"prompt": f"{n}", "chosen": "X" * (198 - beside + n % 2), "rejected": "O"}
+            for n in range(10, 60)
+        ]
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         done = run(client, "short", tmp_path / "pairs.jsonl", kind, tmp_path / "run", max_steps=1)
     row = read_rows(done / "metrics.jsonl")[0]
@@ -164,15 +207,24 @@ def test_pairs_beyond_the_context_are_left_out_and_those_within_it_judged(tmp_pa
 
 def longest(form, length):
     row = {"prompt": "10", "chosen": "X" * length, "rejected": "O"}
-    return max(datum.model_input.length for datum in form.data_of(read_comparison(row, "here"), None))
+    return max(
+        datum.model_input.length for datum in form.data_of(read_comparison(row, "here"), None)
+    )
 
 
 @pytest.mark.parametrize(("data", "left_out"), [({"test_size": 0}, None), ({"max_length": 200}, 2)])
-def test_a_run_without_a_pair_to_test_on_ends_as_others(client, models, tmp_path, capsys, data, left_out):
+def test_a_run_without_a_pair_to_test_on_ends_as_others(
+    client, models, tmp_path, capsys, data, left_out
+):
     for split, count, length in (("train", 20, 1), ("test", 2, 300)):
-        rows = [{"prompt": f"{split} {n}", "chosen": "X" * length, "rejected": "O"} for n in range(count)]
+        rows = [
+            {"prompt": f"{split} {n}", "chosen": "X" * length, "rejected": "O"}
+            for n in range(count)
+        ]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run(client, models[0], tmp_path, "bradley_terry", tmp_path / "run", data=data, max_steps=1)
+    done = run(
+        client, models[0], tmp_path, "bradley_terry", tmp_path / "run", data=data, max_steps=1
+    )
     assert Description.read(done).test == ({} if left_out is None else {"num_left_out": left_out})
     assert ("2 held-out pairs" in capsys.readouterr().out) == (left_out is not None)
 
@@ -185,13 +237,17 @@ def test_a_run_without_a_pair_to_test_on_ends_as_others(client, models, tmp_path
         ({"data": {"calibration_size": 40}}, "calibration_size=40: of"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(client, models, many_pairs, tmp_path, changes, message):
+def test_an_option_that_cannot_be_right_is_refused(
+    client, models, many_pairs, tmp_path, changes, message
+):
     with pytest.raises(UserError, match=message):
         run(client, models[0], many_pairs, "chat", tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_comparison_that_the_format_cannot_write_is_refused_with_its_number(client, models, tmp_path):
+def test_a_comparison_that_the_format_cannot_write_is_refused_with_its_number(
+    client, models, tmp_path
+):
     path = tmp_path / "bad.jsonl"
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "c"},

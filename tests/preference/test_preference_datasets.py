@@ -28,13 +28,19 @@ def says(role, content):
 
 
 def labeled(*prompt, label: Label = "A", first="short", second="a long one"):
-    return LabeledComparison(Comparison(prompt, [says("assistant", first)], [says("assistant", second)]), label)
+    return LabeledComparison(
+        Comparison(prompt, [says("assistant", first)], [says("assistant", second)]), label
+    )
 
 
 def learned(datum, renderer):
-    targets, weights = (datum.loss_fn_inputs[name].tolist() for name in ("target_tokens", "weights"))
+    targets, weights = (
+        datum.loss_fn_inputs[name].tolist() for name in ("target_tokens", "weights")
+    )
     assert set(weights) == {0.0, 1.0}
-    return renderer.tokenizer.decode([token for token, weight in zip(targets, weights, strict=True) if weight])
+    return renderer.tokenizer.decode(
+        [token for token, weight in zip(targets, weights, strict=True) if weight]
+    )
 
 
 def test_the_answers_are_learned_and_nothing_else(renderer):
@@ -58,33 +64,51 @@ def test_a_pair_that_is_too_long_is_cut_and_counted_or_left_out_whole(renderer):
 
 
 def config(**changes):
-    return ChatDatasetBuilderCommonConfig(**{"model_name_for_tokenizer": "tiny", "batch_size": 4, **changes})
+    return ChatDatasetBuilderCommonConfig(
+        **{"model_name_for_tokenizer": "tiny", "batch_size": 4, **changes}
+    )
 
 
 def test_batches_of_pairs_from_files(renderer, pairs, tmp_path):
     rows = ComparisonBuilderFromRows(dataset=str(pairs), test_size=3)
-    train, test = DPODatasetBuilderFromComparisons(common_config=config(), comparison_builder=rows)()
+    train, test = DPODatasetBuilderFromComparisons(
+        common_config=config(), comparison_builder=rows
+    )()
     assert test is not None
     assert (len(train), len(train.get_batch(0)), len(test), len(test.get_batch(0))) == (2, 8, 1, 6)
     for pair in pairs_of(train.get_batch(0)):
         assert len(learned(pair.chosen, renderer)) < len(learned(pair.rejected, renderer))
-    tie = {"comparison": {"prompt_conversation": "a", "completion_A": "b", "completion_B": "c"}, "label": "Tie"}
-    (tmp_path / "more.jsonl").write_text(json.dumps(tie) + "\n" + json.dumps({**tie, "label": "B"}) + "\n")
-    files = ComparisonBuilderFromJsonl(train_path=str(pairs), test_path=str(tmp_path / "more.jsonl"))
-    train, test = DPODatasetBuilderFromComparisons(common_config=config(), comparison_builder=files)()
+    tie = {
+        "comparison": {"prompt_conversation": "a", "completion_A": "b", "completion_B": "c"},
+        "label": "Tie",
+    }
+    (tmp_path / "more.jsonl").write_text(
+        json.dumps(tie) + "\n" + json.dumps({**tie, "label": "B"}) + "\n"
+    )
+    files = ComparisonBuilderFromJsonl(
+        train_path=str(pairs), test_path=str(tmp_path / "more.jsonl")
+    )
+    train, test = DPODatasetBuilderFromComparisons(
+        common_config=config(), comparison_builder=files
+    )()
     assert (len(train), test and len(test.get_batch(0))) == (3, 2)
 
 
 def test_what_cannot_be_learned_is_refused_before_anything_is(tmp_path, pairs):
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps({"prompt": [says("robot", "x")], "chosen": "a", "rejected": "b"}) + "\n")
+    bad.write_text(
+        json.dumps({"prompt": [says("robot", "x")], "chosen": "a", "rejected": "b"}) + "\n"
+    )
     builder = ComparisonBuilderFromJsonl(train_path=str(bad))
     with pytest.raises(UserError, match="train comparison 1: .*'robot'"):
-        DPODatasetBuilderFromComparisons(common_config=config(batch_size=1), comparison_builder=builder)()
+        DPODatasetBuilderFromComparisons(
+            common_config=config(batch_size=1), comparison_builder=builder
+        )()
     only_users = config(train_on_what=TrainOnWhat.ALL_MESSAGES)
     with pytest.raises(UserError, match="train_on_what=all_messages"):
         DPODatasetBuilderFromComparisons(
-            common_config=only_users, comparison_builder=ComparisonBuilderFromJsonl(train_path=str(pairs))
+            common_config=only_users,
+            comparison_builder=ComparisonBuilderFromJsonl(train_path=str(pairs)),
         )()
 
 

@@ -1,4 +1,6 @@
-"""Answers that are compared with each other: rewards by hand, errors of the judge, groups that lost a member."""
+"""Answers that are compared with each other: rewards by hand, errors of the judge, groups that lost
+a member.
+"""
 
 import asyncio
 import pickle
@@ -16,7 +18,10 @@ from planish.errors import NonFiniteError, UserError
 from planish.model_renderer import model_renderer
 from planish.preference.datasets import ComparisonBuilderFromJsonl
 from planish.preference.matchups import TournamentPattern
-from planish.preference.preference_envs import PairwisePreferenceGroupBuilder, PairwisePreferenceRLDatasetBuilder
+from planish.preference.preference_envs import (
+    PairwisePreferenceGroupBuilder,
+    PairwisePreferenceRLDatasetBuilder,
+)
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptsOfComparisons
 from planish.renderers import get_text_content
@@ -49,7 +54,9 @@ class Says(TokenCompleter):
 
 
 async def longer(comparison):
-    a, b = (get_text_content(side[0]) for side in (comparison.completion_A, comparison.completion_B))
+    a, b = (
+        get_text_content(side[0]) for side in (comparison.completion_A, comparison.completion_B)
+    )
     return float(np.sign(len(b) - len(a)))
 
 
@@ -80,15 +87,24 @@ def play(model, builder, texts, *, strategy=None, **options) -> Any:
 @pytest.mark.parametrize("pattern", TournamentPattern)
 def test_rewards_by_hand(models, pattern):
     """Lengths 1 to 4: each answer beats the shorter ones. The third was cut off."""
-    played = play(models[0], group(models[0], tournament_pattern=pattern), ["a", "ab", "...", "abcd"])
+    played = play(
+        models[0], group(models[0], tournament_pattern=pattern), ["a", "ab", "...", "abcd"]
+    )
     assert played.get_total_rewards() == pytest.approx([-1, -1 / 3, 1 / 3 - 1, 1])
     assert [metrics["format"] for metrics in played.metrics_G] == [1, 1, 0, 1]
-    assert [metrics["win_minus_loss"] for metrics in played.metrics_G] == pytest.approx([-1, -1 / 3, 1 / 3, 1])
-    assert [trajectory.stop_reason for trajectory in played.trajectories_G][2:] == ["max_tokens", "completed"]
+    assert [metrics["win_minus_loss"] for metrics in played.metrics_G] == pytest.approx(
+        [-1, -1 / 3, 1 / 3, 1]
+    )
+    assert [trajectory.stop_reason for trajectory in played.trajectories_G][2:] == [
+        "max_tokens",
+        "completed",
+    ]
 
 
 def test_ties_are_worth_nothing_and_chunks_do_not_meet(models):
-    played = play(models[0], group(models[0], size=6, matchup_group_size=3), ["a", "b", "c", "a", "ab", "ab"])
+    played = play(
+        models[0], group(models[0], size=6, matchup_group_size=3), ["a", "b", "c", "a", "ab", "ab"]
+    )
     assert played.get_total_rewards() == pytest.approx([0, 0, 0, -1, 0.5, 0.5])
 
 
@@ -124,7 +140,9 @@ def test_matchups_are_judged_at_once(models):
 def test_an_error_of_the_judge_ends_the_group(models):
     with pytest.raises(ConnectionError, match="the judge is away") as caught:
         play(models[0], group(models[0], Moody(1)), list("abcd"), strategy=FailFast())
-    assert "in compute_group_rewards of PairwisePreferenceGroupBuilder" in caught.value.__notes__[-1]
+    assert (
+        "in compute_group_rewards of PairwisePreferenceGroupBuilder" in caught.value.__notes__[-1]
+    )
 
 
 def test_an_error_of_the_judge_is_made_good_by_asking_again(models):
@@ -139,7 +157,8 @@ def test_a_group_whose_judge_stays_away_is_dropped(models):
 
 
 @pytest.mark.parametrize(
-    ("given", "error"), [(2, UserError), (float("nan"), NonFiniteError), ("A", UserError), (None, UserError)]
+    ("given", "error"),
+    [(2, UserError), (float("nan"), NonFiniteError), ("A", UserError), (None, UserError)],
 )
 def test_what_is_no_preference_is_refused_by_the_name_of_the_judge(models, given, error):
     async def odd(comparison):
@@ -154,7 +173,10 @@ def test_a_group_that_lost_members_is_judged_as_it_is(models):
     three = play(models[0], group(models[0]), ["a", "!", "ab", "abc"], strategy=strategy)
     assert three.get_total_rewards() == [-1, 0, 1]
     alone = play(models[0], group(models[0]), ["!", "!", "abc...", "!"], strategy=strategy)
-    assert (alone.get_total_rewards(), alone.metrics_G) == ([-1], [{"win_minus_loss": 0.0, "format": 0.0}])
+    assert (alone.get_total_rewards(), alone.metrics_G) == (
+        [-1],
+        [{"win_minus_loss": 0.0, "format": 0.0}],
+    )
 
 
 def test_a_limit_bounds_the_whole_reward(models):
@@ -189,7 +211,9 @@ class LongerBuilder(PreferenceModelBuilder):
 def built(models, pairs, **options) -> Any:
     usual: dict[str, Any] = {
         "prompt_builder": PromptsOfComparisons(
-            comparison_builder=ComparisonBuilderFromJsonl(train_path=str(pairs), test_path=str(pairs))
+            comparison_builder=ComparisonBuilderFromJsonl(
+                train_path=str(pairs), test_path=str(pairs)
+            )
         ),
         "preference_model_builder": LongerBuilder(),
         "policy_model_name": models[0],
@@ -214,7 +238,11 @@ def test_a_data_set_of_prompts(models, pairs):
 
 
 def test_long_prompts_are_left_out(models, pairs, caplog):
-    shortest = model_renderer(models[0]).build_generation_prompt([{"role": "user", "content": "Say 1."}]).length
+    shortest = (
+        model_renderer(models[0])
+        .build_generation_prompt([{"role": "user", "content": "Say 1."}])
+        .length
+    )
     train, _ = built(models, pairs, max_prompt_tokens=shortest, batch_size=16)
     assert len(train.get_batch(0)) == 10
     assert "3 of 13 prompts are longer" in caplog.text
@@ -222,7 +250,9 @@ def test_long_prompts_are_left_out(models, pairs, caplog):
         built(models, pairs, max_prompt_tokens=2)
 
 
-@pytest.mark.parametrize(("name", "value"), [("group_size", 1), ("matchup_group_size", 0), ("batch_size", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("group_size", 1), ("matchup_group_size", 0), ("batch_size", 0)]
+)
 def test_an_option_that_cannot_be_right(models, pairs, name, value):
     with pytest.raises(UserError, match="at least"):
         built(models, pairs, **{name: value})

@@ -15,4 +15,6 @@ def test_no_pattern_hides_behind_an_earlier_one(metric):
 
 def test_the_page_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page, (PAIRS,), BEGIN, END) == page, "run: python -m planish.preference.metric_definitions"
+    assert with_table(page, (PAIRS,), BEGIN, END) == page, (
+        "run: python -m planish.preference.metric_definitions"
+    )

@@ -6,7 +6,12 @@ import pytest
 
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilderFromJsonl
-from planish.preference.prompts import PromptsFromRows, PromptsOfComparisons, checked_prompts, read_prompt
+from planish.preference.prompts import (
+    PromptsFromRows,
+    PromptsOfComparisons,
+    checked_prompts,
+    read_prompt,
+)
 
 ASKED = [{"role": "user", "content": "Hello?"}]
 SAID = [{"role": "assistant", "content": "Yes."}]
@@ -23,7 +28,14 @@ SAID = [{"role": "assistant", "content": "Yes."}]
         {"conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Yes."}]},
         {"prompt": "Hello?", "chosen": "Yes.", "rejected": "No."},
         {"chosen": [*ASKED, *SAID], "rejected": [*ASKED, {"role": "assistant", "content": "No."}]},
-        {"comparison": {"prompt_conversation": ASKED, "completion_A": SAID, "completion_B": SAID}, "label": "Tie"},
+        {
+            "comparison": {
+                "prompt_conversation": ASKED,
+                "completion_A": SAID,
+                "completion_B": SAID,
+            },
+            "label": "Tie",
+        },
     ],
 )
 def test_a_row_has_a_prompt(row):
@@ -31,10 +43,16 @@ def test_a_row_has_a_prompt(row):
 
 
 def test_only_the_last_answer_is_left_out():
-    assert read_prompt({"messages": [*ASKED, *SAID, *ASKED, *SAID]}, "here") == [*ASKED, *SAID, *ASKED]
+    assert read_prompt({"messages": [*ASKED, *SAID, *ASKED, *SAID]}, "here") == [
+        *ASKED,
+        *SAID,
+        *ASKED,
+    ]
 
 
-@pytest.mark.parametrize("row", [{"messages": SAID}, {"text": "Hello?"}, {"prompt": []}, {"prompt": 3}])
+@pytest.mark.parametrize(
+    "row", [{"messages": SAID}, {"text": "Hello?"}, {"prompt": []}, {"prompt": 3}]
+)
 def test_a_row_without_one_is_refused_by_its_place(row):
     with pytest.raises(UserError, match="^row 7"):
         read_prompt(row, "row 7")
@@ -45,12 +63,16 @@ def test_prompts_of_a_file(tmp_path):
     path.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(10)))
     prompts = PromptsFromRows(dataset=str(path), test_size=3)()
     assert (len(prompts.train), len(prompts.test)) == (7, 3)
-    assert {p[0]["content"] for p in [*prompts.train, *prompts.test]} == {f"Say {n}." for n in range(10)}
+    assert {p[0]["content"] for p in [*prompts.train, *prompts.test]} == {
+        f"Say {n}." for n in range(10)
+    }
 
 
 def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*[{"prompt": "a"}] * 9, {"text": "a"}]))
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*[{"prompt": "a"}] * 9, {"text": "a"}])
+    )
     with pytest.raises(UserError, match="(train|test) row 10: the row has"):
         PromptsFromRows(dataset=str(path), test_size=4)()
 
@@ -59,8 +81,13 @@ def test_a_prompt_of_several_comparisons_comes_once(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n % 3}.", "chosen": "a", "rejected": "b"} for n in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = PromptsOfComparisons(comparison_builder=ComparisonBuilderFromJsonl(train_path=str(path)))()
-    assert ([p[0]["content"] for p in prompts.train], prompts.test) == (["Say 0.", "Say 1.", "Say 2."], [])
+    prompts = PromptsOfComparisons(
+        comparison_builder=ComparisonBuilderFromJsonl(train_path=str(path))
+    )()
+    assert ([p[0]["content"] for p in prompts.train], prompts.test) == (
+        ["Say 0.", "Say 1.", "Say 2."],
+        [],
+    )
 
 
 def test_what_the_format_cannot_express_is_refused_before_anything_is_sampled(renderer):

@@ -18,7 +18,9 @@ TRAIN = [pair(f"question {n % 10}", n, "Tie" if n % 10 == 9 else "A") for n in r
 def test_splits_share_no_prompt_and_lose_nothing_uncounted():
     test = [pair("question 3", 100), pair("new", 101)]
     splits = split_by_prompt(TRAIN, test, 2, seed=0)
-    train, calibration = ({prompt_of(each) for each in part} for part in (splits.train, splits.calibration))
+    train, calibration = (
+        {prompt_of(each) for each in part} for part in (splits.train, splits.calibration)
+    )
     assert not train & calibration
     assert not (train | calibration) & {prompt_of(each) for each in test}
     assert len(splits.calibration) == 2

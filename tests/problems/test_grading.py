@@ -119,5 +119,8 @@ def test_an_answer_on_which_the_library_fails_is_counted_and_raised(grader):
 def test_without_the_library_the_error_says_so(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with Grader() as grader, pytest.raises(WorkerStartError, match="ImportError: not here; is math-verify installed"):
+    with (
+        Grader() as grader,
+        pytest.raises(WorkerStartError, match="ImportError: not here; is math-verify installed"),
+    ):
         grader.equal("2+3", "5")

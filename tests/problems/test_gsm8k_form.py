@@ -21,14 +21,18 @@ def write(path, *rows):
 def test_a_worked_answer_is_taken_apart(tmp_path):
     write(tmp_path / "train.jsonl", ROW)
     [problem] = load_problems(str(tmp_path), "train")
-    assert problem == Problem("How many?", "1,007", "She has 2*3 = 6.\nThen 7.\nThe answer is \\boxed{1,007}")
+    assert problem == Problem(
+        "How many?", "1,007", "She has 2*3 = 6.\nThen 7.\nThe answer is \\boxed{1,007}"
+    )
     prompt = problem_prompt(problem)
     assert prompt[-1]["content"].startswith("How many?")
     assert "\\boxed{}" in prompt[-1]["content"]
 
 
 def test_an_answer_without_the_mark_is_the_answer(tmp_path):
-    [problem] = load_problems(str(write(tmp_path / "own.jsonl", {"question": "2+2?", "answer": "4"})), "train")
+    [problem] = load_problems(
+        str(write(tmp_path / "own.jsonl", {"question": "2+2?", "answer": "4"})), "train"
+    )
     assert (problem.answer, problem.solution) == ("4", "The answer is \\boxed{4}")
 
 
@@ -41,7 +45,10 @@ def test_parquet_in_parts(tmp_path):
     for part in range(2):
         table = pyarrow.Table.from_pylist([{**ROW, "question": f"part {part}"}])
         pyarrow.parquet.write_table(table, tmp_path / f"test-0000{part}-of-00002.parquet")
-    assert [problem.question for problem in load_problems(str(tmp_path), "test")] == ["part 0", "part 1"]
+    assert [problem.question for problem in load_problems(str(tmp_path), "test")] == [
+        "part 0",
+        "part 1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,9 @@ def test_the_hub_gets_the_config_of_the_name(monkeypatch):
     import datasets
 
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *where, split: asked.append((*where, split)) or [ROW])
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *where, split: asked.append((*where, split)) or [ROW]
+    )
     load_rows("openai/gsm8k", "train")
     load_rows("openai/gsm8k:socratic", "test")
     load_rows("some/one", "test")

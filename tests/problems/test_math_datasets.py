@@ -1,4 +1,6 @@
-r"""Collections in their published forms, from small files: what is read of a row, what is held out, what is refused."""
+r"""Collections in their published forms, from small files: what is read of a row, what is held out,
+what is refused.
+"""
 
 import json
 from pathlib import Path
@@ -19,14 +21,24 @@ def load(name, dataset, eval_problems=None, seed=0):
 
 def test_math_takes_answers_from_solutions_and_tests_from_their_own_field():
     splits = load("math", DATA / "math")
-    assert [problem.answer for problem in splits.train][:6] == ["98", "9", r"\frac{3}{7}", "1", "336", "3"]
+    assert [problem.answer for problem in splits.train][:6] == [
+        "98",
+        "9",
+        r"\frac{3}{7}",
+        "1",
+        "336",
+        "3",
+    ]
     assert [problem.answer for problem in splits.test] == ["102", "6", "30", r"4\sqrt3"]
     assert splits.train[0].question.startswith("A rectangular garden")
     assert not splits.notes
 
 
 def test_polaris_and_deepmath_hold_out_as_many_as_are_asked_for():
-    for name, answers in (("polaris", {"7", "43", "25"}), ("deepmath", {"Yes", r"\dfrac{5}{3}", "-2"})):
+    for name, answers in (
+        ("polaris", {"7", "43", "25"}),
+        ("deepmath", {"Yes", r"\dfrac{5}{3}", "-2"}),
+    ):
         splits = load(name, DATA / f"{name}.jsonl", eval_problems=3)
         assert (len(splits.train), len(splits.test)) == (7, 3)
         assert not {p.question for p in splits.train} & {p.question for p in splits.test}
@@ -42,7 +54,10 @@ def test_without_a_test_split_and_a_number_nothing_is_tested_and_a_note_says_so(
 
 
 def test_a_test_split_is_cut_to_its_first_problems():
-    assert [problem.answer for problem in load("math", DATA / "math", eval_problems=2).test] == ["102", "6"]
+    assert [problem.answer for problem in load("math", DATA / "math", eval_problems=2).test] == [
+        "102",
+        "6",
+    ]
     assert list(load("math", DATA / "math", eval_problems=0).test) == []
 
 
@@ -53,7 +68,11 @@ def test_a_directory_without_a_test_file_has_no_test_split(tmp_path):
 
 def test_every_reference_answer_of_the_files_is_found_in_its_own_solution():
     with Grader() as grader:
-        for name, dataset in (("math", "math"), ("polaris", "polaris.jsonl"), ("deepmath", "deepmath.jsonl")):
+        for name, dataset in (
+            ("math", "math"),
+            ("polaris", "polaris.jsonl"),
+            ("deepmath", "deepmath.jsonl"),
+        ):
             splits = load(name, DATA / dataset)
             for problem in [*splits.train, *splits.test]:
                 assert grader.equal(problem.answer, boxed_answer(problem.solution) or ""), problem
@@ -103,7 +122,8 @@ def test_rows_of_another_form_are_refused_by_their_place(tmp_path, name, row, fi
 
 
 @pytest.mark.parametrize(
-    ("answer", "read"), [(7, "7"), (r"\boxed{7}", "7"), (r" \frac{1}{2} ", r"\frac{1}{2}"), ("", "3"), (None, "3")]
+    ("answer", "read"),
+    [(7, "7"), (r"\boxed{7}", "7"), (r" \frac{1}{2} ", r"\frac{1}{2}"), ("", "3"), (None, "3")],
 )
 def test_math_has_the_answer_of_its_own_field_however_it_is_written(tmp_path, answer, read):
     row = {"problem": "p", "answer": answer, "solution": r"so \boxed{3}"}
@@ -113,7 +133,9 @@ def test_math_has_the_answer_of_its_own_field_however_it_is_written(tmp_path, an
 
 def test_numbers_are_answers_as_they_are_written(tmp_path):
     rows = [{"question": "a?", "final_answer": 2}, {"question": "b?", "final_answer": 0.5}]
-    answers = [problem.answer for problem in load("deepmath", write(tmp_path / "rows.jsonl", *rows)).train]
+    answers = [
+        problem.answer for problem in load("deepmath", write(tmp_path / "rows.jsonl", *rows)).train
+    ]
     assert answers == ["2", "0.5"]
 
 
@@ -145,7 +167,9 @@ def test_published_collections_without_a_test_split_are_not_asked_for_one(monkey
     monkeypatch.setattr(
         math_datasets,
         "load_rows",
-        lambda place, split: asked.append((place, split)) or [{"problem": f"{n}?", "answer": "1"} for n in range(4)],
+        lambda place, split: (
+            asked.append((place, split)) or [{"problem": f"{n}?", "answer": "1"} for n in range(4)]
+        ),
     )
     assert len(load_splits(COLLECTIONS["polaris"], None, eval_problems=1).test) == 1
     assert asked == [("POLARIS-Project/Polaris-Dataset-53K", "train")]

@@ -1,4 +1,6 @@
-"""Grading for code that awaits: the loop goes on, one process serves all, and what cannot be judged is said."""
+"""Grading for code that awaits: the loop goes on, one process serves all, and what cannot be judged
+is said.
+"""
 
 import asyncio
 import time
@@ -18,7 +20,9 @@ def grader():
 
 
 async def grades_of(grader, *answers):
-    return await asyncio.gather(*(grader.grade(rf"\boxed{{{answer}}}", "1/2") for answer in answers))
+    return await asyncio.gather(
+        *(grader.grade(rf"\boxed{{{answer}}}", "1/2") for answer in answers)
+    )
 
 
 def test_many_answers_at_once(grader):

@@ -23,7 +23,10 @@ def sums_dataset(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sums")
     for split, count in (("train", 26), ("test", 5)):
         rows = [
-            {"question": f"What is {n} + 2?", "answer": f"{n} + 2 = <<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}"}
+            {
+                "question": f"What is {n} + 2?",
+                "answer": f"{n} + 2 = <<{n}+2={n + 2}>>{n + 2}\n#### {n + 2}",
+            }
             for n in range(count)
         ]
         (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

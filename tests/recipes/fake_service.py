@@ -1,7 +1,8 @@
 """A service in a few lines: its "weights" are one number, the chance that it answers a sum rightly.
 
-It stands for an engine that may be killed: `die_at` ends the run (by an exception that nothing catches) before that many
-operations. States that were saved stay, as files would. It has the methods of the real clients that recipes use.
+It stands for an engine that may be killed: `die_at` ends the run (by an exception that nothing
+catches) before that many operations. States that were saved stay, as files would. It has the
+methods of the real clients that recipes use.
 """
 
 import random
@@ -54,7 +55,11 @@ class FakeService:
         self.operations.append(operation)
 
     def create_lora_training_client(
-        self, base_model: str, rank: int, seed: int | None, user_metadata: Mapping[str, str] | None = None
+        self,
+        base_model: str,
+        rank: int,
+        seed: int | None,
+        user_metadata: Mapping[str, str] | None = None,
     ) -> "FakeTrainingClient":
         return FakeTrainingClient(self, Weights(), base_model, rank)
 
@@ -78,7 +83,9 @@ class FakeTrainingClient:
         return self.service.tokenizer
 
     def get_info(self) -> Any:
-        return SimpleNamespace(model_data=SimpleNamespace(model_name=self.base_model), lora_rank=self.rank)
+        return SimpleNamespace(
+            model_data=SimpleNamespace(model_name=self.base_model), lora_rank=self.rank
+        )
 
     def save_weights_and_get_sampling_client(self) -> "FakeSamplingClient":
         self.service.count("publish")
@@ -92,9 +99,9 @@ class FakeTrainingClient:
     ) -> Future[ForwardBackwardOutput]:
         self.service.count(f"forward_backward {loss_fn} {loss_fn_config}")
         for datum in data:
-            assert {tensor.shape[0] for tensor in datum.loss_fn_inputs.values() if tensor.shape} == {
-                datum.model_input.length
-            }
+            assert {
+                tensor.shape[0] for tensor in datum.loss_fn_inputs.values() if tensor.shape
+            } == {datum.model_input.length}
         return done(self._scored(data))
 
     def optim_step(self, params: AdamParams) -> Future[OptimStepResponse]:
@@ -103,7 +110,9 @@ class FakeTrainingClient:
         self.weights = Weights(min(1.0, self.weights.chance + 0.1), self.weights.step + 1)
         return done(OptimStepResponse({"grad_norm": 1.0, "adam_step": float(self.weights.step)}))
 
-    def save_state(self, name: str, ttl_seconds: int | None = None, overwrite: bool = False) -> Future[Any]:
+    def save_state(
+        self, name: str, ttl_seconds: int | None = None, overwrite: bool = False
+    ) -> Future[Any]:
         self.service.count("save_state")
         path = f"planish://run/weights/{name}"
         self.service.states[path] = self.weights
@@ -115,7 +124,11 @@ class FakeTrainingClient:
 
     def _scored(self, data: list[Datum]) -> ForwardBackwardOutput:
         outputs = [
-            {"logprobs": TensorData(np.full(d.model_input.length, LOGPROB - GAP), "float32", [d.model_input.length])}
+            {
+                "logprobs": TensorData(
+                    np.full(d.model_input.length, LOGPROB - GAP), "float32", [d.model_input.length]
+                )
+            }
             for d in data
         ]
         return ForwardBackwardOutput("arrays", outputs, {"loss:sum": 1.0})
@@ -126,7 +139,9 @@ class FakeSamplingClient:
     service: FakeService
     chance: float
 
-    def sample(self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams) -> Future[SampleResponse]:
+    def sample(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
+    ) -> Future[SampleResponse]:
         self.service.count("sample")
         text = self.service.tokenizer.decode(prompt.to_ints())
         left, right = (int(number) for number in re.findall(r"(\d+) \+ (\d+)", text)[-1])
@@ -137,7 +152,9 @@ class FakeSamplingClient:
             answer = f" {value}" if "boxed" not in text else f" \\boxed{{{value}}}"
             tokens = self.service.tokenizer.encode(f"{answer}\n\nUser:")
             sequences.append(
-                SampledSequence("stop", str(index), np.array(tokens), np.full(len(tokens), LOGPROB, np.float32))
+                SampledSequence(
+                    "stop", str(index), np.array(tokens), np.full(len(tokens), LOGPROB, np.float32)
+                )
             )
         return done(SampleResponse(sequences))
 

@@ -15,20 +15,26 @@ from planish.rl.types import EnvGroupBuilder, RLDatasetBuilder, Trajectory, Traj
 
 @dataclass
 class ScriptedPolicy(TokenCompleter):
-    """`answer` is called with the text of the last user message. An answer that ends with "..." is cut off."""
+    """`answer` is called with the text of the last user message. An answer that ends with "..." is
+    cut off.
+    """
 
     model_name: str
     answer: Callable[[str], str]
     asked: list[str] = field(default_factory=list)
 
-    async def __call__(self, model_input: Any, stop: Any, *, max_tokens: int | None = None) -> TokensWithLogprobs:
+    async def __call__(
+        self, model_input: Any, stop: Any, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
         renderer = model_renderer(self.model_name)
         text = renderer.tokenizer.decode(model_input.to_ints())
         self.asked.append(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)[-1])
         await asyncio.sleep(0)
         said = self.answer(self.asked[-1])
         is_cut = said.endswith("...")
-        tokens = renderer.tokenizer.encode(said if is_cut else f"{said}<|im_end|>", add_special_tokens=False)
+        tokens = renderer.tokenizer.encode(
+            said if is_cut else f"{said}<|im_end|>", add_special_tokens=False
+        )
         return TokensWithLogprobs(tokens, [-1.0] * len(tokens), "length" if is_cut else "stop")
 
 
@@ -44,7 +50,9 @@ def play(builder: EnvGroupBuilder, policy: TokenCompleter, **options: Any) -> Tr
 
 
 def is_one_sequence(trajectory: Trajectory) -> bool:
-    """Whether an episode of several turns is one sequence in which everything that was sampled is trained on."""
+    """Whether an episode of several turns is one sequence in which everything that was sampled is
+    trained on.
+    """
     sequences = trajectory_to_data(trajectory, 1.0)
     sampled = sum(len(turn.ac.tokens) for turn in trajectory.transitions)
     return len(sequences) == 1 and sequences[0].mask_N.sum() == sampled

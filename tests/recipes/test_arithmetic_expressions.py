@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.recipes.arithmetic_expressions import MAX_CHARS, ExpressionError, decimal, evaluate, last_number
+from planish.recipes.arithmetic_expressions import (
+    MAX_CHARS,
+    ExpressionError,
+    decimal,
+    evaluate,
+    last_number,
+)
 
 NUMBERS = st.integers(0, 999).map(str)
 EXPRESSIONS = st.recursive(
@@ -24,7 +30,9 @@ EXPRESSIONS = st.recursive(
 @given(EXPRESSIONS)
 def test_equal_to_python_on_fractions(expression):
     """`eval` of a text that this test made, with each number as a fraction."""
-    exact = "".join(f"Fraction({token})" if token.isdigit() else token for token in tokens(expression))
+    exact = "".join(
+        f"Fraction({token})" if token.isdigit() else token for token in tokens(expression)
+    )
     try:
         expected = eval(exact, {"Fraction": Fraction})
     except ZeroDivisionError:

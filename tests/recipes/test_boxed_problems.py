@@ -1,4 +1,6 @@
-r"""Questions with answers in a box as environments: prompt, reward, and groups that travel as a few bytes."""
+r"""Questions with answers in a box as environments: prompt, reward, and groups that travel as a few
+bytes.
+"""
 
 import asyncio
 import pickle
@@ -54,10 +56,16 @@ def test_another_suffix_changes_the_worked_question_too(renderer):
         (r"\boxed{0.5} or \boxed{3}", [EOS_TOKEN_ID], 0.0, 0, 1),
     ],
 )
-def test_the_reward_is_correct_and_a_tenth_less_without_the_form(renderer, text, tokens, reward, correct, form):
+def test_the_reward_is_correct_and_a_tenth_less_without_the_form(
+    renderer, text, tokens, reward, correct, form
+):
     _, result = play(BoxedProblemEnv(renderer, PROBLEM), text, tokens)
     assert result.reward == pytest.approx(reward)
-    assert (result.metrics["correct"], result.metrics["format"], result.metrics["unjudged"]) == (correct, form, 0)
+    assert (result.metrics["correct"], result.metrics["format"], result.metrics["unjudged"]) == (
+        correct,
+        form,
+        0,
+    )
     assert result.episode_done
 
 
@@ -87,7 +95,12 @@ def test_the_builder_gives_groups_to_train_on_and_single_attempts_to_test(model)
     assert len(envs) == 3
     assert len({env.problem.question for env in envs}) == 1
     tests = [asyncio.run(builder.make_envs()) for builder in test.get_batch(0)]
-    assert [[env.problem.answer for env in envs] for envs in tests] == [["102"], ["6"], ["30"], [r"4\sqrt3"]]
+    assert [[env.problem.answer for env in envs] for envs in tests] == [
+        ["102"],
+        ["6"],
+        ["30"],
+        [r"4\sqrt3"],
+    ]
 
 
 def test_a_group_travels_light_and_is_the_same_elsewhere(model):
@@ -95,7 +108,10 @@ def test_a_group_travels_light_and_is_the_same_elsewhere(model):
     builder = train.get_batch(0)[0]
     sent = pickle.dumps(builder)
     assert len(sent) < 2000
-    [here, *_], [there, *_] = asyncio.run(builder.make_envs()), asyncio.run(pickle.loads(sent).make_envs())
+    [here, *_], [there, *_] = (
+        asyncio.run(builder.make_envs()),
+        asyncio.run(pickle.loads(sent).make_envs()),
+    )
     assert asyncio.run(here.initial_observation()) == asyncio.run(there.initial_observation())
     assert here.renderer is there.renderer is model_renderer(model, None)
 

@@ -20,13 +20,27 @@ def read(row, shown_tests=2, max_tests=None):
     ("row", "test"),
     [
         ({"tests": [{"input": "2 3\n", "output": "5\n"}]}, SUM),
-        ({"tests": [{"input": "2 3\n", "output": "5\n", "type": "stdin_stdout", "fn_name": None}]}, SUM),
+        (
+            {
+                "tests": [
+                    {"input": "2 3\n", "output": "5\n", "type": "stdin_stdout", "fn_name": None}
+                ]
+            },
+            SUM,
+        ),
         ({"tests": [{"input": "2 3\n", "output": "5\n", "testtype": "stdin"}]}, SUM),
         ({"tests": {"inputs": ["2 3\n"], "outputs": ["5\n"]}}, SUM),
         ({"tests": {"inputs": [["2 3", ""]], "outputs": [["5", ""]]}}, SUM),
         ({"input_output": {"inputs": ["2 3\n"], "outputs": ["5\n"], "fn_name": None}}, SUM),
         ({"tests": [{"fn_name": "add", "input": [2, 3], "output": 5}]}, ADD),
-        ({"tests": [{"type": "function_call", "fn_name": "add", "input": [2, 3], "output": [5]}]}, ADD),
+        (
+            {
+                "tests": [
+                    {"type": "function_call", "fn_name": "add", "input": [2, 3], "output": [5]}
+                ]
+            },
+            ADD,
+        ),
         ({"input_output": {"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"}}, ADD),
         (
             {
@@ -107,7 +121,9 @@ def test_metadata_of_other_collections_say_nothing_of_functions(metadata):
 
 
 def test_rows_of_another_form_are_refused():
-    with pytest.raises(UserError, match="row 1: needs a text in one of question, problem.*the row has"):
+    with pytest.raises(
+        UserError, match="row 1: needs a text in one of question, problem.*the row has"
+    ):
         read({})
     with pytest.raises(UserError, match="row 1: needs a text"):
         read_problem({"question": 3, "tests": []}, "row 1", 2, None)
@@ -123,7 +139,10 @@ def test_which_tests_are_public():
     own = read({"tests": tests, "public_tests": [{"input": "9", "output": "9"}]})
     assert own is not None
     assert own.public_tests == (StdinTest("9", "9"),)
-    assert read({"tests": tests, "starter_code": "class Solution:\n"}).starter_code == "class Solution:"  # type: ignore[union-attr]
+    assert (
+        read({"tests": tests, "starter_code": "class Solution:\n"}).starter_code
+        == "class Solution:"
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -141,5 +160,8 @@ def test_drawn_functions_pass_their_own_tests(steps):
         assert drawn.problem.question.count(", then ") == steps - 1
         questions.add(drawn.problem.question)
     assert len(questions) > 60
-    assert draw_function(random.Random(5), steps).problem == draw_function(random.Random(5), steps).problem
+    assert (
+        draw_function(random.Random(5), steps).problem
+        == draw_function(random.Random(5), steps).problem
+    )
     assert applied([], 3) == 3

@@ -11,7 +11,11 @@ from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
 
 from planish.errors import UserError
 from planish.recipes import code_rl as recipe
-from planish.recipes.code_datasets import CodeDatasetBuilder, FunctionDatasetBuilder, shown_functions
+from planish.recipes.code_datasets import (
+    CodeDatasetBuilder,
+    FunctionDatasetBuilder,
+    shown_functions,
+)
 from planish.recipes.code_env import CodeGroup, Rules, as_answer, clipped, read_program, report
 from planish.recipes.code_problems import CodeProblem
 from planish.recipes.code_rl import Options
@@ -20,16 +24,31 @@ from planish.recipes.training_run import read_options
 from planish.rl.message_env import EnvFromMessageEnv
 from planish.rl.rollout_limits import RolloutLimits
 from planish.runs import read_rows
-from planish.sandbox import FunctionTest, Limits, Outcome, Sandbox, SandboxUnavailableError, StdinTest, TestResult
+from planish.sandbox import (
+    FunctionTest,
+    Limits,
+    Outcome,
+    Sandbox,
+    SandboxUnavailableError,
+    StdinTest,
+    TestResult,
+)
 from planish.sandbox.sandbox import Ending, Execution
 
 DOUBLE = CodeProblem(
     "Double x.",
-    (FunctionTest("f", (3,), 6), FunctionTest("f", (0,), 0), FunctionTest("f", (-5,), -10), FunctionTest("f", (2,), 4)),
+    (
+        FunctionTest("f", (3,), 6),
+        FunctionTest("f", (0,), 0),
+        FunctionTest("f", (-5,), -10),
+        FunctionTest("f", (2,), 4),
+    ),
     (FunctionTest("f", (3,), 6),),
 )
 ECHO = CodeProblem(
-    "Print what you read.", (StdinTest("a\n", "a\n"), StdinTest("b\n", "b\n")), (StdinTest("a\n", "a\n"),)
+    "Print what you read.",
+    (StdinTest("a\n", "a\n"), StdinTest("b\n", "b\n")),
+    (StdinTest("a\n", "a\n"),),
 )
 RIGHT = as_answer("def f(x):\n    return 2 * x")
 WRONG = as_answer("def f(x):\n    return x + 2")
@@ -52,7 +71,11 @@ def played(small_model):
         answers: Any = answer if callable(answer) else lambda _: answer
         policy = ScriptedPolicy(small_model, answers)
         group = play(CodeGroup(small_model, None, Rules(**rules), problem, (), 1), policy)
-        [trajectory], [reward], [metrics] = group.trajectories_G, group.get_total_rewards(), group.metrics_G
+        [trajectory], [reward], [metrics] = (
+            group.trajectories_G,
+            group.get_total_rewards(),
+            group.metrics_G,
+        )
         return trajectory, reward, metrics, policy.asked
 
     return one
@@ -154,17 +177,30 @@ def test_an_episode_that_a_limit_ends_counts_its_last_program(small_model):
 
 def execution(**changes):
     return Execution(
-        **{"ending": Ending.EXITED, "exit_code": 1, "stdout": b"", "stderr": b"", "seconds": 0.1, **changes}
+        **{
+            "ending": Ending.EXITED,
+            "exit_code": 1,
+            "stdout": b"",
+            "stderr": b"",
+            "seconds": 0.1,
+            **changes,
+        }
     )
 
 
 def test_reports_say_what_happened():
     call, echo = DOUBLE.tests[0], ECHO.tests[0]
-    failed = TestResult(Outcome.FAILED, execution(stderr=b"Traceback\n  File\nNameError: name 'y'\n"), "")
+    failed = TestResult(
+        Outcome.FAILED, execution(stderr=b"Traceback\n  File\nNameError: name 'y'\n"), ""
+    )
     assert report(call, failed) == "f(3) must return 6. It failed: NameError: name 'y'."
-    assert report(call, TestResult(Outcome.FAILED, execution(exit_code=139), "")).endswith("It failed: exit code 139.")
+    assert report(call, TestResult(Outcome.FAILED, execution(exit_code=139), "")).endswith(
+        "It failed: exit code 139."
+    )
     assert report(call, TestResult(Outcome.TIME, execution(), "")).endswith("It took too long.")
-    assert report(call, TestResult(Outcome.OUTPUT, execution(), "")).endswith("It printed without end.")
+    assert report(call, TestResult(Outcome.OUTPUT, execution(), "")).endswith(
+        "It printed without end."
+    )
     wrong = TestResult(Outcome.WRONG, execution(exit_code=0), "b\n")
     assert report(echo, wrong) == "For the input\na\nit must print\na\n It printed\nb\n"
     assert clipped("x" * 1000) == "x" * 400 + " ... (1000 characters)"
@@ -195,7 +231,8 @@ def test_tests_and_examples_are_not_trained_on(small_model):
     assert not tested & trained
     assert not shown & (tested | trained)
     with pytest.raises(
-        UserError, match="eval_problems=5000: there are about 1.. functions of steps=1, .* give at most"
+        UserError,
+        match="eval_problems=5000: there are about 1.. functions of steps=1, .* give at most",
     ):
         made(FunctionDatasetBuilder(model_name=small_model, eval_problems=5000))
     assert made(FunctionDatasetBuilder(model_name=small_model, eval_problems=0))[1] is None
@@ -218,7 +255,9 @@ def test_rows_of_a_file(small_model, tmp_path, capsys):
     assert len(train) == 3
     assert "1 of 11 rows have no tests that can be run" in capsys.readouterr().out
     train, test = made(CodeDatasetBuilder(model_name=small_model, dataset=file, eval_problems=3))
-    questions = {group.problem.question for index in range(len(train)) for group in train.get_batch(index)}
+    questions = {
+        group.problem.question for index in range(len(train)) for group in train.get_batch(index)
+    }
     held_out = {group.problem.question for group in test.get_batch(0)}
     assert (len(questions), len(held_out), questions & held_out) == (7, 3, set())
     with pytest.raises(UserError, match="eval_problems=10: .* has no test split"):
@@ -249,7 +288,9 @@ def test_the_worked_examples_are_right(small_model):
     """A policy that copies them is right about them."""
     for function in shown_functions(2):
         builder = CodeGroup(small_model, None, Rules(), function.problem, (), 1)
-        policy = ScriptedPolicy(small_model, lambda _, solution=function.solution: as_answer(solution))
+        policy = ScriptedPolicy(
+            small_model, lambda _, solution=function.solution: as_answer(solution)
+        )
         assert play(builder, policy).get_total_rewards() == [1.0]
 
 
@@ -289,13 +330,19 @@ def test_presets_are_options():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["env=solve"], ["env=repair", "max_turns=2", "reward=fraction", "steps=2"], ["FILE"]]
+    "arguments",
+    [["env=solve"], ["env=repair", "max_turns=2", "reward=fraction", "steps=2"], ["FILE"]],
 )
 def test_a_run_and_its_resumption(arguments, small_model, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
     if arguments == ["FILE"]:
         arguments = [f"dataset={write(tmp_path / 'problems.jsonl', map(row, range(10)))}"]
-    given = [f"model_name={small_model}", f"log_path={tmp_path / 'run'}", "lora_rank=4", "max_tokens=6"]
+    given = [
+        f"model_name={small_model}",
+        f"log_path={tmp_path / 'run'}",
+        "lora_rank=4",
+        "max_tokens=6",
+    ]
     given += ["eval_every=1", "eval_problems=2", "batch_size=2", "group_size=2", *arguments]
     for steps in (1, 2):
         path = recipe.main(read_options(Options, {}, [*given, f"max_steps={steps}"]))

@@ -1,9 +1,17 @@
-"""Drawn pairs: both answers are right, length says nothing, and tests hold other questions and other words."""
+"""Drawn pairs: both answers are right, length says nothing, and tests hold other questions and
+other words.
+"""
 
 import pytest
 
 from planish.errors import UserError
-from planish.recipes.courteous_answers import COURTEOUS, RUDE, TEST_COURTEOUS, TEST_RUDE, CourteousAnswersBuilder
+from planish.recipes.courteous_answers import (
+    COURTEOUS,
+    RUDE,
+    TEST_COURTEOUS,
+    TEST_RUDE,
+    CourteousAnswersBuilder,
+)
 
 
 def answers_of(pairs):
@@ -26,7 +34,11 @@ def test_both_answers_are_right_and_differ_in_their_words(splits):
     assert (len(train), len(test)) == (129, 40)
     for pairs, courteous, rude in ((train, COURTEOUS, RUDE), (test, TEST_COURTEOUS, TEST_RUDE)):
         for pair, (chosen, rejected) in zip(pairs, answers_of(pairs), strict=True):
-            a, b = (int(word.strip("?")) for word in question_of(pair).split() if word.strip("?").isdigit())
+            a, b = (
+                int(word.strip("?"))
+                for word in question_of(pair).split()
+                if word.strip("?").isdigit()
+            )
             result = f" {a} + {b} is {a + b}."
             assert chosen.removesuffix(result) in courteous
             assert rejected.removesuffix(result) in rude

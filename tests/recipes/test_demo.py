@@ -25,13 +25,23 @@ def test_the_demo_writes_one_row_a_step_and_reports_what_it_found(service, tmp_p
     assert (run / "reward.png").exists()
 
 
-def test_the_demo_names_a_command_that_talks_with_what_it_made(service, tmp_path, capsys, monkeypatch):
+def test_the_demo_names_a_command_that_talks_with_what_it_made(
+    service, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(demo, "ServiceClient", lambda data_dir: nullcontext(service))
     run = demo.main(demo.Config(model_name="tiny", log_path=str(tmp_path / "demo"), steps=1))
     [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("talk: ")]
     _, python, *words = command.split()
     assert Path(python).samefile(sys.executable)
-    assert words == ["-m", "planish", "chat", "--model", str(run), "--data-dir", str(run / "checkpoints")]
+    assert words == [
+        "-m",
+        "planish",
+        "chat",
+        "--model",
+        str(run),
+        "--data-dir",
+        str(run / "checkpoints"),
+    ]
 
 
 def test_held_out_sums_are_never_trained_on_in_either_order():
@@ -80,7 +90,10 @@ def test_ctrl_c_says_what_the_same_command_does(capsys):
     def interrupted(config):
         raise KeyboardInterrupt
 
-    for again, told in (({}, "goes on from the last checkpoint"), ({"again": "begins anew"}, "begins anew")):
+    for again, told in (
+        ({}, "goes on from the last checkpoint"),
+        ({"again": "begins anew"}, "begins anew"),
+    ):
         with pytest.raises(SystemExit) as ended:
             training_run.run_command(interrupted, demo.Config, {}, [], **again)
         assert ended.value.code == 130

@@ -1,4 +1,6 @@
-"""The recipes of distillation from their options to their files, on a tiny model that knows nothing."""
+"""The recipes of distillation from their options to their files, on a tiny model that knows
+nothing.
+"""
 
 import json
 from typing import Any
@@ -50,7 +52,9 @@ def on_policy_options(small_model, tmp_path, env="arithmetic", **changes):
 
 def check_metrics(run):
     rows = read_rows(run / "metrics.jsonl")
-    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert [
+        key for row in rows for key in row if key != "step" and definition_of(key) is None
+    ] == []
     return rows
 
 
@@ -64,15 +68,23 @@ def test_on_policy_with_the_tests_of_its_env(small_model, tmp_path, engine):
     assert (config["recipe_name"], config["advantage"]) == ("on_policy_distillation", "none")
 
 
-def test_on_policy_with_several_data_sets_and_a_teacher_for_each(small_model, tmp_path, engine, questions):
+def test_on_policy_with_several_data_sets_and_a_teacher_for_each(
+    small_model, tmp_path, engine, questions
+):
     other = str(tiny_model(tmp_path / "other", seed=1))
-    more = (on_policy_distillation.Source(env="prompts", dataset=questions, batch_size=3, teacher_model=other),)
+    more = (
+        on_policy_distillation.Source(
+            env="prompts", dataset=questions, batch_size=3, teacher_model=other
+        ),
+    )
     options = on_policy_options(small_model, tmp_path, more=more, max_steps=1, max_prompt_tokens=50)
     [row] = check_metrics(on_policy_distillation.main(options, engine))
     assert row["teacher_kl/dataset_0"] == pytest.approx(0.0, abs=1e-4)
     assert abs(row["teacher_kl/dataset_1"]) > 1e-4
     assert (row["env/all/total_episodes"], row["env/prompts/total_episodes"]) == (10, 6)
-    builder = on_policy_distillation.distillation_config(options).dataset_builder.parts[1].dataset_builder
+    builder = (
+        on_policy_distillation.distillation_config(options).dataset_builder.parts[1].dataset_builder
+    )
     assert isinstance(builder, PromptOnlyDatasetBuilder)
     assert builder.max_prompt_tokens == 50
 
@@ -101,8 +113,16 @@ def test_on_policy_refuses_what_cannot_be_right(small_model, tmp_path, changes, 
 
 
 def test_on_policy_options_of_the_command_line():
-    arguments = ["env=prompts", "dataset=a.jsonl", "teacher_model=x", "more.0.env=gsm8k", "more.0.teacher_checkpoint=y"]
-    options = read_options(on_policy_distillation.Options, *on_policy_distillation.with_sizes(arguments))
+    arguments = [
+        "env=prompts",
+        "dataset=a.jsonl",
+        "teacher_model=x",
+        "more.0.env=gsm8k",
+        "more.0.teacher_checkpoint=y",
+    ]
+    options = read_options(
+        on_policy_distillation.Options, *on_policy_distillation.with_sizes(arguments)
+    )
     assert (options.max_tokens, options.log_path.rpartition("-")[2]) == (512, "prompts")
     assert options.more == (on_policy_distillation.Source(env="gsm8k", teacher_checkpoint="y"),)
 
@@ -129,12 +149,16 @@ def ends(monkeypatch):
     """Answers of a random model have no end; here each ends where it was cut off."""
     parse = Renderer.parse_response
     monkeypatch.setattr(
-        Renderer, "parse_response", lambda self, tokens: Parsed(parse(self, tokens).message, Termination.STOP_SEQUENCE)
+        Renderer,
+        "parse_response",
+        lambda self, tokens: Parsed(parse(self, tokens).message, Termination.STOP_SEQUENCE),
     )
 
 
 def test_off_policy_on_sums_that_the_teacher_answers(small_model, tmp_path, engine, ends):
-    options = taught_options(off_policy_distillation, small_model, tmp_path, teacher_model=small_model, topk=4)
+    options = taught_options(
+        off_policy_distillation, small_model, tmp_path, teacher_model=small_model, topk=4
+    )
     rows = check_metrics(off_policy_distillation.main(options, engine))
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert "test/teacher_kl" in rows[-1]
@@ -145,7 +169,9 @@ def test_off_policy_on_sums_that_the_teacher_answers(small_model, tmp_path, engi
 
 
 def test_only_one_process_has_the_teacher_answer(small_model, tmp_path, engine, ends):
-    options = taught_options(off_policy_distillation, small_model, tmp_path, teacher_model=small_model, topk=4)
+    options = taught_options(
+        off_policy_distillation, small_model, tmp_path, teacher_model=small_model, topk=4
+    )
     other = hold_directory(tmp_path / "run", "log_path", "this run")
     with pytest.raises(UserError, match="log_path=.*: another process is writing this run"):
         off_policy_distillation.main(options, engine)
@@ -156,7 +182,9 @@ def test_only_one_process_has_the_teacher_answer(small_model, tmp_path, engine, 
 
 def test_off_policy_on_given_answers(small_model, tmp_path, engine):
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Say {n}.", "completion": f"{n}"}) + "\n" for n in range(10)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"Say {n}.", "completion": f"{n}"}) + "\n" for n in range(10))
+    )
     options = taught_options(
         off_policy_distillation,
         small_model,
@@ -181,7 +209,10 @@ def test_off_policy_on_given_answers(small_model, tmp_path, engine):
             "max_tokens=8: the answers are those of",
         ),
         ({"teacher_model": "x", "dataset": "chats.jsonl"}, "max_operand=3 is for sums"),
-        ({"teacher_model": "x", "dataset": "chats.jsonl", "teacher_answers": True}, "max_operand=3 is for sums"),
+        (
+            {"teacher_model": "x", "dataset": "chats.jsonl", "teacher_answers": True},
+            "max_operand=3 is for sums",
+        ),
         ({"teacher_model": "x", "topk": 0}, "topk=0"),
         ({"teacher_model": "x", "num_prompts": 0}, "num_prompts=0"),
         ({"teacher_model": "x", "train_on_what": "all_messages"}, "train_on_what="),
@@ -190,12 +221,16 @@ def test_off_policy_on_given_answers(small_model, tmp_path, engine):
 )
 def test_off_policy_refuses_what_cannot_be_right(small_model, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
-        off_policy_distillation.main(taught_options(off_policy_distillation, small_model, tmp_path, **changes))
+        off_policy_distillation.main(
+            taught_options(off_policy_distillation, small_model, tmp_path, **changes)
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_prompt_distillation_of_sums(small_model, tmp_path, engine, ends):
-    run = prompt_distillation.main(taught_options(prompt_distillation, small_model, tmp_path), engine)
+    run = prompt_distillation.main(
+        taught_options(prompt_distillation, small_model, tmp_path), engine
+    )
     rows = check_metrics(run)
     assert rows[-1]["test/nll"] < rows[0]["test/nll"]
     assert rows[-1]["test/env/all/ob_tokens_per_turn"] < 60, "tested without the worked examples"
@@ -208,11 +243,15 @@ def test_prompt_distillation_of_sums(small_model, tmp_path, engine, ends):
 @pytest.mark.parametrize("name", ["prompt.txt", "prompt.json"])
 def test_prompt_distillation_of_a_file(small_model, tmp_path, engine, questions, ends, name):
     text = "Answer as a pirate."
-    (tmp_path / name).write_text(json.dumps([{"role": "system", "content": text}]) if name.endswith("json") else text)
+    (tmp_path / name).write_text(
+        json.dumps([{"role": "system", "content": text}]) if name.endswith("json") else text
+    )
 
     def options(num_prompts: int) -> Any:
         given = {"dataset": questions, "prompt": str(tmp_path / name), "max_operand": None}
-        return taught_options(prompt_distillation, small_model, tmp_path, num_prompts=num_prompts, **given)
+        return taught_options(
+            prompt_distillation, small_model, tmp_path, num_prompts=num_prompts, **given
+        )
 
     rows = check_metrics(prompt_distillation.main(options(7), engine))
     assert [row["step"] for row in rows] == [0, 1]
@@ -224,22 +263,33 @@ def test_prompt_distillation_of_a_file(small_model, tmp_path, engine, questions,
 
 def test_too_few_prompts_are_refused_before_the_teacher_is_asked(small_model, tmp_path, engine):
     options = taught_options(prompt_distillation, small_model, tmp_path, num_prompts=5)
-    with pytest.raises(UserError, match="there are 5 prompts, and batch_size=4 with test_size=2 needs 6"):
+    with pytest.raises(
+        UserError, match="there are 5 prompts, and batch_size=4 with test_size=2 needs 6"
+    ):
         prompt_distillation.main(options, engine)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "at least one"), ('[{"role": "user"}]', "is empty")],
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "at least one"),
+        ('[{"role": "user"}]', "is empty"),
+    ],
 )
 def test_prompt_distillation_refuses_a_prompt_that_is_none(small_model, tmp_path, content, message):
     path = tmp_path / "prompt.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match=message):
-        prompt_distillation.main(taught_options(prompt_distillation, small_model, tmp_path, prompt=str(path)))
-    other = taught_options(prompt_distillation, small_model, tmp_path, dataset="x.jsonl", max_operand=None)
+        prompt_distillation.main(
+            taught_options(prompt_distillation, small_model, tmp_path, prompt=str(path))
+        )
+    other = taught_options(
+        prompt_distillation, small_model, tmp_path, dataset="x.jsonl", max_operand=None
+    )
     with pytest.raises(UserError, match="prompt is missing"):
         prompt_distillation.main(other)
     assert not (tmp_path / "run").exists()

@@ -38,14 +38,19 @@ def test_drawn_pairs_teach_a_style(small_model, tmp_path, engine):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert rows[-1]["test/margin"] > rows[0]["test/margin"]
     config = json.loads((run / "config.json").read_text())
-    assert (config["recipe_name"], config["dataset_builder"]["comparison_builder"]["largest"]) == ("dpo", 4)
+    assert (config["recipe_name"], config["dataset_builder"]["comparison_builder"]["largest"]) == (
+        "dpo",
+        4,
+    )
 
 
 def test_pairs_of_a_file(small_model, tmp_path, engine):
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n}.", "chosen": str(n), "rejected": "no"} for n in range(12)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = dpo.main(options_of(small_model, tmp_path, dataset=str(path), max_steps=None, largest=None), engine)
+    run = dpo.main(
+        options_of(small_model, tmp_path, dataset=str(path), max_steps=None, largest=None), engine
+    )
     assert [row.get("num_pairs") for row in read_rows(run / "metrics.jsonl")] == [4, 4, None]
 
 
@@ -56,7 +61,9 @@ def test_drawn_pairs_hold_out_their_sums_in_either_order(kind):
     assert len(set(sums)) == len(sums)
     assert len(test) == 6
     held_out = {frozenset(sum_of(pair)) for pair in test}
-    assert {frozenset(pair) for pair in sums} - held_out == {frozenset(sum_of(pair)) for pair in train}
+    assert {frozenset(pair) for pair in sums} - held_out == {
+        frozenset(sum_of(pair)) for pair in train
+    }
     assert drawn_pairs(5, 6, 0, kind) == (train, test) != drawn_pairs(5, 6, 1, kind)
 
 
@@ -94,7 +101,14 @@ def test_pairs_of_results_differ_by_the_result_alone():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("batch_size", 0), ("test_size", 15), ("largest", 0), ("dpo_beta", 0.0), ("max_steps", 0), ("drawn", "manner")],
+    [
+        ("batch_size", 0),
+        ("test_size", 15),
+        ("largest", 0),
+        ("dpo_beta", 0.0),
+        ("max_steps", 0),
+        ("drawn", "manner"),
+    ],
 )
 def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}="):

@@ -1,4 +1,6 @@
-"""Pairs by exchange: right by construction, and nothing about an answer alone tells which is preferred."""
+"""Pairs by exchange: right by construction, and nothing about an answer alone tells which is
+preferred.
+"""
 
 from collections import Counter
 
@@ -6,7 +8,12 @@ import pytest
 
 from planish.errors import UserError
 from planish.preference.splits import prompt_of
-from planish.recipes.exchanged_answers import Answered, ExchangedSolutionsBuilder, ExchangedSumsBuilder, exchanges
+from planish.recipes.exchanged_answers import (
+    Answered,
+    ExchangedSolutionsBuilder,
+    ExchangedSumsBuilder,
+    exchanges,
+)
 
 
 def answers_of(pairs):
@@ -24,7 +31,9 @@ def test_the_preferred_sum_is_right_and_the_other_one_wrong():
     assert len(test) == 40
     assert len(train) > 350
     for pair, (chosen, rejected) in zip([*train, *test], answers_of([*train, *test]), strict=True):
-        a, b = (int(word.strip("?")) for word in question_of(pair).split() if word.strip("?").isdigit())
+        a, b = (
+            int(word.strip("?")) for word in question_of(pair).split() if word.strip("?").isdigit()
+        )
         assert chosen == f"The answer is {a + b}."
         assert rejected != chosen
     assert not {prompt_of(pair) for pair in train} & {prompt_of(pair) for pair in test}
@@ -41,8 +50,12 @@ def test_no_answer_is_told_by_itself_nor_by_its_length(side, sums_dataset):
     for builder in builders:
         pairs = builder()[side == "test"]
         chosen, rejected = zip(*answers_of(pairs), strict=True)
-        assert Counter(chosen) == Counter(rejected), "each answer is preferred as often as it is rejected"
-        assert sum(len(c) > len(r) for c, r in answers_of(pairs)) == sum(len(c) < len(r) for c, r in answers_of(pairs))
+        assert Counter(chosen) == Counter(rejected), (
+            "each answer is preferred as often as it is rejected"
+        )
+        assert sum(len(c) > len(r) for c, r in answers_of(pairs)) == sum(
+            len(c) < len(r) for c, r in answers_of(pairs)
+        )
 
 
 def test_solutions_are_exchanged_with_those_of_nearly_their_length():
@@ -57,7 +70,9 @@ def test_solutions_of_a_test_split_are_the_tests(sums_dataset):
     assert (len(train), len(test)) == (26, 4)
     whole, none = ExchangedSolutionsBuilder(questions=str(sums_dataset), test_size=0, seed=0)()
     assert (whole, none) == (train, [])
-    one_file = ExchangedSolutionsBuilder(questions=str(sums_dataset / "train.jsonl"), test_size=6, seed=0)
+    one_file = ExchangedSolutionsBuilder(
+        questions=str(sums_dataset / "train.jsonl"), test_size=6, seed=0
+    )
     train, test = one_file()
     assert (len(train), len(test)) == (20, 6)
     questions = {question_of(pair) for pair in test}

@@ -41,7 +41,10 @@ def group_of(model, secret, size=1, hints=False):
 
 
 def test_halving_finds_every_number_but_one(small_model):
-    groups = [play(group_of(small_model, secret), ScriptedPolicy(small_model, Halver())) for secret in range(16)]
+    groups = [
+        play(group_of(small_model, secret), ScriptedPolicy(small_model, Halver()))
+        for secret in range(16)
+    ]
     assert [group.get_total_rewards() for group in groups] == [[1.0]] * 15 + [[0.0]]
     assert [group.metrics_G for group in groups] == [[{"found": 1.0}]] * 15 + [[{"found": 0.0}]]
     assert all(is_one_sequence(group.trajectories_G[0]) for group in groups)
@@ -70,13 +73,23 @@ def test_rewards(small_model, guesses, reward, replies):
 
 def test_players_of_a_group_do_not_share_what_they_know(small_model):
     said = iter(["12", "3", "13", "9", "9"])
-    group = play(group_of(small_model, 9, size=2), ScriptedPolicy(small_model, lambda _: next(said)))
+    group = play(
+        group_of(small_model, 9, size=2), ScriptedPolicy(small_model, lambda _: next(said))
+    )
     assert group.get_total_rewards() == [0.75, 1.0]
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("7", 7), (" I say 12!", 12), ("3.75", None), ("", None), ("seven", None), ("9" * 5000, None), ("²", None)],
+    [
+        ("7", 7),
+        (" I say 12!", 12),
+        ("3.75", None),
+        ("", None),
+        ("seven", None),
+        ("9" * 5000, None),
+        ("²", None),
+    ],
 )
 def test_reading_a_guess(text, number):
     assert read_guess(text) == number
@@ -135,7 +148,13 @@ def test_the_test_of_a_long_range_is_a_sample_of_it(small_model):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("largest", 0), ("max_guesses", 0), ("waste_cost", -1.0), ("batch_size", 0), ("group_size", 1)],
+    [
+        ("largest", 0),
+        ("max_guesses", 0),
+        ("waste_cost", -1.0),
+        ("batch_size", 0),
+        ("group_size", 1),
+    ],
 )
 def test_options_that_cannot_be_right(option, value):
     with pytest.raises(UserError, match=f"{option}={value}"):

@@ -1,4 +1,6 @@
-"""math_rl: each kind of environment from its options to its rows, and options that an env would ignore are refused."""
+"""math_rl: each kind of environment from its options to its rows, and options that an env would
+ignore are refused.
+"""
 
 from pathlib import Path
 
@@ -35,7 +37,11 @@ ENVS = [
     ("math", {"dataset": str(DATA / "math")}, {"correct", "format", "unjudged"}),
     ("polaris", {"dataset": str(DATA / "polaris.jsonl")}, {"correct", "format", "unjudged"}),
     ("deepmath", {"dataset": str(DATA / "deepmath.jsonl")}, {"correct", "format", "unjudged"}),
-    ("reasoning_gym:chain_sum", {"task": {"max_terms": 2}, "shown_examples": 1}, {"correct", "format", "score"}),
+    (
+        "reasoning_gym:chain_sum",
+        {"task": {"max_terms": 2}, "shown_examples": 1},
+        {"correct", "format", "score"},
+    ),
 ]
 
 
@@ -45,7 +51,14 @@ def test_two_steps_of_each_kind(model, service, sums_dataset, tmp_path, env, cha
         pytest.importorskip("reasoning_gym")
     if changes.get("dataset") == "sums":
         changes = {"dataset": str(sums_dataset)}
-    small = {"batch_size": 2, "group_size": 2, "lora_rank": 4, "max_tokens": 4, "max_steps": 2, "eval_problems": 2}
+    small = {
+        "batch_size": 2,
+        "group_size": 2,
+        "lora_rank": 4,
+        "max_tokens": 4,
+        "max_steps": 2,
+        "eval_problems": 2,
+    }
     options = options_for(env, model_name=model, log_path=str(tmp_path / "run"), **small, **changes)
     run = math_rl.main(options, service)
     rows = read_rows(run / "metrics.jsonl")
@@ -70,11 +83,20 @@ def test_each_env_brings_its_sizes_and_options_override_them():
 
 def test_options_reach_the_data():
     task = {"max_terms": 3}
-    builder = dataset_builder(options_for("reasoning_gym:chain_sum", task=task, seed=4, eval_problems=7))
+    builder = dataset_builder(
+        options_for("reasoning_gym:chain_sum", task=task, seed=4, eval_problems=7)
+    )
     assert isinstance(builder, TaskDatasetBuilder)
-    assert (builder.task_name, builder.task, builder.seed, builder.eval_problems) == ("chain_sum", task, 4, 7)
+    assert (builder.task_name, builder.task, builder.seed, builder.eval_problems) == (
+        "chain_sum",
+        task,
+        4,
+        7,
+    )
     assert builder.shown_examples == 2
-    assert dataset_builder(options_for("chain_sum")) == dataset_builder(options_for("reasoning_gym:chain_sum"))
+    assert dataset_builder(options_for("chain_sum")) == dataset_builder(
+        options_for("reasoning_gym:chain_sum")
+    )
     builder = dataset_builder(options_for("arithmetic", max_operand=9, group_size=5))
     assert isinstance(builder, SumDatasetBuilder)
     assert (builder.max_operand, builder.group_size) == (9, 5)
@@ -94,12 +116,20 @@ def test_the_sizes_of_every_env_are_right(env):
 @pytest.mark.parametrize(
     ("env", "changes", "message"),
     [
-        ("arithmetic", {"dataset": "rows.jsonl"}, "dataset=rows.jsonl: env=arithmetic has no such option"),
+        (
+            "arithmetic",
+            {"dataset": "rows.jsonl"},
+            "dataset=rows.jsonl: env=arithmetic has no such option",
+        ),
         ("math", {"max_operand": 10}, "max_operand=10: env=math has no such option"),
         ("math", {"task": {"max_terms": 3}}, "task=.*env=math has no such option"),
         ("polaris", {"shown_examples": 0}, "shown_examples=0: env=polaris"),
         ("arithmetic", {"max_operand": 0}, "max_operand=0"),
-        ("arithmetic", {"max_steps": None}, "max_steps=None: give a number: env=arithmetic has no end"),
+        (
+            "arithmetic",
+            {"max_steps": None},
+            "max_steps=None: give a number: env=arithmetic has no end",
+        ),
         ("arithmetic", {"num_epochs": 2}, "num_epochs=2: give 1"),
         ("arithmetic", {"group_size": 1}, "group_size=1"),
         ("gsm8k", {"batch_size": 0}, "batch_size=0"),

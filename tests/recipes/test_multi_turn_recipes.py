@@ -36,7 +36,9 @@ def options(request, small_model, tmp_path, monkeypatch):
             "max_steps=2",
             "eval_every=1",
         ]
-        return recipe, read_options(recipe.Options, recipe.PRESETS, [*given, "max_tokens=6", *SMALL[name], *arguments])
+        return recipe, read_options(
+            recipe.Options, recipe.PRESETS, [*given, "max_tokens=6", *SMALL[name], *arguments]
+        )
 
     return read
 
@@ -70,7 +72,10 @@ def test_what_a_game_is_about_is_in_the_rows(options):
     recipe, config = options("twenty_questions", "max_steps=1")
     run = recipe.main(config)
     assert "found" in str(read_rows(run / "metrics.jsonl")[0])
-    assert json.loads((run / "config.json").read_text())["dataset_builder"]["answerer_model"] == config.model_name
+    assert (
+        json.loads((run / "config.json").read_text())["dataset_builder"]["answerer_model"]
+        == config.model_name
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -79,4 +84,6 @@ def test_presets_are_options(name):
     for preset in recipe.PRESETS:
         config = read_options(recipe.Options, recipe.PRESETS, [f"preset={preset}", "seed=3"])
         assert config.seed == 3
-        assert {key: getattr(config, key) for key in recipe.PRESETS[preset]} == recipe.PRESETS[preset]
+        assert {key: getattr(config, key) for key in recipe.PRESETS[preset]} == recipe.PRESETS[
+            preset
+        ]

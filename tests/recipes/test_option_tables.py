@@ -1,7 +1,7 @@
 """The recipes' pages tell the defaults of the options, and of presets, that the code has.
 
-A cell is compared where it is plainly values: as many as its row has names, each a number or a word. The others (`none`, "the test split", an option
-whose default is worked out) are for people.
+A cell is compared where it is plainly values: as many as its row has names, each a number or a
+word. The others (`none`, "the test split", an option whose default is worked out) are for people.
 """
 
 import importlib
@@ -25,7 +25,9 @@ def cells(line: str) -> list[str]:
 
 
 def rows_of(text: str) -> Iterator[tuple[list[str], str, str]]:
-    """(names, heading of the column, cell) for each column of defaults of each row, in tables of options."""
+    """(names, heading of the column, cell) for each column of defaults of each row, in tables of
+    options.
+    """
     for table in re.findall(r"^\| option \|.*(?:\n\|.*)+", text, re.MULTILINE):
         heading, _, *lines = table.splitlines()
         for line in lines:
@@ -60,16 +62,16 @@ def test_defaults_are_those_of_the_code(page: Path):
         texts = cell.split(", ")
         if len(texts) != len(names) or not cell:
             continue
-        options = options_of(recipe, [*NEEDED.get(page.stem, []), *re.findall(r"preset=\w+", column)])
+        options = options_of(
+            recipe, [*NEEDED.get(page.stem, []), *re.findall(r"preset=\w+", column)]
+        )
         for name, text in zip(names, texts, strict=True):
             value = reduce(lambda part, field: getattr(part, field, None), name.split("."), options)
             assert is_told(text, value), f"{page.name}: {name} is {value!r} by {column}, not {text}"
 
 
 def test_a_wrong_number_would_be_seen():
-    table = (
-        "| option | default | `preset=hard` | |\n|---|---|---|---|\n| `steps`, `rate` | 3, 1e-4 | all | how many |\n"
-    )
+    table = "| option | default | `preset=hard` | |\n|---|---|---|---|\n| `steps`, `rate` | 3, 1e-4 | all | how many |\n"
     assert list(rows_of(table)) == [
         (["steps", "rate"], "default", "3, 1e-4"),
         (["steps", "rate"], "`preset=hard`", "all"),

@@ -33,8 +33,12 @@ def options_of(small_model, tmp_path, **changes):
     return preference_model.Options(**{**usual, **changes})
 
 
-@pytest.mark.parametrize(("pairs", "kind"), [("courtesy", "chat"), ("sums", "bradley_terry"), ("solutions", "chat")])
-def test_made_pairs_of_each_sort_train_a_model(small_model, tmp_path, engine, sums_dataset, pairs, kind):
+@pytest.mark.parametrize(
+    ("pairs", "kind"), [("courtesy", "chat"), ("sums", "bradley_terry"), ("solutions", "chat")]
+)
+def test_made_pairs_of_each_sort_train_a_model(
+    small_model, tmp_path, engine, sums_dataset, pairs, kind
+):
     given = {"questions": str(sums_dataset), "largest": None} if pairs == "solutions" else {}
     options = options_of(small_model, tmp_path, kind=kind, pairs=pairs, **given)
     run = preference_model.main(options, engine)
@@ -58,16 +62,26 @@ def test_comparisons_of_a_file_and_a_question_of_ones_own(small_model, tmp_path,
     yes = [{"role": "assistant", "content": "5"}]
     no = [{"role": "assistant", "content": "no"}]
     prompt = [{"role": "user", "content": "Say 5."}]
-    there, back = (asyncio.run(model(Comparison(prompt, *answers))) for answers in ((yes, no), (no, yes)))
+    there, back = (
+        asyncio.run(model(Comparison(prompt, *answers))) for answers in ((yes, no), (no, yes))
+    )
     assert there == -back
     assert -1 < there < 1
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("batch_size", 0), ("test_size", 100), ("largest", 0), ("calibration_size", -1), ("max_steps", 0)],
+    [
+        ("batch_size", 0),
+        ("test_size", 100),
+        ("largest", 0),
+        ("calibration_size", -1),
+        ("max_steps", 0),
+    ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, engine, name, value):
+def test_an_option_that_cannot_be_right_is_refused_by_name(
+    small_model, tmp_path, engine, name, value
+):
     with pytest.raises(UserError, match=f"{name}="):
         preference_model.main(options_of(small_model, tmp_path, **{name: value}), engine)
     assert not (tmp_path / "run").exists()
@@ -77,8 +91,14 @@ def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path
     ("given", "message"),
     [
         ({"dataset": "pairs.jsonl"}, "largest=4 is for pairs that are made"),
-        ({"dataset": "pairs.jsonl", "largest": None, "pairs": "courtesy"}, "pairs=courtesy is for pairs that are made"),
-        ({"dataset": "pairs.jsonl", "largest": None, "questions": "a"}, "questions=a is for pairs that are made"),
+        (
+            {"dataset": "pairs.jsonl", "largest": None, "pairs": "courtesy"},
+            "pairs=courtesy is for pairs that are made",
+        ),
+        (
+            {"dataset": "pairs.jsonl", "largest": None, "questions": "a"},
+            "questions=a is for pairs that are made",
+        ),
         ({"pairs": "solutions"}, "largest=4 is for pairs=courtesy"),
         ({"questions": "a"}, "questions=a is for pairs=solutions"),
         ({"question": "Good?"}, "question=Good.* is for kind=bradley_terry"),

@@ -1,4 +1,6 @@
-"""Tasks of reasoning-gym: made and scored in a process apart, the same everywhere, harmless to the one that asks."""
+"""Tasks of reasoning-gym: made and scored in a process apart, the same everywhere, harmless to the
+one that asks.
+"""
 
 import asyncio
 import pickle
@@ -48,12 +50,17 @@ def test_entries_and_scores_are_those_of_the_library(process):
     ours = process("letter_counting", size=50, max_words=6)
     for index in (0, 5, 49):
         entry = ours.entry(index)
-        assert (entry.question, entry.answer) == (dataset[index]["question"], dataset[index]["answer"])
+        assert (entry.question, entry.answer) == (
+            dataset[index]["question"],
+            dataset[index]["answer"],
+        )
     for response in (dataset[5]["answer"], f"it is {dataset[5]['answer']}", "none", ""):
         assert score(ours, response) == dataset.score_answer(response, dataset[5])
 
 
-def test_an_entry_does_not_depend_on_the_order_of_sets_in_the_process_that_asks(process, monkeypatch):
+def test_an_entry_does_not_depend_on_the_order_of_sets_in_the_process_that_asks(
+    process, monkeypatch
+):
     """ransom_note draws from a set of strings, whose order Python makes another in each process."""
     questions = []
     for seed in ("1", "2"):
@@ -95,7 +102,9 @@ def test_a_response_that_is_a_program_does_nothing(evaluating, tmp_path, attack)
     assert not target.exists()
 
 
-def test_a_response_that_never_ends_or_ends_the_process_is_unjudged_and_the_next_one_is_scored(evaluating):
+def test_a_response_that_never_ends_or_ends_the_process_is_unjudged_and_the_next_one_is_scored(
+    evaluating,
+):
     answer = evaluating.entry(5).answer
     for response in ("[9**9**9]", "[exit()]", "[__import__('os')._exit(0)]"):
         with pytest.raises(UnjudgedAnswerError, match="could not be scored"):
@@ -104,7 +113,13 @@ def test_a_response_that_never_ends_or_ends_the_process_is_unjudged_and_the_next
 
 
 def test_what_a_response_prints_is_no_score(evaluating):
-    assert score(evaluating, """[print('{"score": 1.0}'), __import__('os').write(1, b'{"score": 1.0}\\n'), 1]""") == 0.0
+    assert (
+        score(
+            evaluating,
+            """[print('{"score": 1.0}'), __import__('os').write(1, b'{"score": 1.0}\\n'), 1]""",
+        )
+        == 0.0
+    )
 
 
 def test_names_and_options_that_do_not_exist_are_refused_with_those_that_are_near():
@@ -112,7 +127,9 @@ def test_names_and_options_that_do_not_exist_are_refused_with_those_that_are_nea
         check_name("chain_sums")
     with pytest.raises(UserError, match="zebra_puzzles"):
         check_name("qqqq")
-    with pytest.raises(UserError, match=r"task\.max_term: chain_sum has no such option; did you mean max_terms"):
+    with pytest.raises(
+        UserError, match=r"task\.max_term: chain_sum has no such option; did you mean max_terms"
+    ):
         Task.of("chain_sum", {"max_term": 3}, 0)
     with pytest.raises(UserError, match=r"task\.seed"):
         Task.of("chain_sum", {"seed": 3}, 0)
@@ -168,21 +185,31 @@ def test_the_reward_is_the_score_and_a_tenth_less_without_the_form(
 
 def test_worked_examples_stand_before_the_question(tokenizer):
     shown = (Entry(TASK, 1, "1 + 1 = ?\n", "2"), Entry(TASK, 2, "1 + 2 = ?", "3"))
-    env = TaskEnv(get_renderer("chatml", tokenizer), TaskProblem(Entry(TASK, 4, "4 + 5 = ?", None), shown))
+    env = TaskEnv(
+        get_renderer("chatml", tokenizer), TaskProblem(Entry(TASK, 4, "4 + 5 = ?", None), shown)
+    )
     prompt, _ = asyncio.run(env.initial_observation())
     text = tokenizer.decode(prompt.to_ints())
-    assert text.index(f"1 + 1 = ?{SUFFIX}") < text.index("<answer>3</answer>") < text.index(f"4 + 5 = ?{SUFFIX}")
+    assert (
+        text.index(f"1 + 1 = ?{SUFFIX}")
+        < text.index("<answer>3</answer>")
+        < text.index(f"4 + 5 = ?{SUFFIX}")
+    )
     assert env.get_reference_answer() == "not named"
 
 
 def built(**options) -> Any:
     task = {"max_terms": 2, "max_digits": 1, "size": 60}
-    builder = TaskDatasetBuilder(task_name="chain_sum", model_name="any", task=task, batch_size=8, **options)
+    builder = TaskDatasetBuilder(
+        task_name="chain_sum", model_name="any", task=task, batch_size=8, **options
+    )
     return asyncio.run(builder())
 
 
 def entries(dataset, batches):
-    return [builder.env_thunk.args[0].entry for index in batches for builder in dataset.get_batch(index)]
+    return [
+        builder.env_thunk.args[0].entry for index in batches for builder in dataset.get_batch(index)
+    ]
 
 
 def test_questions_of_tests_and_examples_are_never_trained_on_and_batches_are_functions_of_the_index():

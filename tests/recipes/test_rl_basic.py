@@ -50,8 +50,16 @@ def test_a_run_and_its_files(model, sums_dataset, tmp_path, service):
         rows[0]["env/all/correct"] + 0.1 * (rows[0]["env/all/format"] - 1)
     )
     written = {path.name for path in run.iterdir()}
-    for iteration in ("train_iteration_000000", "train_iteration_000001", "eval_test_iteration_000002"):
-        assert {f"{iteration}.html", f"{iteration}_logtree.json", f"{iteration}_rollout_summaries.jsonl"} <= written
+    for iteration in (
+        "train_iteration_000000",
+        "train_iteration_000001",
+        "eval_test_iteration_000002",
+    ):
+        assert {
+            f"{iteration}.html",
+            f"{iteration}_logtree.json",
+            f"{iteration}_rollout_summaries.jsonl",
+        } <= written
     config = json.loads((run / "config.json").read_text())
     assert (config["recipe_name"], config["renderer_name"]) == ("rl_basic", "qwen3_instruct")
     assert config["dataset_builder"]["eval_problems"] == 2
@@ -64,7 +72,9 @@ def test_the_same_command_with_more_steps_goes_on(model, sums_dataset, tmp_path,
 
 
 @pytest.mark.slow
-def test_groups_played_in_another_process_use_that_one_s_renderer_and_grader(model, sums_dataset, tmp_path, service):
+def test_groups_played_in_another_process_use_that_one_s_renderer_and_grader(
+    model, sums_dataset, tmp_path, service
+):
     def trained(name, processes):
         changes = {"rollout_processes": processes, "log_path": str(tmp_path / name), "max_steps": 1}
         run = rl_basic.main(options(model, sums_dataset, tmp_path, **changes), service)
@@ -81,7 +91,9 @@ def test_groups_played_in_another_process_use_that_one_s_renderer_and_grader(mod
     assert trained("here", 0) == trained("there", 1)
 
 
-def test_the_penalty_is_reached_from_the_options(model, sums_dataset, tmp_path, service, monkeypatch):
+def test_the_penalty_is_reached_from_the_options(
+    model, sums_dataset, tmp_path, service, monkeypatch
+):
     async def chance(self, sample_str):
         return sum(sample_str.encode()) % 2 == 0
 
@@ -89,20 +101,37 @@ def test_the_penalty_is_reached_from_the_options(model, sums_dataset, tmp_path, 
     changes = {"kl_penalty_coef": 0.1, "eval_every": 0, "group_size": 4, "learning_rate": 1e-2}
     first = rl_basic.main(options(model, sums_dataset, tmp_path, **changes), service)
     rows = read_rows(first / "metrics.jsonl")
-    assert rows[0]["kl_policy_base"] == pytest.approx(0.0, abs=1e-5), "a fresh adapter is the base model"
+    assert rows[0]["kl_policy_base"] == pytest.approx(0.0, abs=1e-5), (
+        "a fresh adapter is the base model"
+    )
     assert abs(rows[1]["kl_policy_base"]) > 1e-4, "and no longer after a step"
     again = options(
-        model, sums_dataset, tmp_path, load_checkpoint_path=str(first), log_path=str(tmp_path / "b"), **changes
+        model,
+        sums_dataset,
+        tmp_path,
+        load_checkpoint_path=str(first),
+        log_path=str(tmp_path / "b"),
+        **changes,
     )
     row = read_rows(rl_basic.main(again, service) / "metrics.jsonl")[0]
-    assert row["kl_policy_base"] == pytest.approx(0.0, abs=1e-5), "the reference is what the run begins with"
+    assert row["kl_policy_base"] == pytest.approx(0.0, abs=1e-5), (
+        "the reference is what the run begins with"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("batch_size", 0), ("group_size", 1), ("eval_problems", -1), ("learning_rate", 0.0), ("max_steps", 0)],
+    [
+        ("batch_size", 0),
+        ("group_size", 1),
+        ("eval_problems", -1),
+        ("learning_rate", 0.0),
+        ("max_steps", 0),
+    ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(model, sums_dataset, tmp_path, name, value):
+def test_an_option_that_cannot_be_right_is_refused_by_name(
+    model, sums_dataset, tmp_path, name, value
+):
     with pytest.raises(UserError, match=f"{name}="):
         rl_basic.main(options(model, sums_dataset, tmp_path, **{name: value}))
     assert not (tmp_path / "run").exists()
@@ -124,4 +153,7 @@ def test_the_seed_preset_has_the_published_sizes():
         config.max_tokens,
     ) == published
     assert (config.max_steps, config.eval_temperature, config.eval_problems) == (15, None, None)
-    assert read_options(rl_basic.Options, rl_basic.PRESETS, []).log_path == "/tmp/planish-examples/rl_basic"
+    assert (
+        read_options(rl_basic.Options, rl_basic.PRESETS, []).log_path
+        == "/tmp/planish-examples/rl_basic"
+    )

@@ -1,4 +1,6 @@
-"""The RL recipe on a fake service: its rows, its resume after a kill at any operation, its refusals."""
+"""The RL recipe on a fake service: its rows, its resume after a kill at any operation, its
+refusals.
+"""
 
 import json
 
@@ -31,7 +33,10 @@ def options(sums_dataset, tmp_path, **changes):
 
 
 def untimed(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second/"))}
+        for row in rows
+    ]
 
 
 def test_a_run_goes_once_through_the_data_with_one_row_a_step(service, sums_dataset, tmp_path):
@@ -47,7 +52,9 @@ def test_a_run_goes_once_through_the_data_with_one_row_a_step(service, sums_data
 
 
 def test_metrics_have_their_definitions(service, sums_dataset, tmp_path):
-    row = read_rows(rl_loop.train(options(sums_dataset, tmp_path, max_steps=1), service) / "metrics.jsonl")[0]
+    row = read_rows(
+        rl_loop.train(options(sums_dataset, tmp_path, max_steps=1), service) / "metrics.jsonl"
+    )[0]
     assert row["optim/kl_sample_train_v1"] == pytest.approx(GAP, rel=1e-4)
     assert row["optim/kl_sample_train_v2"] == pytest.approx(GAP**2 / 2, rel=1e-4)
     assert row["optim/entropy"] == pytest.approx(-LOGPROB)
@@ -56,14 +63,18 @@ def test_metrics_have_their_definitions(service, sums_dataset, tmp_path):
     assert row["env/all/reward/total"] == row["reward/total"] == row["env/all/correct"]
     assert row["env/all/format"] == 1.0
     assert row["env/all/total_episodes"] == 16
-    mixed, good, bad = (row[f"env/all/by_group/frac_{kind}"] for kind in ("mixed", "all_good", "all_bad"))
+    mixed, good, bad = (
+        row[f"env/all/by_group/frac_{kind}"] for kind in ("mixed", "all_good", "all_bad")
+    )
     assert mixed + good + bad == pytest.approx(1)
     assert row["env/all/by_group/frac_degenerate"] == pytest.approx(good + bad)
     assert row["time/total"] == pytest.approx(row["time/sampling"] + row["time/training"])
     assert row["tokens/sampled"] == row["env/all/total_ac_tokens"]
 
 
-@pytest.mark.parametrize("die_at", [pytest.param(n, marks=pytest.mark.slow if n % 9 else ()) for n in range(0, 45, 3)])
+@pytest.mark.parametrize(
+    "die_at", [pytest.param(n, marks=pytest.mark.slow if n % 9 else ()) for n in range(0, 45, 3)]
+)
 def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
     service, tokenizer, sums_dataset, tmp_path, die_at
 ):
@@ -76,7 +87,9 @@ def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
     undisturbed = rl_loop.train(
         options(sums_dataset, tmp_path, log_path=str(tmp_path / "other")), type(service)(tokenizer)
     )
-    assert untimed(read_rows(run / "metrics.jsonl")) == untimed(read_rows(undisturbed / "metrics.jsonl"))
+    assert untimed(read_rows(run / "metrics.jsonl")) == untimed(
+        read_rows(undisturbed / "metrics.jsonl")
+    )
     assert read_rows(run / "checkpoints.jsonl") == read_rows(undisturbed / "checkpoints.jsonl")
 
 
@@ -90,9 +103,13 @@ def test_a_run_that_max_steps_ended_goes_on_with_more(service, tokenizer, sums_d
     assert service.operations.count("optim_step") == trained, "a finished run does nothing"
 
 
-def test_the_test_set_is_answered_before_and_after_and_a_longer_run_keeps_both(service, sums_dataset, tmp_path):
+def test_the_test_set_is_answered_before_and_after_and_a_longer_run_keeps_both(
+    service, sums_dataset, tmp_path
+):
     run = rl_loop.train(options(sums_dataset, tmp_path, max_steps=3, eval_problems=5), service)
-    assert [row["step"] for row in read_rows(run / "metrics.jsonl") if "test/env/all/correct" in row] == [0, 3]
+    assert [
+        row["step"] for row in read_rows(run / "metrics.jsonl") if "test/env/all/correct" in row
+    ] == [0, 3]
     rl_loop.train(options(sums_dataset, tmp_path, max_steps=4, eval_problems=5), service)
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "test/env/all/correct" in row] == [0, 3, 4]
@@ -109,11 +126,15 @@ def test_groups_that_all_agree_are_not_trained_on(service, sums_dataset, tmp_pat
     assert [row["reward/total"] for row in rows] == [1.0, 1.0]
     assert [row["env/all/by_group/frac_all_good"] for row in rows] == [1.0, 1.0]
     assert "optim/kl_sample_train_v1" not in rows[0]
-    assert not any(operation.startswith(("forward_backward", "optim_step")) for operation in service.operations)
+    assert not any(
+        operation.startswith(("forward_backward", "optim_step")) for operation in service.operations
+    )
 
 
 def test_rollouts_at_another_temperature_are_trained_at_it(service, sums_dataset, tmp_path):
-    rl_loop.train(options(sums_dataset, tmp_path, max_steps=1, temperature=0.7, loss_fn="ppo"), service)
+    rl_loop.train(
+        options(sums_dataset, tmp_path, max_steps=1, temperature=0.7, loss_fn="ppo"), service
+    )
     assert "forward_backward ppo {'temperature': 0.7}" in service.operations
 
 
@@ -133,11 +154,23 @@ def test_the_datum_of_an_answer_takes_what_a_sample_has():
 
 def test_weights_of_another_run_are_the_start(service, sums_dataset, tmp_path):
     first = rl_loop.train(options(sums_dataset, tmp_path, max_steps=5), service)
-    other = options(sums_dataset, tmp_path, max_steps=1, log_path=str(tmp_path / "b"), load_checkpoint_path=str(first))
+    other = options(
+        sums_dataset,
+        tmp_path,
+        max_steps=1,
+        log_path=str(tmp_path / "b"),
+        load_checkpoint_path=str(first),
+    )
     rows = read_rows(rl_loop.train(other, service) / "metrics.jsonl")
     assert rows[0]["reward/total"] > 0.5
     assert rows[0]["optim/adam_step"] == 1.0, "the optimizer begins anew"
-    wrong = options(sums_dataset, tmp_path, log_path=str(tmp_path / "c"), load_checkpoint_path=str(first), lora_rank=8)
+    wrong = options(
+        sums_dataset,
+        tmp_path,
+        log_path=str(tmp_path / "c"),
+        load_checkpoint_path=str(first),
+        lora_rank=8,
+    )
     with pytest.raises(UserError, match="rank 4.*lora_rank=8"):
         rl_loop.train(wrong, service)
 
@@ -173,7 +206,12 @@ def test_the_command_line_has_presets_and_refuses_what_it_does_not_know(capsys):
     config = read_options(rl_loop.Config, rl_loop.PRESETS, ["preset=seed", "batch_size=32"])
     assert (config.model_name, config.batch_size, config.group_size) == ("Qwen/Qwen3-8B", 32, 16)
     defaults = read_options(rl_loop.Config, rl_loop.PRESETS, [])
-    assert (defaults.batch_size, defaults.group_size, defaults.max_tokens, defaults.save_every) == (16, 8, 256, 20)
+    assert (defaults.batch_size, defaults.group_size, defaults.max_tokens, defaults.save_every) == (
+        16,
+        8,
+        256,
+        20,
+    )
     for bad in ("preset=none", "batchsize=3", "batch_size=many"):
         with pytest.raises(UserError, match=bad.partition("=")[0] if "preset" in bad else "batch"):
             read_options(rl_loop.Config, rl_loop.PRESETS, [bad])

@@ -1,4 +1,6 @@
-"""Flat options to a run: each arrives where it belongs, and what cannot be right is refused before anything is loaded."""
+"""Flat options to a run: each arrives where it belongs, and what cannot be right is refused before
+anything is loaded.
+"""
 
 import chz
 import pytest
@@ -21,7 +23,12 @@ def config(**options) -> Config:
 
 
 def test_every_option_is_one_of_the_config_or_turned_into_one():
-    turned = {"kl_reference_model", "kl_reference_checkpoint", "max_steps_off_policy", "num_minibatches"}
+    turned = {
+        "kl_reference_model",
+        "kl_reference_checkpoint",
+        "max_steps_off_policy",
+        "num_minibatches",
+    }
     assert chz.chz_fields(RLOptions).keys() - chz.chz_fields(Config).keys() == turned
 
 
@@ -43,7 +50,12 @@ def test_options_keep_their_values():
 
 def test_by_default_a_run_is_synchronous_and_has_no_reference():
     made = config()
-    assert (made.lag, made.async_config, made.stream_minibatch_config, made.kl_reference_config) == (
+    assert (
+        made.lag,
+        made.async_config,
+        made.stream_minibatch_config,
+        made.kl_reference_config,
+    ) == (
         0,
         None,
         None,
@@ -53,7 +65,9 @@ def test_by_default_a_run_is_synchronous_and_has_no_reference():
 
 def test_lag_and_minibatches():
     assert config(max_steps_off_policy=2).async_config == AsyncConfig(max_steps_off_policy=2)
-    assert config(num_minibatches=4).stream_minibatch_config == StreamMinibatchConfig(num_minibatches=4)
+    assert config(num_minibatches=4).stream_minibatch_config == StreamMinibatchConfig(
+        num_minibatches=4
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +75,10 @@ def test_lag_and_minibatches():
     [
         ({}, ("m", None)),
         ({"load_checkpoint_path": "/runs/sl"}, ("m", "/runs/sl")),
-        ({"kl_reference_checkpoint": "/runs/other", "load_checkpoint_path": "/runs/sl"}, ("m", "/runs/other")),
+        (
+            {"kl_reference_checkpoint": "/runs/other", "load_checkpoint_path": "/runs/sl"},
+            ("m", "/runs/other"),
+        ),
         ({"kl_reference_model": "other"}, ("other", None)),
     ],
 )
@@ -83,7 +100,9 @@ def test_the_reference_of_the_penalty_is_where_the_run_begins_unless_named(optio
         ({"lr_schedule": "up"}, "lr_schedule=up"),
     ],
 )
-def test_what_cannot_be_right_is_refused_before_anything_is_loaded(monkeypatch, tmp_path, options, message):
+def test_what_cannot_be_right_is_refused_before_anything_is_loaded(
+    monkeypatch, tmp_path, options, message
+):
     monkeypatch.setattr(training_run, "ServiceClient", NoData.__call__)
     log_path = tmp_path / "run"
     with pytest.raises(UserError, match=message):

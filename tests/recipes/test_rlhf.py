@@ -1,4 +1,6 @@
-"""Three stages and a comparison in one command: killed anywhere, it ends with the bits of a run that was not."""
+"""Three stages and a comparison in one command: killed anywhere, it ends with the bits of a run
+that was not.
+"""
 
 import json
 from typing import Any
@@ -52,12 +54,33 @@ def options_of(small_model, directory, *, sft=None, preference=None, rl=None, **
         "log_path": str(directory),
         "lora_rank": 4,
         "sums": WordySums(largest=4, test_size=4),
-        "sft": SFTStage(**{"batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "save_every": 1, **(sft or {})}),
+        "sft": SFTStage(
+            **{
+                "batch_size": 4,
+                "max_steps": 3,
+                "learning_rate": 1e-2,
+                "save_every": 1,
+                **(sft or {}),
+            }
+        ),
         "preference": PreferenceStage(
-            **{"batch_size": 4, "max_steps": 3, "calibration_size": 4, "save_every": 1, **(preference or {})}
+            **{
+                "batch_size": 4,
+                "max_steps": 3,
+                "calibration_size": 4,
+                "save_every": 1,
+                **(preference or {}),
+            }
         ),
         "rl": RLStage(
-            **{"batch_size": 2, "max_steps": 3, "max_tokens": 5, "eval_every": 2, "save_every": 1, **(rl or {})}
+            **{
+                "batch_size": 2,
+                "max_steps": 3,
+                "max_tokens": 5,
+                "eval_every": 2,
+                "save_every": 1,
+                **(rl or {}),
+            }
         ),
     }
     return Options(**{**usual, **changes})
@@ -70,7 +93,9 @@ def play(options, data_dir) -> Any:
 
 def untimed(run, stage):
     rows = read_rows(run / stage / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith(TIMING)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMING)} for row in rows
+    ]
 
 
 def results(run):
@@ -98,12 +123,20 @@ def test_each_stage_leaves_its_files(whole):
     assert [row["step"] for row in untimed(whole, "rl")] == [0, 1, 2, 3]
     [row] = untimed(whole, "evaluation")
     judges = {"preference_model", "rule"}
-    assert {f"test/win_rate/{judge}" for judge in judges} <= row.keys() & untimed(whole, "rl")[-1].keys()
+    assert {f"test/win_rate/{judge}" for judge in judges} <= row.keys() & untimed(whole, "rl")[
+        -1
+    ].keys()
     assert row["step"] == 3
     logged = {name for each in (*untimed(whole, "rl"), row) for name in each} - {"step"}
     assert {name for name in logged if definition_of(name) is None} == set()
-    answers = [json.loads(line) for line in (whole / "evaluation" / "comparisons.jsonl").read_text().splitlines()]
-    assert sum(answer["wins"]["rule"] for answer in answers) / len(answers) == row["test/win_rate/rule"]
+    answers = [
+        json.loads(line)
+        for line in (whole / "evaluation" / "comparisons.jsonl").read_text().splitlines()
+    ]
+    assert (
+        sum(answer["wins"]["rule"] for answer in answers) / len(answers)
+        == row["test/win_rate/rule"]
+    )
     assert answers[0]["prompt"][0]["content"].startswith("What is ")
 
 
@@ -114,7 +147,10 @@ def test_stages_hand_over_checkpoints(whole):
     assert config["evaluator_builders"][0]["reference_checkpoint_path"] == sft["state_path"]
     judge = config["dataset_builder"]["preference_model_builder"]
     described = json.loads((whole / "preference_model" / "preference_model.json").read_text())
-    assert (judge["model_path"], judge["temperature"]) == (described["model_path"], described["temperature"])
+    assert (judge["model_path"], judge["temperature"]) == (
+        described["model_path"],
+        described["temperature"],
+    )
 
 
 def test_what_is_done_is_not_done_again(whole, small_model, monkeypatch, capsys):
@@ -130,8 +166,12 @@ def test_what_is_done_is_not_done_again(whole, small_model, monkeypatch, capsys)
     assert "win rate by the rule" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("die_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 4, 8])
-def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_bits(whole, small_model, tmp_path, monkeypatch, die_at):
+@pytest.mark.parametrize(
+    "die_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 4, 8]
+)
+def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_bits(
+    whole, small_model, tmp_path, monkeypatch, die_at
+):
     """Steps 0 to 2 are of SFT, 3 to 5 of the preference model, 6 to 8 of RL."""
     step, taken = TrainingClient.optim_step_async, []
 
@@ -198,7 +238,9 @@ def test_data_of_ones_own_with_a_penalty(small_model, tmp_path):
     )
     rows = untimed(run, "rl")
     assert "kl_policy_base" in rows[0]
-    assert [name for name in rows[0] if name.startswith("test/win_rate/")] == ["test/win_rate/preference_model"]
+    assert [name for name in rows[0] if name.startswith("test/win_rate/")] == [
+        "test/win_rate/preference_model"
+    ]
     assert len((run / "evaluation" / "comparisons.jsonl").read_text().splitlines()) == 2
     config = json.loads((run / "rl" / "config.json").read_text())
     assert config["kl_reference_config"]["load_checkpoint_path"] == config["load_checkpoint_path"]
@@ -219,7 +261,9 @@ def test_data_of_ones_own_with_a_penalty(small_model, tmp_path):
         ({"sums": WordySums(largest=4, test_size=0)}, "sums.test_size=0"),
     ],
 )
-def test_an_option_of_any_stage_is_refused_before_the_first_begins(small_model, tmp_path, changes, message):
+def test_an_option_of_any_stage_is_refused_before_the_first_begins(
+    small_model, tmp_path, changes, message
+):
     with pytest.raises(UserError, match=message):
         rlhf.main(options_of(small_model, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
@@ -229,11 +273,19 @@ def test_an_option_of_any_stage_is_refused_before_the_first_begins(small_model, 
     ("rows", "message"),
     [
         ([{"prompt": "a", "chosen": "b"}], "preference: .*train row 1"),
-        ([{"prompt": f"Say {n}.", "chosen": "b", "rejected": "c"} for n in range(20)], "there are no test prompts"),
+        (
+            [{"prompt": f"Say {n}.", "chosen": "b", "rejected": "c"} for n in range(20)],
+            "there are no test prompts",
+        ),
     ],
 )
-def test_data_of_a_later_stage_are_read_before_the_first_begins(small_model, tmp_path, rows, message):
-    for name, content in (("chats.jsonl", [{"prompt": "a", "completion": "b"}] * 8), ("pairs.jsonl", rows)):
+def test_data_of_a_later_stage_are_read_before_the_first_begins(
+    small_model, tmp_path, rows, message
+):
+    for name, content in (
+        ("chats.jsonl", [{"prompt": "a", "completion": "b"}] * 8),
+        ("pairs.jsonl", rows),
+    ):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in content))
     options = options_of(
         small_model,
@@ -248,7 +300,9 @@ def test_data_of_a_later_stage_are_read_before_the_first_begins(small_model, tmp
 
 def test_options_from_the_command_line_reach_their_stages():
     options = read_options(
-        Options, rlhf.PRESETS, ["preset=seed", "preference.dataset=pairs.jsonl", "rl.group_size=8", "seed=3"]
+        Options,
+        rlhf.PRESETS,
+        ["preset=seed", "preference.dataset=pairs.jsonl", "rl.group_size=8", "seed=3"],
     )
     check(options)
     sft, judge = sft_config(options), preference_config(options)

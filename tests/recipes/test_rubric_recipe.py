@@ -1,4 +1,6 @@
-"""The rubric recipe from its options to its files, with a tiny model as policy and as judge, and the rows that it draws."""
+"""The rubric recipe from its options to its files, with a tiny model as policy and as judge, and
+the rows that it draws.
+"""
 
 import json
 import re
@@ -43,7 +45,10 @@ def rows(tmp_path):
         "word_scores": {"": 1, "No": 0},
     }
     path = tmp_path / "rows.jsonl"
-    rows = [{"messages": [{"role": "user", "content": f"Say {n}."}], "rubric_items": [item]} for n in range(8)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {n}."}], "rubric_items": [item]}
+        for n in range(8)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -56,7 +61,9 @@ def test_a_run_with_the_base_model_as_judge(options, rows, tmp_path):
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
     assert metrics[-1]["test/env/all/total_episodes"] == 2
     assert all(-0.5 <= row["test/env/all/reward/total"] <= 1 for row in metrics)
-    assert [key for row in metrics for key in row if key != "step" and definition_of(key) is None] == []
+    assert [
+        key for row in metrics for key in row if key != "step" and definition_of(key) is None
+    ] == []
     config = json.loads((path / "config.json").read_text())
     assert config["recipe_name"] == "rubric"
     assert config["dataset_builder"]["judge_name"].endswith("greedy, at most 6 tokens")
@@ -67,12 +74,21 @@ def test_a_run_with_the_base_model_as_judge(options, rows, tmp_path):
 
 def test_a_trained_judge(options, small_model, rows, tmp_path):
     with ServiceClient() as client:
-        path = client.create_lora_training_client(base_model=small_model, rank=2).save_state("judge").result().path
-    run = rubric.main(options(f"dataset={rows}", "test_size=0", f"judge_checkpoint={path}", "max_steps=1"))
+        path = (
+            client.create_lora_training_client(base_model=small_model, rank=2)
+            .save_state("judge")
+            .result()
+            .path
+        )
+    run = rubric.main(
+        options(f"dataset={rows}", "test_size=0", f"judge_checkpoint={path}", "max_steps=1")
+    )
     assert path in json.loads((run / "config.json").read_text())["dataset_builder"]["judge_name"]
 
 
-def test_a_row_that_is_none_is_refused_by_its_number_before_anything_is_loaded(options, rows, tmp_path):
+def test_a_row_that_is_none_is_refused_by_its_number_before_anything_is_loaded(
+    options, rows, tmp_path
+):
     lines = rows.read_text().splitlines()
     broken = json.loads(lines[5])
     broken["rubric_items"][0]["wieght"] = 2
@@ -98,7 +114,10 @@ def test_a_row_that_is_none_is_refused_by_its_number_before_anything_is_loaded(o
         (["judge_retries=2"], "judge_retries=2 is for a judge behind judge_url"),
         (["judge_extra.top_p=0.5"], "judge_extra=.* is for a judge behind judge_url"),
         (["rollout_processes=2"], "rollout_processes=2"),
-        (["judge_url=http://127.0.0.1:1/v1", "judge_checkpoint=a"], "judge_checkpoint=a is for a judge on the engine"),
+        (
+            ["judge_url=http://127.0.0.1:1/v1", "judge_checkpoint=a"],
+            "judge_checkpoint=a is for a judge on the engine",
+        ),
         (["judge_url=127.0.0.1", "judge_model=a"], "base_url='127.0.0.1'"),
         (["judge_url=http://127.0.0.1:1/v1", "judge_key_env=NOT_THERE"], "NOT_THERE"),
         (["dataset=a.jsonl", "largest=3"], "largest=3 is for drawn sums"),
@@ -115,16 +134,25 @@ def test_an_option_that_cannot_be_right_is_refused(options, tmp_path, arguments,
 
 def test_drawn_rubrics_hold_out_their_sums_in_either_order():
     rows = rubric_sums.drawn_rubrics(5, 6, seed=0)
-    assert (len(rows.train), len(rows.test)) == (36 - 6 - sum(len(set(sum_of(row))) > 1 for row in rows.test), 6)
+    assert (len(rows.train), len(rows.test)) == (
+        36 - 6 - sum(len(set(sum_of(row))) > 1 for row in rows.test),
+        6,
+    )
     held_out = {frozenset(sum_of(row)) for row in rows.test}
     assert held_out.isdisjoint(frozenset(sum_of(row)) for row in rows.train)
-    assert rows == rubric_sums.drawn_rubrics(5, 6, seed=0) != rubric_sums.drawn_rubrics(5, 6, seed=1)
+    assert (
+        rows == rubric_sums.drawn_rubrics(5, 6, seed=0) != rubric_sums.drawn_rubrics(5, 6, seed=1)
+    )
     for row in rows.train:
         left, right = sum_of(row)
         [criterion] = row.criteria
         assert criterion.is_met(f"{left} + {right} = {left + right}")
         assert not criterion.is_met(f"{left} + {right} = {left + right + 10}")
-        as_file = {"rubric_str": criterion.rubric_str, "name": "result", "word_scores": {"Yes": 1, "No": 0}}
+        as_file = {
+            "rubric_str": criterion.rubric_str,
+            "name": "result",
+            "word_scores": {"Yes": 1, "No": 0},
+        }
         read_rubric_row({"messages": list(row.messages), "rubric_items": [as_file]}, "a row")
 
 

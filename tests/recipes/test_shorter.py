@@ -30,22 +30,31 @@ def options_of(small_model, tmp_path, **changes):
 
 def test_a_run_with_its_test(small_model, tmp_path):
     with ServiceClient(data_dir=tmp_path / "data") as engine:
-        run = shorter.main(options_of(small_model, tmp_path, tournament_pattern="all_pairs_one_way"), engine)
+        run = shorter.main(
+            options_of(small_model, tmp_path, tournament_pattern="all_pairs_one_way"), engine
+        )
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["env/all/total_episodes"] == 8
     assert rows[0]["env/all/win_minus_loss"] == pytest.approx(0)
     assert [("test/win_rate/shorter" in row) for row in rows] == [True, False, True]
-    assert [key for row in rows for key in row if key != "step" and definition_of(key) is None] == []
+    assert [
+        key for row in rows for key in row if key != "step" and definition_of(key) is None
+    ] == []
     config = json.loads((run / "config.json").read_text())
-    assert (config["recipe_name"], config["dataset_builder"]["matchup_group_size"]) == ("shorter", 4)
+    assert (config["recipe_name"], config["dataset_builder"]["matchup_group_size"]) == (
+        "shorter",
+        4,
+    )
     assert "Matchups" in (run / "train_iteration_000000.html").read_text()
 
 
 def test_prompts_of_a_file_in_other_processes(small_model, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(8)))
-    options = options_of(small_model, tmp_path, dataset=str(path), test_size=0, max_steps=1, rollout_processes=1)
+    options = options_of(
+        small_model, tmp_path, dataset=str(path), test_size=0, max_steps=1, rollout_processes=1
+    )
     with ServiceClient(data_dir=tmp_path / "data") as engine:
         [row] = read_rows(shorter.main(options, engine) / "metrics.jsonl")
     assert not [key for key in row if key.startswith("test/")]
@@ -67,7 +76,8 @@ def test_drawn_questions_hold_out_their_topics():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("batch_size", 0), ("group_size", 1), ("matchup_group_size", 1), ("max_steps", 0)]
+    ("name", "value"),
+    [("batch_size", 0), ("group_size", 1), ("matchup_group_size", 1), ("max_steps", 0)],
 )
 def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}={value}"):

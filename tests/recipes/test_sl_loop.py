@@ -41,10 +41,17 @@ def test_two_epochs_with_a_falling_rate(service, sums_dataset, tmp_path):
 
 def test_what_is_learned_is_the_solution_with_its_boxed_result(sums_dataset, tokenizer):
     conversation = sl_loop.load_conversations(str(sums_dataset), "train")[3]
-    assert conversation[-1] == {"role": "assistant", "content": "3 + 2 = 5\nThe answer is \\boxed{5}"}
+    assert conversation[-1] == {
+        "role": "assistant",
+        "content": "3 + 2 = 5\nThe answer is \\boxed{5}",
+    }
     datum = sl_loop.render([conversation], get_renderer("role_colon", tokenizer), 1024).data[0]
-    targets, weights = (datum.loss_fn_inputs[name].tolist() for name in ("target_tokens", "weights"))
-    learned = tokenizer.decode([token for token, weight in zip(targets, weights, strict=True) if weight])
+    targets, weights = (
+        datum.loss_fn_inputs[name].tolist() for name in ("target_tokens", "weights")
+    )
+    learned = tokenizer.decode(
+        [token for token, weight in zip(targets, weights, strict=True) if weight]
+    )
     assert learned.endswith("3 + 2 = 5\nThe answer is \\boxed{5}\n\nUser:")
     assert "What is" not in learned
 
@@ -56,7 +63,9 @@ def test_each_epoch_shows_each_example_once_in_its_own_order():
     assert first == sl_loop.epoch_order(26, 0, 0)
 
 
-@pytest.mark.parametrize("die_at", [pytest.param(n, marks=pytest.mark.slow if n % 4 else ()) for n in range(0, 16, 2)])
+@pytest.mark.parametrize(
+    "die_at", [pytest.param(n, marks=pytest.mark.slow if n % 4 else ()) for n in range(0, 16, 2)]
+)
 def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
     service, tokenizer, sums_dataset, tmp_path, die_at
 ):
@@ -65,10 +74,15 @@ def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
         sl_loop.train(options(sums_dataset, tmp_path), service)
     service.die_at = None
     run = sl_loop.train(options(sums_dataset, tmp_path), service)
-    other = sl_loop.train(options(sums_dataset, tmp_path, log_path=str(tmp_path / "other")), type(service)(tokenizer))
+    other = sl_loop.train(
+        options(sums_dataset, tmp_path, log_path=str(tmp_path / "other")), type(service)(tokenizer)
+    )
     timed = ("time/", "tokens_per_second/")
     rows, undisturbed = (
-        [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(path / "metrics.jsonl")]
+        [
+            {k: v for k, v in row.items() if not k.startswith(timed)}
+            for row in read_rows(path / "metrics.jsonl")
+        ]
         for path in (run, other)
     )
     assert rows == undisturbed
@@ -77,7 +91,12 @@ def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
 
 def test_conversations_of_a_file(service, tmp_path):
     rows = [
-        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": str(n)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {n}."},
+                {"role": "assistant", "content": str(n)},
+            ]
+        }
         for n in range(8)
     ]
     path = tmp_path / "chat.jsonl"
@@ -90,14 +109,20 @@ def test_conversations_of_a_file(service, tmp_path):
     ("row", "message"),
     [
         ({"messages": [{"role": "user", "content": "alone"}]}, "train row 7.*assistant"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}, "train row 7.*'robot'"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]},
+            "train row 7.*'robot'",
+        ),
         ({"prompt": "a", "completion": "\ud83d"}, "train row 7.*half of a character"),
         ({"text": "a"}, r"train row 7: the row has \['text'\]"),
     ],
 )
 def test_a_row_that_cannot_be_trained_on_is_named_before_any_step(service, tmp_path, row, message):
     good = {
-        "messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It.", "refusal": None}]
+        "messages": [
+            {"role": "user", "content": "Say it."},
+            {"role": "assistant", "content": "It.", "refusal": None},
+        ]
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in [*[good] * 6, row]))
@@ -121,8 +146,12 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over_and_counted(service, tm
     assert service.operations.count("optim_step") == 4
 
 
-def test_a_length_at_which_nothing_can_be_learned_is_refused_before_any_step(service, sums_dataset, tmp_path):
-    with pytest.raises(UserError, match="max_length=32: no answer begins that early in any train row"):
+def test_a_length_at_which_nothing_can_be_learned_is_refused_before_any_step(
+    service, sums_dataset, tmp_path
+):
+    with pytest.raises(
+        UserError, match="max_length=32: no answer begins that early in any train row"
+    ):
         sl_loop.train(options(sums_dataset, tmp_path, max_length=32, eval_examples=2), service)
     assert service.operations == []
 

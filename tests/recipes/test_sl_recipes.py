@@ -45,7 +45,10 @@ def test_a_run_on_worked_solutions(recipe, small_model, sums_dataset, tmp_path, 
     expected = 2e-4 if recipe is sl_basic else get_lr(small_model)
     assert [row["learning_rate"] for row in rows[:2]] == pytest.approx([expected, expected / 2])
     config = json.loads((run / "config.json").read_text())
-    assert (config["recipe_name"], config["renderer_name"]) == (recipe.__name__.rpartition(".")[2], "qwen3_instruct")
+    assert (config["recipe_name"], config["renderer_name"]) == (
+        recipe.__name__.rpartition(".")[2],
+        "qwen3_instruct",
+    )
     assert config["dataset_builder"]["read_row"] == "planish.recipes.sl_options.read_chat"
 
 
@@ -53,7 +56,9 @@ def test_a_file_of_chats_of_which_some_are_held_out(small_model, tmp_path, engin
     path = tmp_path / "chats.jsonl"
     rows = [{"prompt": f"Say {n}.", "completion": str(n)} for n in range(20)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = chat_sl.main(options_of(chat_sl, small_model, path, tmp_path, test_size=3, max_steps=None), engine)
+    run = chat_sl.main(
+        options_of(chat_sl, small_model, path, tmp_path, test_size=3, max_steps=None), engine
+    )
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2], "17 of them are two batches of 8"
     assert all("test/bpb" in row for row in rows)
@@ -69,13 +74,22 @@ def test_a_published_name_is_found_on_the_hub(small_model, tmp_path, engine, mon
 
     monkeypatch.setattr(hub, "load_dataset", load_dataset)
     monkeypatch.setattr(hub, "get_dataset_split_names", lambda name, config: ["train"])
-    chat_sl.main(options_of(chat_sl, small_model, "tulu3", tmp_path, test_size=0, max_steps=1), engine)
-    chat_sl.main(options_of(chat_sl, small_model, "a/b", tmp_path, log_path=str(tmp_path / "b"), max_steps=1), engine)
+    chat_sl.main(
+        options_of(chat_sl, small_model, "tulu3", tmp_path, test_size=0, max_steps=1), engine
+    )
+    chat_sl.main(
+        options_of(
+            chat_sl, small_model, "a/b", tmp_path, log_path=str(tmp_path / "b"), max_steps=1
+        ),
+        engine,
+    )
     assert asked == [("allenai/tulu-3-sft-mixture", None, "train"), ("a/b", None, "train")]
 
 
 def test_worked_solutions_end_in_a_box():
-    asked, answer = read_chat({"question": "What is 1 + 2?", "answer": "1 + 2 = <<1+2=3>>3\n#### 3"}, "here")
+    asked, answer = read_chat(
+        {"question": "What is 1 + 2?", "answer": "1 + 2 = <<1+2=3>>3\n#### 3"}, "here"
+    )
     assert asked["content"].startswith("What is 1 + 2?")
     assert answer["content"] == "1 + 2 = 3\nThe answer is \\boxed{3}"
 
@@ -85,7 +99,15 @@ def test_worked_solutions_end_in_a_box():
     ("columns", "is_chat"),
     [
         ({"messages": CHAT}, True),
-        ({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4, dear."}]}, True),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "2 + 2?"},
+                    {"from": "gpt", "value": "4, dear."},
+                ]
+            },
+            True,
+        ),
         ({"prompt": "2 + 2?", "completion": "4, dear."}, True),
         ({"prompt": "2 + 2?"}, False),
     ],
@@ -107,9 +129,13 @@ def test_a_conversation_goes_before_a_question_with_its_answer(read, columns, is
         ("num_epochs", 0),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, sums_dataset, tmp_path, engine, name, value):
+def test_an_option_that_cannot_be_right_is_refused_by_name(
+    small_model, sums_dataset, tmp_path, engine, name, value
+):
     with pytest.raises(UserError, match=f"{name}="):
-        chat_sl.main(options_of(chat_sl, small_model, sums_dataset, tmp_path, **{name: value}), engine)
+        chat_sl.main(
+            options_of(chat_sl, small_model, sums_dataset, tmp_path, **{name: value}), engine
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -119,7 +145,9 @@ def test_a_model_without_a_known_rate_needs_one(sums_dataset, tmp_path):
 
 
 def test_options_from_the_command_line():
-    options = read_options(chat_sl.Options, chat_sl.PRESETS, ["preset=seed", "train_on_what=last_assistant_message"])
+    options = read_options(
+        chat_sl.Options, chat_sl.PRESETS, ["preset=seed", "train_on_what=last_assistant_message"]
+    )
     assert (options.batch_size, options.lora_rank, options.train_on_what) == (
         128,
         64,

@@ -26,7 +26,9 @@ from planish.testing import EOS_TOKEN_ID
         ("", True, -0.1, 0),
     ],
 )
-def test_the_last_number_is_the_answer_and_the_equation_its_form(tokenizer, text, ended, reward, form):
+def test_the_last_number_is_the_answer_and_the_equation_its_form(
+    tokenizer, text, ended, reward, form
+):
     env = SumEnv(get_renderer("chatml", tokenizer), Sum(17, 25))
     result = asyncio.run(env.step([*tokenizer.encode(text), *[EOS_TOKEN_ID] * ended]))
     assert result.reward == pytest.approx(reward)
@@ -34,7 +36,9 @@ def test_the_last_number_is_the_answer_and_the_equation_its_form(tokenizer, text
 
 
 def test_the_prompt_shows_the_form(tokenizer):
-    prompt, _ = asyncio.run(SumEnv(get_renderer("chatml", tokenizer), Sum(1, 2)).initial_observation())
+    prompt, _ = asyncio.run(
+        SumEnv(get_renderer("chatml", tokenizer), Sum(1, 2)).initial_observation()
+    )
     text = tokenizer.decode(prompt.to_ints())
     assert "4 + 3 = 7<|im_end|>" in text
     assert "What is 1 + 2?<|im_end|>\n<|im_start|>assistant\n" in text
@@ -58,7 +62,11 @@ def test_no_sum_of_the_test_is_trained_on_in_either_order(max_operand):
     assert trained
     assert not tested & trained
     assert not shown & (tested | trained)
-    assert len(tested) == len(sums(test, range(len(test)))) == min(100, (max_operand + 1) * (max_operand + 2) // 6)
+    assert (
+        len(tested)
+        == len(sums(test, range(len(test))))
+        == min(100, (max_operand + 1) * (max_operand + 2) // 6)
+    )
     assert all(0 <= n <= max_operand for pair in tested | trained for n in pair)
 
 

@@ -11,7 +11,13 @@ from planish.completers import TokenCompleter
 from planish.errors import UserError
 from planish.recipes import tic_tac_toe
 from planish.recipes.self_play import Turns
-from planish.recipes.tic_tac_toe import Options, TicTacToeDatasetBuilder, TicTacToeGroup, first_messages, read_cell
+from planish.recipes.tic_tac_toe import (
+    Options,
+    TicTacToeDatasetBuilder,
+    TicTacToeGroup,
+    first_messages,
+    read_cell,
+)
 from planish.recipes.tic_tac_toe_board import Board
 from planish.renderers import get_text_content
 from planish.rl.rollout_strategy import MinViableGroup, RetryOnFailure
@@ -23,7 +29,9 @@ DRAW = "1 2 3 5 4 6 8 7 9"
 
 
 def moves(game):
-    """A policy of both players that plays a given game; what it says at each move follows from the position alone."""
+    """A policy of both players that plays a given game; what it says at each move follows from the
+    position alone.
+    """
     said = game.split()
 
     def answer(told):
@@ -131,7 +139,9 @@ def test_a_player_that_fails_ends_the_game_for_both(small_model, call):
 @pytest.mark.parametrize("call", range(5))
 def test_a_game_whose_player_failed_is_played_again_from_its_beginning(small_model, call):
     policy = Failing(small_model, X_WINS, {call})
-    group = within_seconds(do_group_rollout(TicTacToeGroup(small_model, None), policy, RetryOnFailure()))
+    group = within_seconds(
+        do_group_rollout(TicTacToeGroup(small_model, None), policy, RetryOnFailure())
+    )
     assert group.get_total_rewards() == [1, -1]
     assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [3, 2]
     assert policy.calls == call + 1 + 5
@@ -141,7 +151,10 @@ def test_a_game_whose_player_failed_is_played_again_from_its_beginning(small_mod
 def test_a_game_that_cannot_be_played_is_left_out_as_a_whole(small_model):
     policy = Failing(small_model, X_WINS, set(range(100)))
     strategy = MinViableGroup(min_successful=1, max_retries=2)
-    assert within_seconds(do_group_rollout(TicTacToeGroup(small_model, None), policy, strategy)) is None
+    assert (
+        within_seconds(do_group_rollout(TicTacToeGroup(small_model, None), policy, strategy))
+        is None
+    )
     assert policy.calls == 3
 
 
@@ -186,7 +199,10 @@ def test_games_against_an_optimal_player_are_not_won(small_model, number, turns)
 
 
 def test_a_test_game_that_is_forfeited(small_model):
-    group = play(TicTacToeGroup(small_model, None, (), "random", 1), ScriptedPolicy(small_model, lambda _: "0"))
+    group = play(
+        TicTacToeGroup(small_model, None, (), "random", 1),
+        ScriptedPolicy(small_model, lambda _: "0"),
+    )
     assert group.get_total_rewards() == [-1]
     assert group.metrics_G[0]["forfeit"] == 1
 
@@ -225,7 +241,11 @@ def test_reading_a_move(text, cell):
 
 
 def test_the_shown_game_is_won():
-    said = [int(get_text_content(message)) for message in first_messages() if message["role"] == "assistant"]
+    said = [
+        int(get_text_content(message))
+        for message in first_messages()
+        if message["role"] == "assistant"
+    ]
     assert len(said) == 4
     assert get_text_content(first_messages()[-2]).startswith("X145 O269")
 
@@ -245,7 +265,9 @@ def test_nobody_waits_when_a_game_is_over():
     assert asyncio.run(wait()) == [True, False, True]
 
 
-@pytest.mark.parametrize(("option", "value"), [("batch_size", 0), ("test_games", -1), ("opening_moves", 5)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("batch_size", 0), ("test_games", -1), ("opening_moves", 5)]
+)
 def test_options_that_cannot_be_right(option, value):
     with pytest.raises(UserError, match=f"{option}={value}"):
         tic_tac_toe.main(Options(**{option: value}))

@@ -4,7 +4,14 @@ from itertools import combinations
 
 import pytest
 
-from planish.recipes.tic_tac_toe_board import LINES, Board, optimal_move, position, random_move, value
+from planish.recipes.tic_tac_toe_board import (
+    LINES,
+    Board,
+    optimal_move,
+    position,
+    random_move,
+    value,
+)
 
 
 def play(*moves):
@@ -15,7 +22,9 @@ def play(*moves):
 
 
 def games(board, first, second):
-    """All ends of the game that follow if one side moves by a function and the other in every possible way."""
+    """All ends of the game that follow if one side moves by a function and the other in every
+    possible way.
+    """
     if board.is_over:
         yield board
         return

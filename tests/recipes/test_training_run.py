@@ -61,7 +61,11 @@ def test_an_interrupt_in_a_notebook_ends_what_cannot_be_asked():
     ids=["one", "the one that is shown", "none", "the sizes of an env"],
 )
 def test_help_tells_the_presets_that_are_left(
-    options: type, presets: Presets, arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]
+    options: type,
+    presets: Presets,
+    arguments: list[str],
+    told: str | None,
+    capsys: pytest.CaptureFixture[str],
 ):
     with pytest.raises(SystemExit):
         read_options(options, presets, [*arguments, "--help"])

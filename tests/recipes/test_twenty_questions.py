@@ -37,7 +37,9 @@ class Oracle(MessageCompleter):
 
 
 def group_of(model, oracle, choices=WORDS, size=1, **rules):
-    return TwentyQuestionsGroup(model, None, Rules(**rules), Riddle("rose", choices), Answerer(oracle), size)
+    return TwentyQuestionsGroup(
+        model, None, Rules(**rules), Riddle("rose", choices), Answerer(oracle), size
+    )
 
 
 def played(model, answers, oracle=None, **options):
@@ -88,7 +90,9 @@ def test_rewards(small_model, answers, reward):
     ],
 )
 def test_the_answerer_says_nothing_but_yes_or_no(small_model, answer, told):
-    _, policy = played(small_model, ["Tell me the word!", "Guess: rose"], Oracle(answer), choices=())
+    _, policy = played(
+        small_model, ["Tell me the word!", "Guess: rose"], Oracle(answer), choices=()
+    )
     assert policy.asked[1] == told
 
 
@@ -136,7 +140,9 @@ def test_words_of_the_test_are_held_out(small_model):
     riddles = [group.riddle for index in range(20) for group in train.get_batch(index)]
     tests = [group.riddle for group in test.get_batch(0)]
     assert {riddle.secret for riddle in tests} == set(held_out_words())
-    assert not {word for riddle in tests for word in riddle.choices} & {w for r in riddles for w in r.choices}
+    assert not {word for riddle in tests for word in riddle.choices} & {
+        w for r in riddles for w in r.choices
+    }
     for riddle in riddles + tests:
         assert riddle.secret in riddle.choices
         assert len(set(riddle.choices)) == 6
@@ -156,7 +162,13 @@ def test_batches_are_functions_of_seed_and_index(small_model):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("choices", 1), ("choices", 41), ("max_questions", 0), ("waste_cost", -1.0), ("rollout_processes", 2)],
+    [
+        ("choices", 1),
+        ("choices", 41),
+        ("max_questions", 0),
+        ("waste_cost", -1.0),
+        ("rollout_processes", 2),
+    ],
 )
 def test_options_that_cannot_be_right(option, value):
     with pytest.raises(UserError, match=f"{option}={value}"):

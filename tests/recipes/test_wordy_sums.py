@@ -51,7 +51,9 @@ def test_right_comes_before_short(a, b, expected):
 
 def test_the_rule_knows_its_own_questions_only():
     with pytest.raises(UserError, match="is no question of these sums"):
-        quality([{"role": "user", "content": "Who are you?"}], [{"role": "assistant", "content": "7"}])
+        quality(
+            [{"role": "user", "content": "Who are you?"}], [{"role": "assistant", "content": "7"}]
+        )
 
 
 def test_demonstrations_are_right_and_differ_in_words():
@@ -66,7 +68,10 @@ def test_comparisons_are_labelled_by_the_rule():
     for labeled in drawn:
         assert asyncio.run(rule(labeled.comparison)) == {"A": -1, "B": 1}[labeled.label]
     rights = [
-        [quality(PROMPT, side).is_right for side in (d.comparison.completion_A, d.comparison.completion_B)]
+        [
+            quality(PROMPT, side).is_right
+            for side in (d.comparison.completion_A, d.comparison.completion_B)
+        ]
         for d in drawn
     ]
     assert {tuple(sorted(each)) for each in rights} == {(False, False), (False, True), (True, True)}

@@ -3,7 +3,8 @@ from family_tokenizers import family_tokenizer
 
 from planish.renderers import FORMATS, Renderer, get_renderer
 
-# Each renderer with a tokenizer and the chat template of a model that it is for (role_colon has no template).
+# Each renderer with a tokenizer and the chat template of a model that it is for (role_colon has no
+# template).
 RENDERERS = {
     "role_colon": ("smollm2", None),
     "role_colon without bos": ("qwen", None),
@@ -21,7 +22,9 @@ RENDERERS = {
 def renderers() -> dict[str, Renderer]:
     made = {}
     for case, (family, chat_template) in RENDERERS.items():
-        name = next(name for name in sorted(FORMATS, key=len, reverse=True) if case.startswith(name))
+        name = next(
+            name for name in sorted(FORMATS, key=len, reverse=True) if case.startswith(name)
+        )
         made[case] = get_renderer(name, family_tokenizer(family, chat_template))
     return made
 

@@ -1,21 +1,30 @@
-"""Small tokenizers that split text as the families' own do, with their special tokens and chat templates.
+"""Small tokenizers that split text as the families' own do, with their special tokens and chat
+templates.
 
-Each is a byte-level BPE trained on a few sentences, so that merges across line breaks and spaces exist: the places where
-tokenising a message in pieces could differ from tokenising the rendered template.
+Each is a byte-level BPE trained on a few sentences, so that merges across line breaks and spaces
+exist: the places where tokenising a message in pieces could differ from tokenising the rendered
+template.
 """
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from planish.testing import byte_symbols
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
-QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_SPLIT = QWEN_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
 
 CORPUS = [
@@ -50,7 +59,11 @@ QWEN_WORDS = [
 ]
 ROLES = {
     "qwen": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    "smollm2": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"},
+    "smollm2": {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+    },
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
 }
 
@@ -60,7 +73,9 @@ def template(name: str) -> str:
 
 
 def family_tokenizer(family: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of `family` ("qwen", "smollm2", "llama3"); `chat_template` names a file of chat_templates/."""
+    """A tokenizer of `family` ("qwen", "smollm2", "llama3"); `chat_template` names a file of
+    chat_templates/.
+    """
     tokenizer = Tokenizer(models.BPE(ignore_merges=family == "llama3"))
     if family == "smollm2":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -87,19 +102,27 @@ def family_tokenizer(family: str, chat_template: str | None = None) -> PreTraine
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(special)
     if family == "qwen":
-        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in QWEN_WORDS])
+        tokenizer.add_tokens(
+            [AddedToken(text, special=False, normalized=False) for text in QWEN_WORDS]
+        )
     if family == "llama3":
         bos = "<|begin_of_text|>"
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+            single=f"{bos} $A",
+            pair=f"{bos} $A $B",
+            special_tokens=[(bos, tokenizer.token_to_id(bos))],
         )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ROLES[family])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ROLES[family]
+    )
     fast.chat_template = template(chat_template) if chat_template else None
     return fast
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A vocabulary of whole words, in which the control tokens are words too and unknown words have a token."""
+    """A vocabulary of whole words, in which the control tokens are words too and unknown words have
+    a token.
+    """
     words = [
         "<unk>",
         "<|im_start|>",
@@ -114,7 +137,13 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         ">",
         "|",
     ]
-    tokenizer = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n| "), behavior="isolated")
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words[:3]])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>")
+    tokenizer.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in words[:3]]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>"
+    )

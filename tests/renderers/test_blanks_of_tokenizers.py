@@ -1,4 +1,6 @@
-"""Tokenizers made from SentencePiece put a blank before every text; what renderers tokenise apart has none but its own."""
+"""Tokenizers made from SentencePiece put a blank before every text; what renderers tokenise apart
+has none but its own.
+"""
 
 import json
 
@@ -22,20 +24,32 @@ TEXT = "User: What is 6 times 7?\n\nAssistant: It is 42.\n\nUser:   Fine </s> ye
 
 
 def spm_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """As in Llama 2 and Mistral 7B: a blank before each text ("each"), or before the first one ("first")."""
+    """As in Llama 2 and Mistral 7B: a blank before each text ("each"), or before the first one
+    ("first").
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     if kind == "first":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    undo = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(undo)
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=MARKS + BYTES, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     spec = json.loads(tokenizer.to_str())
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in MARKS]  # bytes are plain
+    # bytes are plain
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in MARKS]
     tokenizer = Tokenizer.from_str(json.dumps(spec))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @pytest.fixture(scope="module", params=["first", "each"])
@@ -60,7 +74,9 @@ def test_a_transcript_has_its_own_blanks_alone(tokenizer):
     example, weights = renderer.build_supervised_example(MESSAGES)
     assert written(tokenizer, example.to_ints()) == f" {TEXT} 42\n\nUser:"
     assert example.to_ints()[: len(prompt)] == prompt
-    trained = [id_ for id_, weight in zip(example.to_ints(), weights.tolist(), strict=True) if weight]
+    trained = [
+        id_ for id_, weight in zip(example.to_ints(), weights.tolist(), strict=True) if weight
+    ]
     message, termination = renderer.parse_response(trained)
     assert (message["content"], termination) == ("42", Termination.STOP_SEQUENCE)
 

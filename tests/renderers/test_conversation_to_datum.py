@@ -29,7 +29,11 @@ def test_positions_predict_the_next_token(reduction):
     assert datum.loss_fn_inputs["target_tokens"].tolist() == tokens[1:]
     assert datum.loss_fn_inputs["target_tokens"].dtype == "int64"
     assert datum.loss_fn_inputs["weights"].dtype == "float32"
-    targets = [token for token, weight in zip(tokens[1:], weights_of(datum).tolist(), strict=True) if weight]
+    targets = [
+        token
+        for token, weight in zip(tokens[1:], weights_of(datum).tolist(), strict=True)
+        if weight
+    ]
     assert RENDERER.tokenizer.decode(targets) == "Two.<|im_end|>Four.<|im_end|>"
     expected = 1.0 if reduction == "mean" else float(weights.sum())
     assert weights_of(datum).sum().item() == pytest.approx(expected)
@@ -48,7 +52,9 @@ def test_max_length_counts_positions():
     short = conversation_to_datum(MESSAGES, RENDERER, length - 2, reduction="none")
     assert short.model_input.to_ints() == whole.model_input.to_ints()[: length - 2]
     assert weights_of(short).sum() == weights_of(whole).sum() - 2
-    assert weights_of(conversation_to_datum(MESSAGES, RENDERER, length - 2)).sum().item() == pytest.approx(1.0)
+    assert weights_of(
+        conversation_to_datum(MESSAGES, RENDERER, length - 2)
+    ).sum().item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,9 @@ def test_weights_of_another_length_or_sign():
         datum_from_weights(tokens, torch.ones(2))
     with pytest.raises(ValueError, match=r"'mean' cannot divide"):
         datum_from_weights(tokens, torch.tensor([0.0, 1.0, -1.0]))
-    assert weights_of(datum_from_weights(tokens, torch.tensor([0.0, 1.0, -1.0]), reduction="none")).tolist() == [
+    assert weights_of(
+        datum_from_weights(tokens, torch.tensor([0.0, 1.0, -1.0]), reduction="none")
+    ).tolist() == [
         1.0,
         -1.0,
     ]

@@ -11,7 +11,8 @@ from planish.renderers import FORMATS, get_renderer, recommended_renderer_name
 from planish.testing import tiny_model
 
 QWEN25_BASE = template("qwen2_5").replace(
-    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "You are a helpful assistant."
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "You are a helpful assistant.",
 )
 THINKING_2507 = template("qwen3").replace(
     "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable",
@@ -95,12 +96,32 @@ def model_directory(path: Path, model_type: str, chat_template: str | None, **to
         ("qwen3", template("qwen3"), {"eos_token": "<|im_end|>"}, "qwen3"),
         ("qwen3", template("qwen3"), {"eos_token": "<|endoftext|>"}, "role_colon"),
         ("qwen3", template("qwen3"), {}, "qwen3"),
-        ("qwen3", template("qwen3_instruct_2507"), {"eos_token": {"content": "<|im_end|>"}}, "qwen3_instruct"),
+        (
+            "qwen3",
+            template("qwen3_instruct_2507"),
+            {"eos_token": {"content": "<|im_end|>"}},
+            "qwen3_instruct",
+        ),
         ("qwen2", template("qwen2_5"), {"eos_token": "<|im_end|>"}, "chatml"),
         ("qwen2", QWEN25_BASE, {"eos_token": "<|endoftext|>"}, "role_colon"),
-        ("llama", template("smollm2"), {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}, "chatml"),
-        ("llama", template("llama3"), {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}, "llama3"),
-        ("llama", LLAMA31, {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>"}, "llama3"),
+        (
+            "llama",
+            template("smollm2"),
+            {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"},
+            "chatml",
+        ),
+        (
+            "llama",
+            template("llama3"),
+            {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+            "llama3",
+        ),
+        (
+            "llama",
+            LLAMA31,
+            {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>"},
+            "llama3",
+        ),
         ("llama", None, {"bos_token": "<|begin_of_text|>"}, "role_colon"),
         ("mistral", None, {"bos_token": "<s>"}, "role_colon"),
     ],
@@ -150,7 +171,10 @@ def test_the_tiny_model_of_tests(tmp_path):
 def test_unknown_directories_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no config.json.*role_colon"):
         recommended_renderer_name(tmp_path)
-    for chat_template in ("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}", THINKING_2507):
+    for chat_template in (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
+        THINKING_2507,
+    ):
         path = model_directory(tmp_path / "other", "qwen3", chat_template)
         with pytest.raises(ValueError, match=r"chat template .* known here.*role_colon"):
             recommended_renderer_name(path)

@@ -41,7 +41,11 @@ def said(**changes) -> dict:
             r"messages\[0\]\['role'\]='tool'.*llama3 knows the roles system, user, assistant",
         ),
         (INSTRUCT, [{"role": "user"}], r"messages\[0\] has no content; give a string"),
-        (INSTRUCT, [{"role": "user", "content": 3}], r"messages\[0\]\['content'\] is a int; give a string or a list"),
+        (
+            INSTRUCT,
+            [{"role": "user", "content": 3}],
+            r"messages\[0\]\['content'\] is a int; give a string or a list",
+        ),
         (
             INSTRUCT,
             [{"role": "user", "content": [{"type": "image", "image": "x"}]}],
@@ -62,11 +66,24 @@ def said(**changes) -> dict:
             [USER, said(content=[{"type": "thinking", "thinking": "x"}])],
             r"messages\[1\] has a thinking part.*qwen3",
         ),
-        (INSTRUCT, [USER, said(reasoning_content="x")], r"messages\[1\] has a thinking part.*qwen3_instruct"),
-        (QWEN3, [{**USER, "reasoning_content": "x"}], r"messages\[0\] is of role 'user' and has a thinking part"),
+        (
+            INSTRUCT,
+            [USER, said(reasoning_content="x")],
+            r"messages\[1\] has a thinking part.*qwen3_instruct",
+        ),
         (
             QWEN3,
-            [USER, said(content=[{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "x"}])],
+            [{**USER, "reasoning_content": "x"}],
+            r"messages\[0\] is of role 'user' and has a thinking part",
+        ),
+        (
+            QWEN3,
+            [
+                USER,
+                said(
+                    content=[{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "x"}]
+                ),
+            ],
             r"content'\]\[1\]: thinking comes before the text",
         ),
         (
@@ -74,8 +91,16 @@ def said(**changes) -> dict:
             [USER, said(tool_calls=[CALL])],
             r"messages\[1\] has tool calls, which renderer llama3 cannot write; use",
         ),
-        (INSTRUCT, [{**USER, "tool_calls": [CALL]}], r"messages\[0\] is of role 'user' and has tool calls"),
-        (INSTRUCT, [USER, said(tool_calls=["f()"])], r"\['tool_calls'\]\[0\]: give \{'type': 'function'"),
+        (
+            INSTRUCT,
+            [{**USER, "tool_calls": [CALL]}],
+            r"messages\[0\] is of role 'user' and has tool calls",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=["f()"])],
+            r"\['tool_calls'\]\[0\]: give \{'type': 'function'",
+        ),
         (
             INSTRUCT,
             [USER, said(tool_calls=[{"function": {"name": 'a"b', "arguments": "{}"}}])],
@@ -86,7 +111,11 @@ def said(**changes) -> dict:
             [USER, said(tool_calls=[{"function": {"name": "f", "arguments": "{"}}])],
             r"arguments='\{' is not a JSON object",
         ),
-        (INSTRUCT, [USER, said(tool_calls=[{"function": {"name": "f"}}])], r"arguments=None is not a JSON object"),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=[{"function": {"name": "f"}}])],
+            r"arguments=None is not a JSON object",
+        ),
         (
             INSTRUCT,
             [USER, said(unparsed_tool_calls=[{"error": "x"}])],
@@ -97,9 +126,21 @@ def said(**changes) -> dict:
             [USER, {"role": "system", "content": "a", "tools": [{"name": "f"}]}],
             r"messages\[1\] offers tools; only .* start",
         ),
-        (LLAMA3, [{"role": "system", "content": "a", "tools": [{"name": "f"}]}], r"messages\[0\] offers tools.*llama3"),
-        (INSTRUCT, [{"role": "system", "content": "a", "tools": ["f"]}], r"\['tools'\]\[0\]: give \{'name'"),
-        (INSTRUCT, [USER, said(content="b\ud83d")], r"messages\[1\] holds '\\ud83d', half of a character.*remove"),
+        (
+            LLAMA3,
+            [{"role": "system", "content": "a", "tools": [{"name": "f"}]}],
+            r"messages\[0\] offers tools.*llama3",
+        ),
+        (
+            INSTRUCT,
+            [{"role": "system", "content": "a", "tools": ["f"]}],
+            r"\['tools'\]\[0\]: give \{'name'",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(content="b\ud83d")],
+            r"messages\[1\] holds '\\ud83d', half of a character.*remove",
+        ),
         (QWEN3, [USER, said(reasoning_content="\ude00 b")], r"messages\[1\] holds '\\ude00'"),
         (
             INSTRUCT,
@@ -116,7 +157,11 @@ def said(**changes) -> dict:
             [{"role": "system", "content": "a", "tools": [{"name": "f", "description": "\ud83d"}]}],
             r"messages\[0\] holds '\\ud83d'",
         ),
-        (INSTRUCT, [{**USER, "trainable": "yes"}], r"messages\[0\]\['trainable'\]='yes'; give True or False"),
+        (
+            INSTRUCT,
+            [{**USER, "trainable": "yes"}],
+            r"messages\[0\]\['trainable'\]='yes'; give True or False",
+        ),
     ],
 )
 def test_messages(renderer, messages, message):
@@ -129,16 +174,32 @@ def test_messages(renderer, messages, message):
 @pytest.mark.parametrize(
     ("messages", "what", "message"),
     [
-        ([USER, ASSISTANT], "assistant", r"train_on_what='assistant': give .*all_assistant_messages"),
+        (
+            [USER, ASSISTANT],
+            "assistant",
+            r"train_on_what='assistant': give .*all_assistant_messages",
+        ),
         ([USER], "last_assistant_message", r"holds nothing to train on"),
         ([USER], "all_assistant_messages", r"holds nothing to train on"),
         ([ASSISTANT, USER], "last_assistant_turn", r"holds nothing to train on"),
         ([ASSISTANT], "all_user_and_system_messages", r"holds nothing to train on"),
         ([USER, ASSISTANT], "customized", r"messages\[0\] lacks 'trainable'.*set True or False"),
-        ([{**USER, "trainable": False}, ASSISTANT], "customized", r"messages\[1\] lacks 'trainable'"),
+        (
+            [{**USER, "trainable": False}, ASSISTANT],
+            "customized",
+            r"messages\[1\] lacks 'trainable'",
+        ),
         ([{**USER, "trainable": False}], "customized", r"holds nothing to train on"),
-        ([USER, said(trainable=True)], "all_messages", r"messages\[1\] has 'trainable'.*customized"),
-        ([USER, said(trainable=False)], "last_assistant_message", r"messages\[1\] has 'trainable'.*customized"),
+        (
+            [USER, said(trainable=True)],
+            "all_messages",
+            r"messages\[1\] has 'trainable'.*customized",
+        ),
+        (
+            [USER, said(trainable=False)],
+            "last_assistant_message",
+            r"messages\[1\] has 'trainable'.*customized",
+        ),
     ],
 )
 def test_train_on_what(messages, what, message):
@@ -150,7 +211,9 @@ def test_train_on_what(messages, what, message):
 
 def test_an_answer_with_the_stop_string_is_no_target_of_role_colon():
     messages = [{"role": "user", "content": "One.\n\nUser: two"}, said(content="b\n\nUser: c")]
-    with pytest.raises(ValueError, match=r"messages\[1\] cannot be trained by renderer role_colon.*stop sequence"):
+    with pytest.raises(
+        ValueError, match=r"messages\[1\] cannot be trained by renderer role_colon.*stop sequence"
+    ):
         ROLE_COLON.build_supervised_example(messages)
     assert ROLE_COLON.build_supervised_example([*messages, USER, ASSISTANT])[0].length > 0
     assert ROLE_COLON.build_generation_prompt(messages).length > 0
@@ -159,7 +222,10 @@ def test_an_answer_with_the_stop_string_is_no_target_of_role_colon():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"role": "robot"}, r"role='robot': renderer qwen3_instruct can prompt for system, user, assistant"),
+        (
+            {"role": "robot"},
+            r"role='robot': renderer qwen3_instruct can prompt for system, user, assistant",
+        ),
         ({"role": "tool"}, r"role='tool'"),
         ({"prefill": 3}, r"prefill is a int; give a string"),
         ({"prefill": "\ud83d"}, r"prefill holds '\\ud83d', half of a character"),
@@ -173,11 +239,31 @@ def test_prompt_arguments(arguments, message):
 @pytest.mark.parametrize(
     ("name", "tokenizer", "options", "message"),
     [
-        ("llama4", QWEN, {}, r"renderer 'llama4' is unknown; choose one of role_colon, llama3, chatml, qwen3"),
-        ("llama3", QWEN, {}, r"renderer llama3 needs '<\|begin_of_text\|>' as one token.*role_colon"),
-        ("qwen3_instruct", LLAMA3.tokenizer, {}, r"renderer qwen3_instruct needs '<\|im_start\|>' as one token"),
+        (
+            "llama4",
+            QWEN,
+            {},
+            r"renderer 'llama4' is unknown; choose one of role_colon, llama3, chatml, qwen3",
+        ),
+        (
+            "llama3",
+            QWEN,
+            {},
+            r"renderer llama3 needs '<\|begin_of_text\|>' as one token.*role_colon",
+        ),
+        (
+            "qwen3_instruct",
+            LLAMA3.tokenizer,
+            {},
+            r"renderer qwen3_instruct needs '<\|im_start\|>' as one token",
+        ),
         ("qwen3", "Qwen/Qwen3-8B", {}, r"tokenizer is a str without decode.*transformers"),
-        ("qwen3", QWEN, {"default_system": "a"}, r"default_system is an option of renderer chatml, not of qwen3"),
+        (
+            "qwen3",
+            QWEN,
+            {"default_system": "a"},
+            r"default_system is an option of renderer chatml, not of qwen3",
+        ),
         (
             "chatml",
             QWEN,
@@ -213,7 +299,8 @@ def test_prefill_and_roles():
         "<|im_end|>\n<|im_start|>user\n"
     )
     assert (
-        decode(ROLE_COLON.build_generation_prompt([USER], role="user", prefill=" x").to_ints()) == "User: a\n\nUser: x"
+        decode(ROLE_COLON.build_generation_prompt([USER], role="user", prefill=" x").to_ints())
+        == "User: a\n\nUser: x"
     )
 
 
@@ -222,5 +309,8 @@ def test_renderers_travel_between_processes():
         renderer.codec.encode_text("<|im_end|>")
         copy = pickle.loads(pickle.dumps(renderer))
         conversation = [USER, {**ASSISTANT, "content": "b<|im_end|>"}]
-        assert copy.build_supervised_example(conversation)[0] == renderer.build_supervised_example(conversation)[0]
+        assert (
+            copy.build_supervised_example(conversation)[0]
+            == renderer.build_supervised_example(conversation)[0]
+        )
         assert (copy.name, copy.format) == (renderer.name, renderer.format)

@@ -21,7 +21,8 @@ RENDERERS = {
 INSTRUCT = RENDERERS["qwen3_instruct"]
 ROLE_COLON = RENDERERS["role_colon with bos"]
 
-# No line breaks or blanks at the ends: formats that trim them would render another text than was sampled.
+# No line breaks or blanks at the ends: formats that trim them would render another text than was
+# sampled.
 TEXT = st.text("abc 7\n.<|é🙂", max_size=12).map(str.strip)
 TURNS = st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=2)), min_size=1, max_size=3)
 
@@ -60,10 +61,17 @@ def test_a_continued_prompt_equals_a_rendered_one(name: str, turns: list[tuple[s
 
 def test_results_of_tools_share_a_turn():
     calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}] * 2
-    messages = [say("user", "Add"), say("assistant", "", tool_calls=calls), say("tool", "1"), say("tool", "2")]
+    messages = [
+        say("user", "Add"),
+        say("assistant", "", tool_calls=calls),
+        say("tool", "1"),
+        say("tool", "2"),
+    ]
     before = prompt(INSTRUCT, messages[:1])
     sampled = canonical_answer(INSTRUCT, messages[:2])
-    assert before + sampled + (INSTRUCT.build_continuation(messages, 1, sampled) or []) == prompt(INSTRUCT, messages)
+    assert before + sampled + (INSTRUCT.build_continuation(messages, 1, sampled) or []) == prompt(
+        INSTRUCT, messages
+    )
 
 
 def test_sampled_tokens_stay_as_they_are():
@@ -74,7 +82,9 @@ def test_sampled_tokens_stay_as_they_are():
     messages = [say("user", "?"), say("assistant", "The answer"), say("user", "And?")]
     continuation = INSTRUCT.build_continuation(messages, 1, [*spelled, end])
     assert continuation is not None
-    assert QWEN.decode(continuation) == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        QWEN.decode(continuation) == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_end_mark_of_a_cut_off_answer_is_added():
@@ -96,7 +106,9 @@ def test_the_end_mark_of_a_cut_off_answer_is_added():
 def test_the_end_of_a_cut_off_answer_in_words(cut, added):
     messages = [say("user", "?"), say("assistant", cut.strip()), say("user", "And?")]
     tokenizer = ROLE_COLON.tokenizer
-    continuation = ROLE_COLON.build_continuation(messages, 1, tokenizer.encode(cut, add_special_tokens=False))
+    continuation = ROLE_COLON.build_continuation(
+        messages, 1, tokenizer.encode(cut, add_special_tokens=False)
+    )
     assert tokenizer.decode(continuation) == added
 
 

@@ -94,10 +94,16 @@ def test_a_stop_string_may_end_inside_its_last_token():
             [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Hi!"}],
         ),
         ("<think>\nHm, and then", [{"type": "thinking", "thinking": "Hm, and then"}]),
-        ("Hi <think>not at the start</think> you<|im_end|>", "Hi <think>not at the start</think> you"),
+        (
+            "Hi <think>not at the start</think> you<|im_end|>",
+            "Hi <think>not at the start</think> you",
+        ),
         (
             "<think>a <think> b</think>c</think>d<|im_end|>",
-            [{"type": "thinking", "thinking": "a <think> b"}, {"type": "text", "text": "c</think>d"}],
+            [
+                {"type": "thinking", "thinking": "a <think> b"},
+                {"type": "text", "text": "c</think>d"},
+            ],
         ),
         (
             "<think>use <tool_call>?</think>no<|im_end|>",
@@ -127,9 +133,21 @@ def call(name: str, arguments: str) -> dict:
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        ('<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>', "", [call("f", '{"x":1}')]),
-        ('One moment.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "One moment.", [call("f", "{}")]),
-        ('<tool_call>{"arguments": {"é": [1,2]}, "name": "f"}</tool_call>', "", [call("f", '{"é": [1, 2]}')]),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>',
+            "",
+            [call("f", '{"x":1}')],
+        ),
+        (
+            'One moment.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+            "One moment.",
+            [call("f", "{}")],
+        ),
+        (
+            '<tool_call>{"arguments": {"é": [1,2]}, "name": "f"}</tool_call>',
+            "",
+            [call("f", '{"é": [1, 2]}')],
+        ),
         ('<tool_call>\n{"name": "f"}\n</tool_call>', "", [call("f", "{}")]),
         (
             'a\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n'
@@ -176,7 +194,9 @@ def test_broken_calls_are_kept_and_rendered_as_they_were(inner, error):
 
 
 def test_an_unclosed_call_is_unparsed():
-    message, termination = INSTRUCT.parse_response(sampled(INSTRUCT, 'a<tool_call>\n{"name": "f", "arg'))
+    message, termination = INSTRUCT.parse_response(
+        sampled(INSTRUCT, 'a<tool_call>\n{"name": "f", "arg')
+    )
     assert message["content"] == "a"
     assert message["unparsed_tool_calls"] == [
         {"raw_text": '<tool_call>\n{"name": "f", "arg', "error": "the call is not closed"}
@@ -185,7 +205,9 @@ def test_an_unclosed_call_is_unparsed():
 
 
 words = st.text(alphabet=st.sampled_from('ab \n.:é東🙂<|>{}"\\'), max_size=40)
-objects = st.dictionaries(words, words | st.integers() | st.none() | st.lists(st.booleans()), max_size=3)
+objects = st.dictionaries(
+    words, words | st.integers() | st.none() | st.lists(st.booleans()), max_size=3
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -195,7 +217,13 @@ def test_what_was_built_is_parsed_again(renderers, text):
         if case.startswith("role_colon") and "\n\nUser:" in text:
             continue
         # Llama 3's template trims, Qwen3's drops line breaks after the think block.
-        content = text.strip() if case == "llama3" else text.lstrip("\n") if case.startswith("qwen3") else text
+        content = (
+            text.strip()
+            if case == "llama3"
+            else text.lstrip("\n")
+            if case.startswith("qwen3")
+            else text
+        )
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": content}]
         prompt = renderer.build_generation_prompt(messages[:1]).to_ints()
         example, _ = renderer.build_supervised_example(messages)
@@ -209,9 +237,18 @@ def test_what_was_built_is_parsed_again(renderers, text):
 @given(thought=words.map(lambda text: text.strip("\n")).filter(bool), text=words, arguments=objects)
 def test_thoughts_and_calls_are_parsed_again(thought, text, arguments):
     text = text.strip("\n")
-    content = [{"type": "thinking", "thinking": thought}, *([{"type": "text", "text": text}] if text else [])]
-    calls = [call("f", json.dumps(arguments, ensure_ascii=False)), call("g.h", json.dumps(arguments))]
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+    content = [
+        {"type": "thinking", "thinking": thought},
+        *([{"type": "text", "text": text}] if text else []),
+    ]
+    calls = [
+        call("f", json.dumps(arguments, ensure_ascii=False)),
+        call("g.h", json.dumps(arguments)),
+    ]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+    ]
     prompt = QWEN3.build_generation_prompt(messages[:1]).to_ints()
     example = QWEN3.build_supervised_example(messages)[0].to_ints()
     assert QWEN3.parse_response(example[len(prompt) :]).message == messages[-1]

@@ -39,7 +39,11 @@ EXPECTED = {
     TrainOnWhat.LAST_ASSISTANT_MESSAGE: ["Four.<|im_end|>"],
     TrainOnWhat.LAST_ASSISTANT_TURN: ["Four.<|im_end|>"],
     TrainOnWhat.ALL_ASSISTANT_MESSAGES: ["Two.<|im_end|>", "Four.<|im_end|>"],
-    TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES: ["Sys.<|im_end|>", "One?<|im_end|>", "Three?<|im_end|>"],
+    TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES: [
+        "Sys.<|im_end|>",
+        "One?<|im_end|>",
+        "Three?<|im_end|>",
+    ],
     TrainOnWhat.ALL_MESSAGES: [
         "Sys.<|im_end|>",
         "One?<|im_end|>",
@@ -64,8 +68,13 @@ def test_chatml_targets(name, what):
 
 def test_customized_targets():
     renderer = get_renderer("qwen3_instruct", family_tokenizer("qwen"))
-    messages = [{**message, "trainable": index in (1, 4)} for index, message in enumerate(CONVERSATION)]
-    assert trained_text(renderer, messages, TrainOnWhat.CUSTOMIZED) == ["One?<|im_end|>", "Four.<|im_end|>"]
+    messages = [
+        {**message, "trainable": index in (1, 4)} for index, message in enumerate(CONVERSATION)
+    ]
+    assert trained_text(renderer, messages, TrainOnWhat.CUSTOMIZED) == [
+        "One?<|im_end|>",
+        "Four.<|im_end|>",
+    ]
 
 
 def test_a_default_system_message_is_no_target_of_all_messages():
@@ -84,7 +93,10 @@ def test_llama3_targets_never_include_the_beginning_of_text():
 
 def test_role_colon_targets_include_the_next_turn_that_stops_it():
     renderer = get_renderer("role_colon", family_tokenizer("llama3"))
-    assert trained_text(renderer, CONVERSATION, "all_assistant_messages") == [" Two.\n\n", " Four.\n\nUser:"]
+    assert trained_text(renderer, CONVERSATION, "all_assistant_messages") == [
+        " Two.\n\n",
+        " Four.\n\nUser:",
+    ]
     example, _ = renderer.build_supervised_example(CONVERSATION)
     text = renderer.tokenizer.decode(example.to_ints())
     assert text == (
@@ -125,7 +137,9 @@ def test_a_message_after_the_last_assistant_is_context():
 def test_the_think_block_is_target_or_prompt():
     thinking = get_renderer("qwen3", family_tokenizer("qwen"))
     disabled = get_renderer("qwen3_disable_thinking", family_tokenizer("qwen"))
-    assert trained_text(thinking, CONVERSATION, "last_assistant_message") == ["<think>\n\n</think>\n\nFour.<|im_end|>"]
+    assert trained_text(thinking, CONVERSATION, "last_assistant_message") == [
+        "<think>\n\n</think>\n\nFour.<|im_end|>"
+    ]
     assert trained_text(disabled, CONVERSATION, "last_assistant_message") == ["Four.<|im_end|>"]
     tokens = disabled.build_supervised_example(CONVERSATION)[0]
     assert tokens == thinking.build_supervised_example(CONVERSATION)[0]
@@ -134,7 +148,9 @@ def test_the_think_block_is_target_or_prompt():
         disabled.build_supervised_example(reasoned)
     # As history it is context, and left out as the template does.
     more = [*reasoned, *CONVERSATION[3:]]
-    assert "hm" not in disabled.tokenizer.decode(disabled.build_supervised_example(more)[0].to_ints())
+    assert "hm" not in disabled.tokenizer.decode(
+        disabled.build_supervised_example(more)[0].to_ints()
+    )
 
 
 @pytest.mark.parametrize("end", [3, 5])
@@ -158,7 +174,10 @@ def test_examples_are_split_where_history_is_stripped():
     examples = renderer.build_supervised_examples(messages, "all_assistant_messages")
     assert examples[0][0] == renderer.build_supervised_example(messages[:2])[0]
     assert examples[1][0] == renderer.build_supervised_example(messages)[0]
-    targets = [[token for token, weight in zip(e.to_ints(), w.tolist(), strict=True) if weight] for e, w in examples]
+    targets = [
+        [token for token, weight in zip(e.to_ints(), w.tolist(), strict=True) if weight]
+        for e, w in examples
+    ]
     assert [renderer.tokenizer.decode(tokens) for tokens in targets] == [
         "<think>\nA thought\n</think>\n\nA<|im_end|>",
         "<think>\nB thought\n</think>\n\nB<|im_end|>",
@@ -220,7 +239,14 @@ def test_split_or_not_each_message_is_a_target_once(what):
     targets = []
     for name in ("qwen3_disable_thinking", "qwen3_instruct"):
         examples = get_renderer(name, tokenizer).build_supervised_examples(messages, what)
-        targets.append([token for e, w in examples for token, weight in zip(e.to_ints(), w, strict=True) if weight])
+        targets.append(
+            [
+                token
+                for e, w in examples
+                for token, weight in zip(e.to_ints(), w, strict=True)
+                if weight
+            ]
+        )
     assert targets[0] == targets[1]
 
 
@@ -248,12 +274,16 @@ def test_time_is_linear_in_the_conversation():
     assert characters(400) < 11 * characters(40)
 
 
-answers = st.lists(st.text(alphabet=st.sampled_from("ab \n.:é🙂"), max_size=15), min_size=2, max_size=4)
+answers = st.lists(
+    st.text(alphabet=st.sampled_from("ab \n.:é🙂"), max_size=15), min_size=2, max_size=4
+)
 
 
 @settings(max_examples=40, deadline=None)
 @given(texts=answers)
-def test_prompts_extend_each_other_where_the_renderer_says_so(renderers: dict[str, Renderer], texts):
+def test_prompts_extend_each_other_where_the_renderer_says_so(
+    renderers: dict[str, Renderer], texts
+):
     keeping = get_renderer("qwen3", renderers["qwen3"].tokenizer, strip_thinking_from_history=False)
     for case, renderer in [*renderers.items(), ("qwen3 that keeps history", keeping)]:
         assert renderer.has_extension_property == (case not in ("qwen3", "qwen3_disable_thinking"))

@@ -22,7 +22,10 @@ TOOLS = [
     {
         "name": "add",
         "description": "Adds two numbers: größer & <besser>.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+        },
     },
     {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
 ]
@@ -31,7 +34,9 @@ TOOLS = [
 def by_template(renderer: Renderer, messages, prompt: bool, **names) -> list[int]:
     if renderer.name == "qwen3_disable_thinking":
         names["enable_thinking"] = False
-    text = renderer.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **names)
+    text = renderer.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=prompt, **names
+    )
     if not prompt:
         # The line break after the last end of turn belongs to the next message here.
         text = text.removesuffix("\n")
@@ -56,14 +61,20 @@ def test_conversations_equal_the_template(case, system):
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     prompt = messages[:-1]
-    assert_equal(renderer, renderer.build_generation_prompt(prompt).to_ints(), by_template(renderer, prompt, True))
+    assert_equal(
+        renderer,
+        renderer.build_generation_prompt(prompt).to_ints(),
+        by_template(renderer, prompt, True),
+    )
     example, _ = renderer.build_supervised_example(messages)
     assert_equal(renderer, example.to_ints(), by_template(renderer, messages, False))
 
 
-text = st.text(alphabet=st.sampled_from("ab1 \n\t.:é東🙂<|>"), max_size=30).filter(lambda text: "<|" not in text)
-# The sampler starts anew after the header, so an answer that begins with blanks is tokenised apart from the header's
-# line break; the template's text would merge them.
+text = st.text(alphabet=st.sampled_from("ab1 \n\t.:é東🙂<|>"), max_size=30).filter(
+    lambda text: "<|" not in text
+)
+# The sampler starts anew after the header, so an answer that begins with blanks is tokenised apart
+# from the header's line break; the template's text would merge them.
 answer = st.text(alphabet=st.sampled_from("ab1 \n.:é東🙂"), max_size=30).map(str.lstrip)
 
 
@@ -76,7 +87,11 @@ def test_any_conversation_equals_the_template(case, system, rounds):
     for question, reply in rounds:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     prompt = messages[:-1]
-    assert_equal(renderer, renderer.build_generation_prompt(prompt).to_ints(), by_template(renderer, prompt, True))
+    assert_equal(
+        renderer,
+        renderer.build_generation_prompt(prompt).to_ints(),
+        by_template(renderer, prompt, True),
+    )
     example, weights = renderer.build_supervised_example(messages, "all_assistant_messages")
     assert_equal(renderer, example.to_ints(), by_template(renderer, messages, False))
     assert weights.shape == (example.length,)
@@ -92,7 +107,11 @@ def tool_conversation(thinking: bool) -> list[dict]:
         {"role": "user", "content": "Add."},
         {"role": "assistant", "content": think("old thoughts") + "Old answer."},
         {"role": "user", "content": "Add again, and tell the time."},
-        {"role": "assistant", "content": think("I need tools.") + "One moment.", "tool_calls": [call, other]},
+        {
+            "role": "assistant",
+            "content": think("I need tools.") + "One moment.",
+            "tool_calls": [call, other],
+        },
         {"role": "tool", "content": "13"},
         {"role": "tool", "content": "noon\n"},
         {"role": "assistant", "content": "", "tool_calls": [other]},
@@ -114,7 +133,11 @@ def test_tools_equal_the_template(case, system):
         theirs = by_template(renderer, theirs_prefix + messages[:end], True, tools=specs)
         assert_equal(renderer, ours.to_ints(), theirs)
     example, _ = renderer.build_supervised_example(prefix + messages)
-    assert_equal(renderer, example.to_ints(), by_template(renderer, theirs_prefix + messages, False, tools=specs))
+    assert_equal(
+        renderer,
+        example.to_ints(),
+        by_template(renderer, theirs_prefix + messages, False, tools=specs),
+    )
 
 
 def test_reasoning_of_earlier_turns_is_left_out_as_in_the_template():
@@ -134,11 +157,17 @@ def test_reasoning_of_earlier_turns_is_left_out_as_in_the_template():
         *messages[:3],
         {
             "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "second\n\nthoughts"}, {"type": "text", "text": "B"}],
+            "content": [
+                {"type": "thinking", "thinking": "second\n\nthoughts"},
+                {"type": "text", "text": "B"},
+            ],
         },
     ]
     assert renderer.build_supervised_example(as_parts)[0] == example
-    as_key = [*messages[:3], {"role": "assistant", "content": "B", "reasoning_content": "second\n\nthoughts"}]
+    as_key = [
+        *messages[:3],
+        {"role": "assistant", "content": "B", "reasoning_content": "second\n\nthoughts"},
+    ]
     assert renderer.build_supervised_example(as_key)[0] == example
 
 
@@ -156,7 +185,9 @@ def test_line_breaks_around_a_think_block_are_the_templates():
 
 
 def test_chatml_takes_the_default_system_message_from_the_template():
-    smollm2 = MADE[("chatml", "smollm2", "smollm2")].build_generation_prompt([{"role": "user", "content": "hi"}])
+    smollm2 = MADE[("chatml", "smollm2", "smollm2")].build_generation_prompt(
+        [{"role": "user", "content": "hi"}]
+    )
     text = str(family_tokenizer("smollm2").decode(smollm2.to_ints()))
     assert text.startswith(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>"
@@ -168,7 +199,9 @@ def test_chatml_takes_the_default_system_message_from_the_template():
     assert str(tokenizer.decode(other.build_generation_prompt(hello).to_ints())).startswith(
         "<|im_start|>system\nAnswer in rhymes.<|im_end|>"
     )
-    assert str(tokenizer.decode(none.build_generation_prompt(hello).to_ints())).startswith("<|im_start|>user\nhi")
+    assert str(tokenizer.decode(none.build_generation_prompt(hello).to_ints())).startswith(
+        "<|im_start|>user\nhi"
+    )
     unknown = get_renderer("chatml", family_tokenizer("qwen"))
     assert unknown.build_generation_prompt(hello) == none.build_generation_prompt(hello)
 

@@ -28,7 +28,9 @@ class Played:
 
 
 def play(env: EnvFromMessageEnv, *answers: str | list[int]) -> Played:
-    """Give the answers one after the other; one that does not end with `END` was cut off if it ends with "..."."""
+    """Give the answers one after the other; one that does not end with `END` was cut off if it ends
+    with "...".
+    """
     return asyncio.run(play_async(env, *answers))
 
 

@@ -1,4 +1,6 @@
-"""A Chromium without a window, driven over its DevTools pipe: what a person at the page would see and do."""
+"""A Chromium without a window, driven over its DevTools pipe: what a person at the page would see
+and do.
+"""
 
 import base64
 import json
@@ -15,7 +17,13 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 EXECUTABLE = next(filter(None, map(shutil.which, NAMES)), None)
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--remote-debugging-pipe")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--remote-debugging-pipe",
+)
 PATIENCE = 60.0
 
 
@@ -26,7 +34,12 @@ def chromium(width: int = 1400, height: int = 1000) -> "Iterator[Chromium]":
     theirs_in, out = os.pipe()
     own_in, theirs_out = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [EXECUTABLE, *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+        command = [
+            EXECUTABLE,
+            *OPTIONS,
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+        ]
         process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command],
             pass_fds=(theirs_in, theirs_out),
@@ -55,7 +68,9 @@ class Chromium:
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -89,7 +104,9 @@ class Chromium:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        result = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
@@ -113,18 +130,33 @@ class Chromium:
 
     def faults(self) -> list[dict[str, Any]]:
         """Errors of scripts, and what the page complained of."""
-        return [event for event in self.events if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        return [
+            event
+            for event in self.events
+            if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")
+        ]
 
     def requests(self) -> list[str]:
-        """Addresses of all that was asked for, apart from local files and what the page's policy refused."""
+        """Addresses of all that was asked for, apart from local files and what the page's policy
+        refused.
+        """
         refused = {
             event["params"]["requestId"]
             for event in self.events
-            if event["method"] == "Network.loadingFailed" and event["params"].get("blockedReason") == "csp"
+            if event["method"] == "Network.loadingFailed"
+            and event["params"].get("blockedReason") == "csp"
         }
-        asked = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        asked = [
+            event["params"]
+            for event in self.events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
         addresses = [each["request"]["url"] for each in asked if each["requestId"] not in refused]
-        return [address for address in addresses if not address.startswith(("file:", "about:", "data:"))]
+        return [
+            address for address in addresses if not address.startswith(("file:", "about:", "data:"))
+        ]
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )

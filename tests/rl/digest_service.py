@@ -1,8 +1,8 @@
 """A service whose "weights" are a digest of everything that was ever trained on, in its order.
 
-Samples are a function of (weights, prompt, seed), so two runs end with equal weights only if every draw, every datum and every
-optimizer step was the same. `die_at` ends a run, by an exception that nothing catches, before that many operations; what
-was saved stays, as files would.
+Samples are a function of (weights, prompt, seed), so two runs end with equal weights only if every
+draw, every datum and every optimizer step was the same. `die_at` ends a run, by an exception that
+nothing catches, before that many operations; what was saved stays, as files would.
 """
 
 import asyncio
@@ -76,18 +76,24 @@ class FakeService:
             raise Killed
         self.operations.append(operation)
 
-    def create_lora_training_client(self, base_model, rank, seed, user_metadata=None) -> "FakeTrainingClient":
+    def create_lora_training_client(
+        self, base_model, rank, seed, user_metadata=None
+    ) -> "FakeTrainingClient":
         self.count("create")
         return self._client(Weights(), user_metadata)
 
     def create_training_client_from_state(self, path, user_metadata=None) -> "FakeTrainingClient":
         return self._client(Weights(self.state(path).digest), user_metadata)
 
-    def create_training_client_from_state_with_optimizer(self, path, user_metadata=None) -> "FakeTrainingClient":
+    def create_training_client_from_state_with_optimizer(
+        self, path, user_metadata=None
+    ) -> "FakeTrainingClient":
         saved = self.state(path)
         return self._client(Weights(saved.digest, saved.steps), user_metadata)
 
-    async def create_sampling_client_async(self, model_path=None, base_model=None) -> "FakeSamplingClient":
+    async def create_sampling_client_async(
+        self, model_path=None, base_model=None
+    ) -> "FakeSamplingClient":
         return FakeSamplingClient(self, self.state(model_path) if model_path else Weights("base"))
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
@@ -132,15 +138,19 @@ class FakeTrainingClient:
         self.service.count("publish")
         return FakeSamplingClient(self.service, self.weights)
 
-    async def forward_async(self, data: list[Datum], loss_fn: str, loss_fn_config: Any = None) -> Any:
+    async def forward_async(
+        self, data: list[Datum], loss_fn: str, loss_fn_config: Any = None
+    ) -> Any:
         return done(scored(data))
 
-    async def forward_backward_async(self, data: list[Datum], loss_fn: str, loss_fn_config: Any = None) -> Any:
+    async def forward_backward_async(
+        self, data: list[Datum], loss_fn: str, loss_fn_config: Any = None
+    ) -> Any:
         self.service.count("forward_backward")
         for datum in data:
-            assert {tensor.shape[0] for tensor in datum.loss_fn_inputs.values() if tensor.shape} == {
-                datum.model_input.length
-            }
+            assert {
+                tensor.shape[0] for tensor in datum.loss_fn_inputs.values() if tensor.shape
+            } == {datum.model_input.length}
             self.pending.append(digest(datum))
         self.calls.append(len(data))
         return done(scored(data))
@@ -149,7 +159,9 @@ class FakeTrainingClient:
         self.service.count("optim_step")
         self.rates.append(params.learning_rate)
         content = [self.weights.digest, *self.pending, str(params.learning_rate)]
-        self.weights = Weights(hashlib.sha256("|".join(content).encode()).hexdigest(), self.weights.steps + 1)
+        self.weights = Weights(
+            hashlib.sha256("|".join(content).encode()).hexdigest(), self.weights.steps + 1
+        )
         self.pending = []
         return done(OptimStepResponse({"grad_norm": 1.0, "adam_step": float(self.weights.steps)}))
 
@@ -174,14 +186,21 @@ class FakeSamplingClient:
     ) -> SampleResponse:
         self.service.count("sample")
         tokens = prompt.to_ints()
-        if self.service.context is not None and len(tokens) + (sampling_params.max_tokens or 0) > self.service.context:
-            raise UserError(f"the prompt leaves no room for max_tokens={sampling_params.max_tokens}")
+        if (
+            self.service.context is not None
+            and len(tokens) + (sampling_params.max_tokens or 0) > self.service.context
+        ):
+            raise UserError(
+                f"the prompt leaves no room for max_tokens={sampling_params.max_tokens}"
+            )
         if self.service.delay is not None:
             await asyncio.sleep(self.service.delay(tokens, sampling_params.seed))
         draw = random.Random(f"{self.weights.digest}:{tokens}:{sampling_params.seed}")
         sampled = [draw.randrange(48, 58) for _ in range(3)]
         logprobs = np.array([-draw.random() for _ in sampled], np.float32)
-        sequence = SampledSequence("stop", str(draw.random()), np.array(sampled, np.int32), logprobs)
+        sequence = SampledSequence(
+            "stop", str(draw.random()), np.array(sampled, np.int32), logprobs
+        )
         return SampleResponse([sequence], prompt_cache_hit_tokens=len(tokens) // 2)
 
     def get_base_model(self) -> str:
@@ -197,7 +216,9 @@ def scored(data: list[Datum]) -> ForwardBackwardOutput:
     outputs = []
     for datum in data:
         sampled = datum.loss_fn_inputs["logprobs"].to_numpy()
-        outputs.append({"logprobs": TensorData((sampled - GAP).tolist(), "float32", [len(sampled)])})
+        outputs.append(
+            {"logprobs": TensorData((sampled - GAP).tolist(), "float32", [len(sampled)])}
+        )
     return ForwardBackwardOutput("arrays", outputs, {"loss:sum": 1.0})
 
 

@@ -27,7 +27,9 @@ class DigitEnv(Env):
         reward = 1.0 if self.is_constant else float(action[-1] % 2)
         next_prompt = ModelInput.from_ints([*self.prompt.to_ints(), *action, 10])
         self.prompt = next_prompt
-        return StepResult(reward, self.played == self.turns, next_prompt, [10], metrics={"digit": action[-1] - 48})
+        return StepResult(
+            reward, self.played == self.turns, next_prompt, [10], metrics={"digit": action[-1] - 48}
+        )
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ class DigitGroup(EnvGroupBuilder):
     tag: str = "digits"
 
     async def make_envs(self) -> Sequence[Env]:
-        return [DigitEnv(self.number, self.turns, is_constant=self.tag == "constant") for _ in range(self.size)]
+        return [
+            DigitEnv(self.number, self.turns, is_constant=self.tag == "constant")
+            for _ in range(self.size)
+        ]
 
     def logging_tags(self):
         return [self.tag]

@@ -41,7 +41,10 @@ class Eventful(RLDataset):
     happening: Happening | None = None
 
     def get_batch(self, index):
-        return [EventfulGroup(index * self.groups + place, self.happening) for place in range(self.groups)]
+        return [
+            EventfulGroup(index * self.groups + place, self.happening)
+            for place in range(self.groups)
+        ]
 
     def __len__(self):
         return self.batches
@@ -55,7 +58,9 @@ class EventfulBuilder(RLDatasetBuilder):
     at_test: Any = None
 
     async def __call__(self):
-        return Eventful(self.batches, 2, self.happening), Eventful(1, self.tests, self.at_test) if self.tests else None
+        return Eventful(self.batches, 2, self.happening), Eventful(
+            1, self.tests, self.at_test
+        ) if self.tests else None
 
 
 async def nothing(number: int) -> None:

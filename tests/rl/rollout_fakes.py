@@ -1,4 +1,6 @@
-"""Policies, environments and builders whose failures are planned; processes of a pool can import them."""
+"""Policies, environments and builders whose failures are planned; processes of a pool can import
+them.
+"""
 
 import asyncio
 import os
@@ -50,7 +52,9 @@ class Draws(TokenCompleter):
         self.calls.append(self.seed)
         length = self.length if max_tokens is None else min(max_tokens, self.length)
         tokens = [self.generator.randrange(48, 58) for _ in range(length)]
-        return TokensWithLogprobs(tokens, [-self.generator.random() for _ in tokens], "stop", f"s{len(tokens)}", 1)
+        return TokensWithLogprobs(
+            tokens, [-self.generator.random() for _ in tokens], "stop", f"s{len(tokens)}", 1
+        )
 
 
 @dataclass
@@ -70,7 +74,11 @@ class Plain(Env):
             logtree.log_text(f"{bytes(action).decode()} {extra}")
         self.prompt = ModelInput.from_ints([*self.prompt.to_ints(), *action, 10])
         return StepResult(
-            float(action[-1] - 48), len(self.actions) == self.turns, self.prompt, [10], {"digit": action[-1] - 48}
+            float(action[-1] - 48),
+            len(self.actions) == self.turns,
+            self.prompt,
+            [10],
+            {"digit": action[-1] - 48},
         )
 
 
@@ -108,7 +116,8 @@ class Breaking(Plain):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exits":
                 os._exit(3)
-            case "forks":  # what a sandbox that forks leaves behind: a process that holds every open file
+            # what a sandbox that forks leaves behind: a process that holds every open file
+            case "forks":
                 if os.fork() == 0:
                     time.sleep(8)
                     os._exit(0)
@@ -167,7 +176,9 @@ def bad(what: str, size: int = 4, at: int = 1, again: str = "") -> list[list[str
 
 @dataclass
 class Files(Group):
-    """Leaves traces in `directory`, which other processes can see; "once" kills the first process that plays it."""
+    """Leaves traces in `directory`, which other processes can see; "once" kills the first process
+    that plays it.
+    """
 
     directory: str = ""
 

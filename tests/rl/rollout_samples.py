@@ -1,4 +1,6 @@
-"""Rollouts to write files of: any text, any number of turns, as environments and policies would leave them."""
+"""Rollouts to write files of: any text, any number of turns, as environments and policies would
+leave them.
+"""
 
 from collections.abc import Sequence
 
@@ -13,30 +15,48 @@ END = 258
 NASTY = "</script><img src=x onerror=alert(1)> \"q\" 'a' &amp; \x00\x1b[31m\r\n\tمرحبا 中文 😀 é"
 
 
-def spoken(text: str, logprobs: Sequence[float] | None = None, *, is_cut_off: bool = False) -> TokensWithLogprobs:
+def spoken(
+    text: str, logprobs: Sequence[float] | None = None, *, is_cut_off: bool = False
+) -> TokensWithLogprobs:
     """What the policy says, in bytes, with a stop token unless it was cut off."""
     tokens = [*text.encode(), *([] if is_cut_off else [END])]
-    given = [-0.01 * (1 + index % 300) for index in range(len(tokens))] if logprobs is None else list(logprobs)
+    given = (
+        [-0.01 * (1 + index % 300) for index in range(len(tokens))]
+        if logprobs is None
+        else list(logprobs)
+    )
     return TokensWithLogprobs(tokens, given, "length" if is_cut_off else "stop")
 
 
 def turn(prompt: str, answer: TokensWithLogprobs, reward: float = 1.0, **fields) -> Transition:
-    return Transition(ModelInput.from_ints(list(prompt.encode())), answer, reward, fields.pop("done", True), **fields)
+    return Transition(
+        ModelInput.from_ints(list(prompt.encode())),
+        answer,
+        reward,
+        fields.pop("done", True),
+        **fields,
+    )
 
 
 def single(prompt: str, text: str, reward: float, metrics: Metrics | None = None) -> Trajectory:
     """A question and its answer."""
-    return Trajectory([turn(prompt, spoken(text), reward, metrics=metrics or {})], ModelInput.empty(), "completed")
+    return Trajectory(
+        [turn(prompt, spoken(text), reward, metrics=metrics or {})], ModelInput.empty(), "completed"
+    )
 
 
 def several(prompt: str, answers: Sequence[str], reward: float) -> Trajectory:
-    """Turns of which each goes on from all before it; the environment says "next?" in between, and "bye" at the end."""
+    """Turns of which each goes on from all before it; the environment says "next?" in between, and
+    "bye" at the end.
+    """
     seen = list(prompt.encode())
     turns = []
     for number, text in enumerate(answers, start=1):
         answer = spoken(text)
         is_last = number == len(answers)
-        turns.append(Transition(ModelInput.from_ints(seen), answer, reward if is_last else 0.0, is_last))
+        turns.append(
+            Transition(ModelInput.from_ints(seen), answer, reward if is_last else 0.0, is_last)
+        )
         seen = [*seen, *answer.tokens, *(b"bye" if is_last else b"next?")]
     return Trajectory(turns, ModelInput.from_ints(seen), "completed")
 
@@ -61,7 +81,9 @@ def group(
     return GroupRollout(number, list(tags), of_group, sampler_step, tree)
 
 
-def logged_tree(number: int, prompt: str, texts: Sequence[str], rewards: Sequence[float]) -> logtree.Node:
+def logged_tree(
+    number: int, prompt: str, texts: Sequence[str], rewards: Sequence[float]
+) -> logtree.Node:
     """What a group of question environments logs."""
     with logtree.capture(f"Group {number}") as tree:
         for index, (text, reward) in enumerate(zip(texts, rewards, strict=True)):

@@ -26,7 +26,9 @@ def test_each_estimator_is_its_formula():
     rewards_G = [1.0, 0.0, 0.5, -2.0]
     mean, deviation = statistics.fmean(rewards_G), statistics.pstdev(rewards_G)
     assert ADVANTAGES["mean"](rewards_G) == pytest.approx([r - mean for r in rewards_G])
-    assert ADVANTAGES["std"](rewards_G) == pytest.approx([(r - mean) / (deviation + 1e-6) for r in rewards_G])
+    assert ADVANTAGES["std"](rewards_G) == pytest.approx(
+        [(r - mean) / (deviation + 1e-6) for r in rewards_G]
+    )
     others = [statistics.fmean([x for j, x in enumerate(rewards_G) if j != i]) for i in range(4)]
     assert ADVANTAGES["leave_one_out"](rewards_G) == pytest.approx(
         [r - other for r, other in zip(rewards_G, others, strict=True)]

@@ -16,7 +16,9 @@ from planish.types import ModelInput
 
 def turn(observed, sampled, *, reward=0.0, trained=True):
     action = TokensWithLogprobs(list(sampled), [-float(token) for token in sampled])
-    return Transition(ModelInput.from_ints(observed), action, reward, False, train_on_action=trained)
+    return Transition(
+        ModelInput.from_ints(observed), action, reward, False, train_on_action=trained
+    )
 
 
 def episode(*turns):
@@ -48,7 +50,9 @@ def test_a_turn_that_does_not_extend_begins_a_sequence():
 
 
 def test_masked_turns_stay_in_the_sequence():
-    [sequence] = trajectory_to_data(episode(turn([1], [2], trained=False), turn([1, 2, 3], [4])), 1.0)
+    [sequence] = trajectory_to_data(
+        episode(turn([1], [2], trained=False), turn([1, 2, 3], [4])), 1.0
+    )
     assert sequence.mask_N.tolist() == [0, 0, 0, 1]
     assert sequence.logprobs_N.tolist() == [0, 0, 0, -4]
 
@@ -64,10 +68,15 @@ def test_losses_that_count_observed_tokens_get_the_mask(loss_fn, name):
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.lists(st.integers(0, 9), min_size=1)), min_size=1)
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), max_size=3), st.lists(st.integers(0, 9), min_size=1)),
+        min_size=1,
+    )
 )
 def test_merged_equals_turn_by_turn(turns):
-    """The sequence-extension rule changes how tokens are laid out, not which are trained on, nor after what."""
+    """The sequence-extension rule changes how tokens are laid out, not which are trained on, nor
+    after what.
+    """
     running, transitions = [1], []
     for new, sampled in turns:
         observed = running + new
@@ -75,9 +84,14 @@ def test_merged_equals_turn_by_turn(turns):
         running = observed + sampled
     [merged] = trajectory_to_data(episode(*transitions), 1.0)
     apart = [sequence for t in transitions for sequence in trajectory_to_data(episode(t), 1.0)]
-    trained = [(tuple(s.tokens_N[:i]), s.tokens_N[i], s.logprobs_N[i]) for s in apart for i in np.flatnonzero(s.mask_N)]
+    trained = [
+        (tuple(s.tokens_N[:i]), s.tokens_N[i], s.logprobs_N[i])
+        for s in apart
+        for i in np.flatnonzero(s.mask_N)
+    ]
     assert trained == [
-        (tuple(merged.tokens_N[:i]), merged.tokens_N[i], merged.logprobs_N[i]) for i in np.flatnonzero(merged.mask_N)
+        (tuple(merged.tokens_N[:i]), merged.tokens_N[i], merged.logprobs_N[i])
+        for i in np.flatnonzero(merged.mask_N)
     ]
 
 

@@ -1,4 +1,6 @@
-"""Data sets over problems and over other data sets: which group comes where, at any index, without what came before."""
+"""Data sets over problems and over other data sets: which group comes where, at any index, without
+what came before.
+"""
 
 import asyncio
 import pickle
@@ -80,7 +82,13 @@ def test_batches_go_on_over_the_end_of_an_epoch_and_each_epoch_has_its_order():
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 4), st.none() | st.integers(0, 5), st.randoms())
+@given(
+    st.integers(1, 30),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.none() | st.integers(0, 5),
+    st.randoms(),
+)
 def test_any_batch_is_the_same_without_those_before_it(count, size, epochs, seed, rng):
     dataset = numbers(count, size, num_epochs=epochs, shuffle_seed=seed)
     expected = names(dataset)
@@ -95,7 +103,11 @@ def test_no_problems_are_no_batches():
 
 
 def test_an_index_beyond_the_end_is_an_error():
-    for dataset in (numbers(4, 2), EpochCycledRLDataset(numbers(4, 2), 1), RebatchedRLDataset(numbers(4, 2), 1)):
+    for dataset in (
+        numbers(4, 2),
+        EpochCycledRLDataset(numbers(4, 2), 1),
+        RebatchedRLDataset(numbers(4, 2), 1),
+    ):
         with pytest.raises(IndexError, match="index 4"):
             dataset.get_batch(4)
         with pytest.raises(IndexError):
@@ -115,8 +127,12 @@ def test_with_a_seed_the_batches_of_an_epoch_come_in_an_order_of_its_own():
     dataset = EpochCycledRLDataset(inner, 3, shuffle_seed=7)
     order = list(range(10))
     random.Random("7:1").shuffle(order)
-    assert [dataset.get_batch(10 + rank) for rank in range(10)] == [inner.get_batch(index) for index in order]
-    assert [sorted(flat(dataset)[start : start + 40]) for start in (0, 40, 80)] == [list(range(40))] * 3
+    assert [dataset.get_batch(10 + rank) for rank in range(10)] == [
+        inner.get_batch(index) for index in order
+    ]
+    assert [sorted(flat(dataset)[start : start + 40]) for start in (0, 40, 80)] == [
+        list(range(40))
+    ] * 3
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 9))
@@ -140,7 +156,9 @@ def test_rebatching_makes_no_batch_that_is_not_asked_for():
     assert made == [150, 151]
 
 
-@pytest.mark.parametrize("batches", [(("a", "b"), ("c",), ("d", "e")), (("a",), ("b", "c")), (("a",), ())])
+@pytest.mark.parametrize(
+    "batches", [(("a", "b"), ("c",), ("d", "e")), (("a",), ("b", "c")), (("a",), ())]
+)
 def test_rebatching_refuses_batches_of_different_sizes(batches):
     with pytest.raises(UserError, match="batch 1 of Batches has . groups and batch 0 has"):
         flat(RebatchedRLDataset(Batches(batches), 2))
@@ -167,7 +185,9 @@ def test_interleaved_groups_keep_the_order_of_their_source_and_begin_again():
         taken = 0
         for batch in names(dataset):
             drawn = [name for name in batch if name[0] == letter]
-            assert sorted(drawn) == sorted(f"{letter}{(taken + n) % count}" for n in range(len(drawn)))
+            assert sorted(drawn) == sorted(
+                f"{letter}{(taken + n) % count}" for n in range(len(drawn))
+            )
             taken += len(drawn)
 
 
@@ -186,7 +206,9 @@ def test_places_are_dealt_out_by_weight(weights, count):
 
 def test_interleaving_mixes_within_a_batch_and_depends_on_the_seed():
     def mixed(seed):
-        return names(InterleavedRLDataset([numbers(50, 5), lettered("b", 50, 5)], [3, 1], 8, 6, seed))
+        return names(
+            InterleavedRLDataset([numbers(50, 5), lettered("b", 50, 5)], [3, 1], 8, 6, seed)
+        )
 
     assert all(sum(isinstance(name, str) for name in batch) == 2 for batch in mixed(0))
     assert mixed(0) == mixed(0)
@@ -222,7 +244,9 @@ class Builder(RLDatasetBuilder):
     tests: int = 0
 
     async def __call__(self):
-        return lettered(self.letter, 6, 2), lettered(f"{self.letter}t", self.tests, 2) if self.tests else None
+        return lettered(self.letter, 6, 2), lettered(
+            f"{self.letter}t", self.tests, 2
+        ) if self.tests else None
 
 
 def test_test_sets_of_interleaved_sources_come_whole_one_after_the_other():
@@ -248,9 +272,13 @@ def test_sources_without_tests_have_none_together_and_equal_weights():
 
 
 def test_no_two_groups_share_a_builder():
-    """One that keeps what `make_envs` opened would give back in `cleanup` what another group is still using."""
+    """One that keeps what `make_envs` opened would give back in `cleanup` what another group is
+    still using.
+    """
     small = Batches((("a", "b"),))
-    mixed = InterleavedRLDataset([small, Batches((("c",), ("d",)))], [1.0, 1.0], groups_per_batch=7, total_batches=2)
+    mixed = InterleavedRLDataset(
+        [small, Batches((("c",), ("d",)))], [1.0, 1.0], groups_per_batch=7, total_batches=2
+    )
     rebatched = RebatchedRLDataset(Batches((("a", "b"), ("c", "d"))), 3)
     twice = ConcatenatedRLDataset([rebatched, EpochCycledRLDataset(rebatched, 1)])
     for dataset in (mixed, twice):
@@ -266,7 +294,11 @@ def test_concatenated_data_sets_have_the_batches_of_all():
 
 @pytest.mark.parametrize(
     "make",
-    [partial(numbers, 4, 0), partial(numbers, 4, 2, num_epochs=0), partial(RebatchedRLDataset, numbers(4, 2), 0)],
+    [
+        partial(numbers, 4, 0),
+        partial(numbers, 4, 2, num_epochs=0),
+        partial(RebatchedRLDataset, numbers(4, 2), 0),
+    ],
 )
 def test_counts_below_one_are_refused(make):
     with pytest.raises(UserError, match="=0: give a whole number of at least 1"):

@@ -50,7 +50,9 @@ def test_penalty_adds_nothing_on_average_and_pulls_to_the_reference():
     mean = (-0.9 - 1.8 - 0.1) / 3
     penalised, metrics = asyncio.run(kl.KLPenalty(Reference(), 0.5, 0.0)(data))
     assert metrics == {"kl_policy_base": pytest.approx(mean)}
-    assert penalised[0].advantages_N == pytest.approx(np.array([0, 0.5 * (mean + 0.9), 0.5 * (mean + 1.8)]), abs=1e-6)
+    assert penalised[0].advantages_N == pytest.approx(
+        np.array([0, 0.5 * (mean + 0.9), 0.5 * (mean + 1.8)]), abs=1e-6
+    )
     assert sum(float(s.advantages_N.sum()) for s in penalised) == pytest.approx(0, abs=1e-6)
 
 

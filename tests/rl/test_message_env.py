@@ -43,7 +43,9 @@ def make(renderer):
 
 def assert_appended(played):
     """Each prompt begins with the prompt before it and what was sampled."""
-    for prompt, action, following in zip(played.prompts, played.actions, played.prompts[1:], strict=False):
+    for prompt, action, following in zip(
+        played.prompts, played.actions, played.prompts[1:], strict=False
+    ):
         assert following[: len(prompt) + len(action)] == prompt + action
 
 
@@ -68,7 +70,9 @@ def test_a_step_that_returns_nothing_is_named(make):
         async def step(self, message) -> Any:
             await super().step(message)
 
-    with pytest.raises(UserError, match=r"Forgetful.step gave a NoneType in turn 1; give a MessageStepResult"):
+    with pytest.raises(
+        UserError, match=r"Forgetful.step gave a NoneType in turn 1; give a MessageStepResult"
+    ):
         play(make(Forgetful()), HI)
 
 
@@ -77,7 +81,9 @@ def test_an_episode_is_done_or_not(make):
         async def step(self, message):
             return MessageStepResult(1.0, cast(Any, None), [])
 
-    with pytest.raises(UserError, match=r"Undecided.step gave episode_done=None in turn 1; give True or False"):
+    with pytest.raises(
+        UserError, match=r"Undecided.step gave episode_done=None in turn 1; give True or False"
+    ):
         play(make(Undecided()), HI)
 
 
@@ -101,7 +107,9 @@ def test_a_trajectory_of_several_turns_is_one_sequence(make, renderer):
 
 def test_many_episodes_at_once(make):
     async def all_of_them():
-        return await asyncio.gather(*(play_async(make(Counting(turns=n)), *[f"{n}{END}"] * 9) for n in range(1, 9)))
+        return await asyncio.gather(
+            *(play_async(make(Counting(turns=n)), *[f"{n}{END}"] * 9) for n in range(1, 9))
+        )
 
     for turns, played in enumerate(asyncio.run(all_of_them()), start=1):
         assert len(played.steps) == turns
@@ -171,7 +179,11 @@ def test_words_that_a_model_spells_in_pieces_stay_in_pieces():
     tokenizer = load_tokenizer(EMBEDDED)
     renderer = get_renderer("chatml", tokenizer)
     end: Any = renderer.get_stop_sequences()[0]
-    spelled = [token for letter in "Certainly, it is." for token in tokenizer.encode(letter, add_special_tokens=False)]
+    spelled = [
+        token
+        for letter in "Certainly, it is."
+        for token in tokenizer.encode(letter, add_special_tokens=False)
+    ]
     counting = Counting()
     played = play(EnvFromMessageEnv(renderer, counting), [*spelled, end], [*spelled, end])
     assert counting.seen[1]["content"] == "Certainly, it is."
@@ -199,7 +211,9 @@ def test_an_answer_that_was_cut_off_ends_the_episode(make):
 def test_an_answer_that_was_cut_off_may_stay(make, renderer):
     counting = Counting(keeps_all=True)
     limits = RolloutLimits(max_turns=9)
-    played = play(make(counting, terminate_on_length=False, rollout_limits=limits), "and so on...", HI)
+    played = play(
+        make(counting, terminate_on_length=False, rollout_limits=limits), "and so on...", HI
+    )
     assert [step.reward for step in played.steps] == [0.0, 0.5]
     assert_appended(played)
     assert played.prompts[-1] == renderer.build_generation_prompt(counting.seen).to_ints()
@@ -213,7 +227,11 @@ def test_an_environment_that_cannot_go_on_after_it_ends(make):
 def test_an_answer_without_an_end_ends_the_episode(make):
     counting = Counting()
     [step] = play(make(counting), f"Hi{END} and more").steps
-    assert (step.reward, step.stop_reason, step.train_on_action) == (-1.0, StopReason.PARSE_ERROR, True)
+    assert (step.reward, step.stop_reason, step.train_on_action) == (
+        -1.0,
+        StopReason.PARSE_ERROR,
+        True,
+    )
     assert step.metrics == {"parse_error": 1.0}
     assert len(counting.seen) == 1
 
@@ -259,7 +277,9 @@ def test_unreadable_calls_are_the_environments_business_without_a_policy(make):
 @pytest.mark.parametrize("keeps_all", [False, True])
 def test_unreadable_calls_are_answered(make, renderer, keeps_all):
     counting = Counting(keeps_all=keeps_all)
-    policy = ParseErrorPolicy(max_consecutive=2, penalty_per_error=0.2, terminal_reward=-0.7, mask_error_turns=True)
+    policy = ParseErrorPolicy(
+        max_consecutive=2, penalty_per_error=0.2, terminal_reward=-0.7, mask_error_turns=True
+    )
     played = play(make(counting, parse_error_policy=policy), UNREADABLE, HI, *[UNREADABLE] * 3)
     assert [step.reward for step in played.steps] == [-0.2, 0.5, -0.2, -0.2, -0.7]
     assert [step.train_on_action for step in played.steps] == [False, True, False, False, False]
@@ -267,27 +287,40 @@ def test_unreadable_calls_are_answered(make, renderer, keeps_all):
     assert played.steps[-1].stop_reason is StopReason.PARSE_ERROR
     assert_appended(played)
     texts = [renderer.tokenizer.decode(prompt) for prompt in played.prompts]
-    assert [text.count("The previous message had a formatting issue.\nError: not JSON") for text in texts] == [
+    assert [
+        text.count("The previous message had a formatting issue.\nError: not JSON")
+        for text in texts
+    ] == [
         0,
         1,
         1,
         2,
         3,
     ]
-    readable = [message for message in counting.seen if message["role"] == "assistant" and "content" in message]
+    readable = [
+        message
+        for message in counting.seen
+        if message["role"] == "assistant" and "content" in message
+    ]
     assert len(readable) == (4 if keeps_all else 1)
 
 
 def test_an_answer_without_an_end_is_not_answered(make):
     policy = ParseErrorPolicy(max_consecutive=2, terminal_reward=-0.7, mask_error_turns=True)
     [step] = play(make(parse_error_policy=policy), "Hi").steps
-    assert (step.reward, step.stop_reason, step.train_on_action) == (-0.7, StopReason.PARSE_ERROR, False)
+    assert (step.reward, step.stop_reason, step.train_on_action) == (
+        -0.7,
+        StopReason.PARSE_ERROR,
+        False,
+    )
 
 
 def test_a_masked_turn_is_observed_but_not_trained(make, renderer):
     policy = ParseErrorPolicy(max_consecutive=1, mask_error_turns=True)
     script = ScriptedPolicy(renderer, [UNREADABLE, HI])
-    trajectory = asyncio.run(do_single_rollout(script, make(Counting(turns=1), parse_error_policy=policy)))
+    trajectory = asyncio.run(
+        do_single_rollout(script, make(Counting(turns=1), parse_error_policy=policy))
+    )
     [sequence] = trajectory_to_data(trajectory, 1.0)
     assert sequence.mask_N.sum() == len(tokens_of(renderer, HI))
 
@@ -298,9 +331,16 @@ def test_a_masked_turn_is_observed_but_not_trained(make, renderer):
 def test_no_room_for_the_next_answer(make):
     roomy = len(play(make(), HI).prompts[1])
     played = play(make(max_trajectory_tokens=roomy + 9, max_generation_tokens=10), HI)
-    assert (played.steps[0].reward, played.steps[0].stop_reason) == (-0.1, StopReason.CONTEXT_OVERFLOW)
+    assert (played.steps[0].reward, played.steps[0].stop_reason) == (
+        -0.1,
+        StopReason.CONTEXT_OVERFLOW,
+    )
     assert played.steps[0].metrics == {"length": 3, "parse_error": 0.0, "context_overflow": 1.0}
-    assert not play(make(max_trajectory_tokens=roomy + 10, max_generation_tokens=10), HI).steps[0].episode_done
+    assert (
+        not play(make(max_trajectory_tokens=roomy + 10, max_generation_tokens=10), HI)
+        .steps[0]
+        .episode_done
+    )
     # Whoever is done needs no more room.
     done = play(make(Counting(turns=1), max_trajectory_tokens=roomy), HI).steps[0]
     assert (done.reward, done.stop_reason) == (0.5, StopReason.COMPLETED)
@@ -322,7 +362,10 @@ def test_a_limit_ends_the_episode_and_asks_for_a_last_reward(make, limits, reaso
 
 
 def test_a_prompt_without_room_is_not_sampled_from(make):
-    for options in ({"max_trajectory_tokens": 20}, {"rollout_limits": RolloutLimits(max_trajectory_tokens=20)}):
+    for options in (
+        {"max_trajectory_tokens": 20},
+        {"rollout_limits": RolloutLimits(max_trajectory_tokens=20)},
+    ):
         first = asyncio.run(make(**options).initial_observation())
         assert isinstance(first, InitialObservationOverflow)
         assert (first.reward, first.metrics) == (-0.1, {"context_overflow": 1.0})
@@ -367,7 +410,9 @@ def test_time_is_up_before_the_first_turn(make, renderer):
             await asyncio.sleep(0.05)
             return await super().initial_observation()
 
-    env = make(SlowStart(last_reward=0.25), rollout_limits=RolloutLimits(rollout_timeout_seconds=0.02))
+    env = make(
+        SlowStart(last_reward=0.25), rollout_limits=RolloutLimits(rollout_timeout_seconds=0.02)
+    )
     policy = ScriptedPolicy(renderer, [HI])
     trajectory = asyncio.run(do_single_rollout(policy, env))
     assert (trajectory.stop_reason, policy.prompts) == ("rollout_timeout", [])
@@ -451,20 +496,36 @@ PIECES = [
     "{",
     "}",
 ]
-CALLS = ['{"name": "f", "arguments": {"a": "\\ud800"}}', '{"name": "", "arguments": 3}', '{"name": "f"}', "hm"]
+CALLS = [
+    '{"name": "f", "arguments": {"a": "\\ud800"}}',
+    '{"name": "", "arguments": 3}',
+    '{"name": "f"}',
+    "hm",
+]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.sampled_from(PIECES + CALLS), max_size=8).map("".join), min_size=3, max_size=3))
+@given(
+    st.lists(
+        st.lists(st.sampled_from(PIECES + CALLS), max_size=8).map("".join), min_size=3, max_size=3
+    )
+)
 def test_nothing_that_a_model_writes_raises(tokenizer, answers):
-    """Whatever comes, the next prompt goes on from it, unless the format rewrites history or nothing can follow."""
+    """Whatever comes, the next prompt goes on from it, unless the format rewrites history or
+    nothing can follow.
+    """
     for name in ("qwen3_instruct", "qwen3", "llama3", "role_colon"):
         renderer = get_renderer(name, tokenizer)
         policy, limits = ParseErrorPolicy(max_consecutive=9), RolloutLimits(max_turns=9)
-        options: Any = {"parse_error_policy": policy, "rollout_limits": limits, "terminate_on_length": False}
+        options: Any = {
+            "parse_error_policy": policy,
+            "rollout_limits": limits,
+            "terminate_on_length": False,
+        }
         stop = "\n\nUser:" if name == "role_colon" else "<|eot_id|>" if name == "llama3" else END
         played = play(
-            EnvFromMessageEnv(renderer, Counting(keeps_all=True), **options), *[text + stop for text in answers]
+            EnvFromMessageEnv(renderer, Counting(keeps_all=True), **options),
+            *[text + stop for text in answers],
         )
         if name in ("qwen3_instruct", "llama3"):
             assert_appended(played)

@@ -61,10 +61,17 @@ def test_no_pattern_hides_behind_an_earlier_one(metric):
 
 
 def test_every_metric_of_rl_loop_has_a_definition():
-    rollout = Rollout([1, 2], [-0.5, -0.1], "stop", Judgement(1.0, {"correct": 1.0, "format": 1.0, "unjudged": 0.0}))
+    rollout = Rollout(
+        [1, 2],
+        [-0.5, -0.1],
+        "stop",
+        Judgement(1.0, {"correct": 1.0, "format": 1.0, "unjudged": 0.0}),
+    )
     logged = rollout_metrics([RolloutGroup(ModelInput.from_ints([1]), [rollout], 0)])
     assert [key for key in logged if definition_of(key) is None] == []
-    catch_all = [key for key in logged if definition_of(key) is definition_of("env/all/no_such_metric")]
+    catch_all = [
+        key for key in logged if definition_of(key) is definition_of("env/all/no_such_metric")
+    ]
     assert catch_all == []
 
 
@@ -80,7 +87,9 @@ def test_the_page_names_only_metrics_that_exist():
 
 def test_the_table_is_rewritten_in_its_place(tmp_path, monkeypatch):
     page = tmp_path / "metrics.md"
-    page.write_text(f"before\n{metric_definitions.BEGIN}\nan old table\n{metric_definitions.END}\nafter\n")
+    page.write_text(
+        f"before\n{metric_definitions.BEGIN}\nan old table\n{metric_definitions.END}\nafter\n"
+    )
     monkeypatch.setattr(metric_definitions, "PAGE", page)
     metric_definitions.main()
     text = page.read_text()

@@ -7,7 +7,13 @@ import pytest
 from planish.completers import TokensWithLogprobs
 from planish.rl.counters import Counters
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.metrics import environment_metrics, sampling_entropy, sampling_times, staleness, token_counts
+from planish.rl.metrics import (
+    environment_metrics,
+    sampling_entropy,
+    sampling_times,
+    staleness,
+    token_counts,
+)
 from planish.rl.rollouts import GroupRollout
 from planish.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
 from planish.runs import CheckpointRecord
@@ -53,7 +59,9 @@ def test_each_metric_is_its_definition():
 def test_own_metrics_are_means_over_what_has_them():
     """Of turns and of trajectories, in one pool."""
     group = rollout(
-        [turn(1, 1, correct=1.0), turn(1, 1)], [turn(1, 1, correct=0)], metrics=[{"correct": 0.5, "won": 1}, {}]
+        [turn(1, 1, correct=1.0), turn(1, 1)],
+        [turn(1, 1, correct=0)],
+        metrics=[{"correct": 0.5, "won": 1}, {}],
     )
     metrics = environment_metrics([group])
     assert metrics["env/all/correct"] == pytest.approx((1 + 0 + 0.5) / 3)
@@ -80,19 +88,39 @@ def test_tags_are_reported_if_one_of_them_tells_groups_apart():
 
 
 def test_nothing_is_said_of_no_groups():
-    assert environment_metrics([]) == staleness([], 3) == sampling_times([]) == sampling_entropy([]) == {}
+    assert (
+        environment_metrics([])
+        == staleness([], 3)
+        == sampling_times([])
+        == sampling_entropy([])
+        == {}
+    )
     assert token_counts([]) == {"sampled": 0, "prefill_cached": 0, "prefill_uncached": 0}
 
 
 def test_entropy_is_over_tokens_that_are_trained_on():
-    masked = Transition(ModelInput.from_ints([1]), TokensWithLogprobs([2], [-100.0]), 0.0, False, train_on_action=False)
-    seen = Transition(ModelInput.from_ints([1, 2, 3]), TokensWithLogprobs([4, 5], [log(0.5), log(0.25)]), 0.0, True)
+    masked = Transition(
+        ModelInput.from_ints([1]),
+        TokensWithLogprobs([2], [-100.0]),
+        0.0,
+        False,
+        train_on_action=False,
+    )
+    seen = Transition(
+        ModelInput.from_ints([1, 2, 3]),
+        TokensWithLogprobs([4, 5], [log(0.5), log(0.25)]),
+        0.0,
+        True,
+    )
     data = trajectory_to_data(Trajectory([masked, seen], ModelInput.empty()), 1.0)
     assert sampling_entropy(data) == {"optim/entropy": pytest.approx((log(2) + log(4)) / 2)}
 
 
 def test_ages_and_times():
-    groups = [rollout([turn(1, 1)], step=step, seconds=seconds) for step, seconds in ((3, 1.0), (5, 2.0), (4, 6.0))]
+    groups = [
+        rollout([turn(1, 1)], step=step, seconds=seconds)
+        for step, seconds in ((3, 1.0), (5, 2.0), (4, 6.0))
+    ]
     assert staleness(groups, 5) == {
         "training_client/step": 5,
         "sampling_client/step_max": 5,

@@ -118,7 +118,10 @@ def test_what_python_takes_for_true_is_right(renderer, verdict):
 
 def test_stop_reasons(renderer):
     assert answered(Sum(2, 3, renderer), f"= 5{END}").stop_reason is StopReason.COMPLETED
-    assert answered(Sum(2, 3, renderer), "= 5", stop_reason="length").stop_reason is StopReason.MAX_TOKENS
+    assert (
+        answered(Sum(2, 3, renderer), "= 5", stop_reason="length").stop_reason
+        is StopReason.MAX_TOKENS
+    )
 
 
 def test_the_prompt_is_the_prefix_and_the_question(renderer):
@@ -133,7 +136,11 @@ def test_the_prompt_is_the_prefix_and_the_question(renderer):
 def test_the_report(renderer):
     with logtree.init_trace("test") as trace:
         answered(Sum(2, 3, renderer), f"= 5{END}")
-    headings = [node.children[0] for node in trace.root.walk() if node.tag.startswith("h") and node.tag != "h1"]
+    headings = [
+        node.children[0]
+        for node in trace.root.walk()
+        if node.tag.startswith("h") and node.tag != "h1"
+    ]
     assert headings == ["Prompt", "Policy Response", "Reward"]
     cells = [node.children[0] for node in trace.root.walk() if node.tag == "td"]
     assert cells[::2] == ["reference_answer", "format_valid", "correct", "format_coef", "reward"]

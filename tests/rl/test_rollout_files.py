@@ -1,4 +1,6 @@
-"""The files of an iteration: names in both layouts, schemas that readers know, every trajectory counted, nothing half written."""
+"""The files of an iteration: names in both layouts, schemas that readers know, every trajectory
+counted, nothing half written.
+"""
 
 import json
 import math
@@ -24,7 +26,9 @@ def files(tmp_path, tokenizer):
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+    )
 
 
 def rows(path: Path) -> list[dict]:
@@ -104,7 +108,12 @@ def test_without_json_there_are_only_pages(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(
     ("split", "label"),
-    [("train", "train"), ("eval/gsm8k", "eval_gsm8k"), ("eval/a/b c:é", "eval_a_b_c__"), ("eval/..", "eval_..")],
+    [
+        ("train", "train"),
+        ("eval/gsm8k", "eval_gsm8k"),
+        ("eval/a/b c:é", "eval_a_b_c__"),
+        ("eval/..", "eval_.."),
+    ],
 )
 def test_names_of_evaluators_become_safe(split, label):
     assert split_label(split) == label
@@ -135,7 +144,9 @@ def test_summaries_have_a_row_for_every_trajectory_of_every_group(files):
     rollouts = questions(5, size=3)
     files.write("train", 10, rollouts)
     found = rows(files.path("train", 10, SUMMARIES))
-    assert [(row["group_idx"], row["traj_idx"]) for row in found] == [(p, g) for p in range(5) for g in range(3)]
+    assert [(row["group_idx"], row["traj_idx"]) for row in found] == [
+        (p, g) for p in range(5) for g in range(3)
+    ]
     assert found[2] == {
         "schema_version": 1,
         "split": "train",
@@ -165,7 +176,9 @@ def test_summaries_have_a_row_for_every_trajectory_of_every_group(files):
 def test_summaries_of_turns_and_of_the_groups_grading(files):
     float32: Any = np.float32(0.25)
     played = several("Begin.", ["one", "two", "three"], 0.5)
-    rollout = group(9, [played], final_rewards=[0.25], metrics=[{"win_minus_loss": float32}], tags=[])
+    rollout = group(
+        9, [played], final_rewards=[0.25], metrics=[{"win_minus_loss": float32}], tags=[]
+    )
     files.write("eval/a b", 3, [rollout])
     [row] = rows(files.path("eval/a b", 3, SUMMARIES))
     assert (row["split"], row["group_idx"], row["sampling_client_step"]) == ("eval/a b", 9, None)
@@ -178,7 +191,13 @@ def test_summaries_of_turns_and_of_the_groups_grading(files):
 
 
 def test_values_that_json_cannot_hold_are_written_plainly(files):
-    odd = turn("q", spoken("a"), math.nan, metrics={"x": math.inf}, logs={"text": "a\ud800", "y": np.int64(3)})
+    odd = turn(
+        "q",
+        spoken("a"),
+        math.nan,
+        metrics={"x": math.inf},
+        logs={"text": "a\ud800", "y": np.int64(3)},
+    )
     files.write("train", 0, [group(0, [Trajectory([odd], ModelInput.empty())])])
     text = files.path("train", 0, SUMMARIES).read_bytes().decode("ascii")
     row = json.loads(text, parse_constant=pytest.fail)
@@ -202,10 +221,20 @@ def test_the_tree_has_the_first_groups_and_their_numbers(files):
         (5, "Step Metrics"),
     ]
     found = titles(document["root"])
-    assert found[:5] == [(0, "Group 0"), (1, "Trajectory 0"), (2, "Prompt"), (2, "Policy Response"), (2, "Reward")]
+    assert found[:5] == [
+        (0, "Group 0"),
+        (1, "Trajectory 0"),
+        (2, "Prompt"),
+        (2, "Policy Response"),
+        (2, "Reward"),
+    ]
     assert found[9:14] == [(1, "Trajectory Details"), *one_trajectory]
     assert [title for depth, title in found if depth == 0] == ["Group 0", "Group 1"]
-    assert table(document["root"], "Step stats") == {"ob_len": "14", "ac_len": "17", "step_reward": "0"}
+    assert table(document["root"], "Step stats") == {
+        "ob_len": "14",
+        "ac_len": "17",
+        "step_reward": "0",
+    }
     assert table(document["root"], "Metrics emitted by env.step") == {"correct": "0"}
     assert table(document["root"], "Episode totals") == {
         "num_turns": "1",
@@ -239,7 +268,9 @@ def test_the_tokens_stand_in_for_an_environment_that_logs_nothing(files):
     for tree in (empty, None):
         files.write("train", 0, [group(0, [several("Begin.", ["one", "two"], 1.0)], tree=tree)])
         found = find_conversations(json.loads(files.path("train", 0, TREE).read_text())["root"])
-        assert [[message["content"] for message in conversation["messages"]] for conversation in found] == [
+        assert [
+            [message["content"] for message in conversation["messages"]] for conversation in found
+        ] == [
             ["Begin.", "one<|im_end|>"],
             ["next?", "two<|im_end|>"],
         ]
@@ -266,12 +297,19 @@ def test_writing_twice_gives_the_same_and_changes_no_tree(files):
 
 
 @pytest.mark.parametrize("layout", ["flat", "folders"])
-def test_an_iteration_that_is_done_again_loses_its_files_and_those_behind_it(tmp_path, tokenizer, layout):
+def test_an_iteration_that_is_done_again_loses_its_files_and_those_behind_it(
+    tmp_path, tokenizer, layout
+):
     files = RolloutFiles(tmp_path, layout, 1, True, tokenizer)
     for iteration in (0, 9, 10, 1_000_000):
         files.write("train", iteration, questions(1))
         files.write("eval/a_iteration_000000", iteration, questions(1))
-    kept = ["metrics.jsonl", "iteration_notes.txt", "train_iteration_9.html", "my_iteration_000099.html"]
+    kept = [
+        "metrics.jsonl",
+        "iteration_notes.txt",
+        "train_iteration_9.html",
+        "my_iteration_000099.html",
+    ]
     for name in kept:
         (tmp_path / name).write_text("mine")
     if layout == "folders":
@@ -279,7 +317,16 @@ def test_an_iteration_that_is_done_again_loses_its_files_and_those_behind_it(tmp
     files.remove_from(10)
     left = names(tmp_path)
     assert set(kept) <= set(left)
-    assert len([name for name in left if "000009" in name.split("_iteration_")[-1] or "iteration_000009/" in name]) == 6
+    assert (
+        len(
+            [
+                name
+                for name in left
+                if "000009" in name.split("_iteration_")[-1] or "iteration_000009/" in name
+            ]
+        )
+        == 6
+    )
     assert not any("000010" in name.split("iteration_")[-1] and "mine" not in name for name in left)
     assert not any("1000000" in name for name in left)
     if layout == "folders":
@@ -297,7 +344,9 @@ def test_no_groups_at_all(files):
 
 def test_a_policy_without_logprobs_and_an_episode_without_a_turn(files):
     silent = Trajectory(
-        [turn("", TokensWithLogprobs([], []), -0.1, train_on_action=False)], ModelInput.empty(), "context_overflow"
+        [turn("", TokensWithLogprobs([], []), -0.1, train_on_action=False)],
+        ModelInput.empty(),
+        "context_overflow",
     )
     unknown = Trajectory([turn("Hi", TokensWithLogprobs([72, 105], None), 0.5)], ModelInput.empty())
     nothing = Trajectory([], ModelInput.empty())
@@ -314,14 +363,19 @@ def test_sections_of_others_come_behind_the_groups(files):
     files.write("eval/judge", 0, questions(1), title="Judged & found", sections=[node])
     document = json.loads(files.path("eval/judge", 0, TREE).read_text())
     assert document["title"] == "Judged & found"
-    assert [title for depth, title in titles(document["root"]) if depth == 0] == ["Group 0", "Judge"]
+    assert [title for depth, title in titles(document["root"]) if depth == 0] == [
+        "Group 0",
+        "Judge",
+    ]
     page = files.path("eval/judge", 0, PAGE).read_text()
     assert "<title>Judged &amp; found</title>" in page
     assert page.index("Judge</h2>") > page.index("Group 0")
 
 
 def test_a_step_costs_little(files):
-    """Sixteen groups of eight answers with 256 tokens: the target is 0.1 s; twice that fails, on a machine that is busy."""
+    """Sixteen groups of eight answers with 256 tokens: the target is 0.1 s; twice that fails, on a
+    machine that is busy.
+    """
     text = "The answer is forty-two, since six times seven makes it. " * 5
     texts = [text[index:][:255] for index in range(8)]
     rewards = [float(index % 2) for index in range(8)]
@@ -332,7 +386,9 @@ def test_a_step_costs_little(files):
                 single("How much is six times seven?", text, reward, {"correct": reward})
                 for text, reward in zip(texts, rewards, strict=True)
             ],
-            tree=logged_tree(number, "How much is six times seven?", texts, rewards) if number < 4 else None,
+            tree=logged_tree(number, "How much is six times seven?", texts, rewards)
+            if number < 4
+            else None,
         )
         for number in range(16)
     ]

@@ -18,8 +18,12 @@ from planish.rl.rollout_limits import (
 from planish.rl.types import StopReason
 
 
-def reached(limits: RolloutLimits, turns: int = 0, tokens: int = 0, sampled: int = 0, seconds: float = 0.0):
-    return limits.reached(turns=turns, trajectory_tokens=tokens, sampled_tokens=sampled, seconds=seconds)
+def reached(
+    limits: RolloutLimits, turns: int = 0, tokens: int = 0, sampled: int = 0, seconds: float = 0.0
+):
+    return limits.reached(
+        turns=turns, trajectory_tokens=tokens, sampled_tokens=sampled, seconds=seconds
+    )
 
 
 def test_without_limits_nothing_ends():
@@ -30,7 +34,9 @@ def test_without_limits_nothing_ends():
 
 
 def test_each_limit_has_its_reason():
-    limits = RolloutLimits(max_turns=3, max_trajectory_tokens=100, max_sampled_tokens=20, rollout_timeout_seconds=5.0)
+    limits = RolloutLimits(
+        max_turns=3, max_trajectory_tokens=100, max_sampled_tokens=20, rollout_timeout_seconds=5.0
+    )
     assert reached(limits, 2, 99, 19, 4.9) is None
     assert reached(limits, turns=3) is StopReason.MAX_TURNS
     assert reached(limits, tokens=100) is StopReason.MAX_TOKENS
@@ -91,7 +97,9 @@ def test_a_limit_bounds_the_reward_from_above():
 def test_grading_is_skipped_only_where_it_could_not_help():
     assert agentic().termination.skips_grading("rollout_timeout")  # type: ignore[union-attr]
     assert not agentic().termination.skips_grading("max_turns")  # type: ignore[union-attr]
-    assert not TerminationRewardPolicy(skip_grading_on_timeout=True).skips_grading("rollout_timeout")
+    assert not TerminationRewardPolicy(skip_grading_on_timeout=True).skips_grading(
+        "rollout_timeout"
+    )
     elsewhere = TerminationRewardPolicy(
         skip_grading_on_timeout=True, zero_reward_on_limit=True, limit_stop_reasons=("max_turns",)
     )
@@ -101,7 +109,9 @@ def test_grading_is_skipped_only_where_it_could_not_help():
 def test_presets():
     assert simple() == RolloutConfig()
     config = agentic()
-    assert config.limits == RolloutLimits(max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30)
+    assert config.limits == RolloutLimits(
+        max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30
+    )
     assert config.parse_errors == ParseErrorPolicy(max_consecutive=2)
     assert config.termination == TerminationRewardPolicy(
         zero_reward_on_limit=True, skip_grading_on_timeout=True, grader_timeout_seconds=900

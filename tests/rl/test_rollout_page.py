@@ -1,4 +1,6 @@
-"""The page of an iteration: everything is on it, nothing on it runs, and in a browser it does what its buttons say."""
+"""The page of an iteration: everything is on it, nothing on it runs, and in a browser it does what
+its buttons say.
+"""
 
 import asyncio
 import json
@@ -25,7 +27,9 @@ from planish.rl.rollouts import GroupRollout, do_group_rollout
 from planish.rl.types import RolloutError, Trajectory
 from planish.types import ModelInput
 
-needs_browser = pytest.mark.skipif(EXECUTABLE is None, reason="no chromium on the PATH to show the page in")
+needs_browser = pytest.mark.skipif(
+    EXECUTABLE is None, reason="no chromium on the PATH to show the page in"
+)
 
 
 class Page(HTMLParser):
@@ -69,7 +73,9 @@ def written(tmp_path, tokenizer):
     """Write rollouts; the parsed page."""
 
     def write(rollouts, advantages=None, *, split="train", logged=4) -> Page:
-        path = RolloutFiles(tmp_path, "flat", logged, True, tokenizer).write(split, 10, rollouts, advantages)
+        path = RolloutFiles(tmp_path, "flat", logged, True, tokenizer).write(
+            split, 10, rollouts, advantages
+        )
         return Page(path.read_text())
 
     return write
@@ -86,7 +92,8 @@ def test_prompt_answer_reward_and_advantage_of_every_trajectory(written):
     assert len(page.named("group")) == 2
     for number in range(2):
         [(_, of_group)] = page.named(f"g{number}")
-        assert of_group.count(f"What is {number} + 2?") == 3  # the prompt, the last words of its summary, a log
+        # the prompt, the last words of its summary, a log
+        assert of_group.count(f"What is {number} + 2?") == 3
         for index in range(4):
             [(attrs, text)] = page.named(f"g{number}t{index}")
             assert float(attrs["data-r"]) == rollouts[number].group.get_total_rewards()[index]
@@ -111,14 +118,28 @@ def test_token_numbers_add_up_to_the_text(written):
 
 
 def test_nothing_that_a_model_or_an_environment_wrote_is_markup(written):
-    with logtree.capture("Group 0") as tree, logtree.scope_header("Trajectory 0"), logtree.scope_header(NASTY):
+    with (
+        logtree.capture("Group 0") as tree,
+        logtree.scope_header("Trajectory 0"),
+        logtree.scope_header(NASTY),
+    ):
         logtree.conversation([{"role": NASTY, "content": NASTY + " "}])
         logtree.table_from_dict({NASTY: NASTY}, caption=NASTY)
-    played = turn(NASTY, spoken(NASTY), metrics={NASTY: 1.0}, logs={NASTY: NASTY, "long": NASTY * 9})
+    played = turn(
+        NASTY, spoken(NASTY), metrics={NASTY: 1.0}, logs={NASTY: NASTY, "long": NASTY * 9}
+    )
     trajectory = Trajectory([played], ModelInput.empty(), NASTY)
     rollout = group(0, [trajectory], tree=tree, errors=[RolloutError(NASTY, NASTY)], tags=[NASTY])
     page = written([rollout], split=f"eval/{NASTY}")
-    assert {tag for tag, _ in page.elements} & {"img", "iframe", "object", "embed", "link", "form", "base"} == set()
+    assert {tag for tag, _ in page.elements} & {
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "link",
+        "form",
+        "base",
+    } == set()
     assert len(page.named("script")) == 1
     assert visible(NASTY) in page.named("answer")[0][1]
     handlers = [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
@@ -127,7 +148,11 @@ def test_nothing_that_a_model_or_an_environment_wrote_is_markup(written):
 
 def test_the_page_loads_nothing_and_runs_only_its_own_script(written):
     page = written(questions(1))
-    [policy] = [attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv") == "Content-Security-Policy"]
+    [policy] = [
+        attrs["content"]
+        for _, attrs in page.elements
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy.startswith("default-src 'none';")
     assert re.fullmatch(r".*script-src 'sha256-[A-Za-z0-9+/=]{44}'", policy)
     [(_, style)] = page.named("style")
@@ -141,7 +166,12 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(written):
 def test_the_head_counts_all_groups_and_says_how_many_are_not_shown(written):
     page = written(questions(6, size=4), logged=2)
     squeezed = page.named("facts")[0][1]
-    for said in ("mean reward0.225", "over 24 trajectories", "groups66 mixed", "weights of step7up to 3 behind"):
+    for said in (
+        "mean reward0.225",
+        "over 24 trajectories",
+        "groups66 mixed",
+        "weights of step7up to 3 behind",
+    ):
         assert said in squeezed
     bars = [text for attrs, text in page.named("button") if "data-low" in attrs]
     assert bars == ["6-0.1", "120", "61"]  # counts and rewards
@@ -154,7 +184,11 @@ def test_many_rewards_are_counted_in_bins(written):
     bars = [(attrs, text) for attrs, text in page.named("button") if "data-low" in attrs]
     assert len(bars) == 12
     counts = [
-        int(text.removesuffix(f"{short(float(attrs['data-low']))} to {short(float(attrs['data-high']))}"))
+        int(
+            text.removesuffix(
+                f"{short(float(attrs['data-low']))} to {short(float(attrs['data-high']))}"
+            )
+        )
         for attrs, text in bars
     ]
     assert sum(counts) == 101
@@ -163,23 +197,43 @@ def test_many_rewards_are_counted_in_bins(written):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1.0, "1"), (-0.1, "-0.1"), (0.30000000000000004, "0.3"), (0.0, "0"), (-0.0, "0"), (3, "3"), (-0.00004, "-4e-05")],
+    [
+        (1.0, "1"),
+        (-0.1, "-0.1"),
+        (0.30000000000000004, "0.3"),
+        (0.0, "0"),
+        (-0.0, "0"),
+        (3, "3"),
+        (-0.00004, "-4e-05"),
+    ],
 )
 def test_numbers_for_people(value, text):
     assert short(value) == text
 
 
 def test_turns_show_only_what_is_new(written):
-    page = written([group(0, [several("Begin.", ["one", "two", "three"], 0.5)], final_rewards=[0.25])])
-    assert [text.split("<|im_end|>")[0] for _, text in page.named("answer")] == ["one", "two", "three"]
+    page = written(
+        [group(0, [several("Begin.", ["one", "two", "three"], 0.5)], final_rewards=[0.25])]
+    )
+    assert [text.split("<|im_end|>")[0] for _, text in page.named("answer")] == [
+        "one",
+        "two",
+        "three",
+    ]
     assert [text for _, text in page.named("given")] == ["Begin.", "next?", "next?", "bye"]
     [(_, total)] = page.named("sum")
-    assert " ".join(total.split()) == "Reward 0 + 0 + 0.5 of the turns + 0.25 of the group's grading = 0.75"
+    assert (
+        " ".join(total.split())
+        == "Reward 0 + 0 + 0.5 of the turns + 0.25 of the group's grading = 0.75"
+    )
     assert "not a continuation" not in page.named("g0")[0][1]
 
 
 def test_a_turn_that_does_not_go_on_from_the_last_says_so(written):
-    turns = [turn("Begin.", spoken("one"), 0.0, done=False), turn("Anew.", spoken("two"), 1.0, train_on_action=False)]
+    turns = [
+        turn("Begin.", spoken("one"), 0.0, done=False),
+        turn("Anew.", spoken("two"), 1.0, train_on_action=False),
+    ]
     page = written([group(0, [Trajectory(turns, ModelInput.empty(), "completed")])])
     [(_, text)] = page.named("g0t0")
     assert "not a continuation of the turn before" in text
@@ -195,7 +249,11 @@ def test_long_text_is_folded_and_whole(written):
                 0,
                 [
                     single(prompt, "x" * 5000, 1.0),
-                    Trajectory([turn(prompt, spoken("y" * 300, is_cut_off=True))], ModelInput.empty(), "max_tokens"),
+                    Trajectory(
+                        [turn(prompt, spoken("y" * 300, is_cut_off=True))],
+                        ModelInput.empty(),
+                        "max_tokens",
+                    ),
                 ],
             )
         ]
@@ -208,7 +266,9 @@ def test_long_text_is_folded_and_whole(written):
 
 
 def test_the_best_and_the_worst_are_open(written):
-    page = written([group(0, [single("q", str(reward), reward) for reward in (0.5, 0.1, 0.9, 0.4)])])
+    page = written(
+        [group(0, [single("q", str(reward), reward) for reward in (0.5, 0.1, 0.9, 0.4)])]
+    )
     opened = [attrs["id"] for attrs, _ in page.named("traj") if "open" in attrs]
     assert opened == ["g0t1", "g0t2"]
 
@@ -221,7 +281,8 @@ def test_a_log_stands_with_its_trajectory_and_is_not_drawn_twice(written):
     assert "What is 0 + 2?" not in second
     assert "The same messages as in trajectory 0." in second
     assert "Policy Response" not in first  # it is what the tokens say
-    assert page.named("g0")[0][1].count("I think it is 1.") == 2  # its tokens, and the last words of its summary
+    # its tokens, and the last words of its summary
+    assert page.named("g0")[0][1].count("I think it is 1.") == 2
 
 
 def test_a_failed_attempt_is_shown_with_the_group(written):
@@ -240,7 +301,9 @@ def test_a_failed_attempt_is_shown_with_the_group(written):
         with logtree.scope_header("Grading"):
             logtree.log_text("compared")
     error = RolloutError("RuntimeError", "the tool is gone")
-    rollout = group(0, [single("q", "zero", 0.0), single("q", "one", 1.0)], tree=tree, errors=[error])
+    rollout = group(
+        0, [single("q", "zero", 0.0), single("q", "one", 1.0)], tree=tree, errors=[error]
+    )
     page = written([rollout])
     assert "second try" in page.named("g0t0")[0][1]
     assert "of one" in page.named("g0t1")[0][1]
@@ -269,7 +332,9 @@ class Sum(ProblemEnv):
 
 def test_a_group_as_it_is_really_played(written, tokenizer):
     renderer = get_renderer("qwen3_instruct", tokenizer)
-    policy = ScriptedPolicy(renderer, [f"4{END_TEXT}", f"fail{END_TEXT}", f"5{END_TEXT}", f"5{END_TEXT}"])
+    policy = ScriptedPolicy(
+        renderer, [f"4{END_TEXT}", f"fail{END_TEXT}", f"5{END_TEXT}", f"5{END_TEXT}"]
+    )
     builder = ProblemGroupBuilder(partial(Sum, renderer), 3, "sums")
     with logtree.capture("Group 0") as tree:
         played = asyncio.run(do_group_rollout(builder, policy, RetryOnFailure(max_retries=1)))
@@ -297,7 +362,8 @@ def test_markup_is_lean(tmp_path, tokenizer):
     files = RolloutFiles(tmp_path, "flat", 4, False, tokenizer)
     text = "word " * 800
     length = {
-        count: files.write("train", 0, [group(0, [single("q", text, 1.0)] * count)]).stat().st_size for count in (1, 9)
+        count: files.write("train", 0, [group(0, [single("q", text, 1.0)] * count)]).stat().st_size
+        for count in (1, 9)
     }
     assert (length[9] - length[1]) / 8 / len(text) < 13
 
@@ -313,7 +379,9 @@ def shown(browser, tmp_path, tokenizer):
     """Write rollouts and show their page; the browser."""
 
     def show(rollouts, advantages=None, fragment: str = "") -> Chromium:
-        path = RolloutFiles(tmp_path, "flat", 4, True, tokenizer).write("train", 10, rollouts, advantages)
+        path = RolloutFiles(tmp_path, "flat", 4, True, tokenizer).write(
+            "train", 10, rollouts, advantages
+        )
         browser.open(path, fragment)
         return browser
 
@@ -337,8 +405,12 @@ def test_browser_paints_tokens_and_keeps_their_text(shown):
     played = turn("q", spoken(text, (logprobs * len(tokens))[: len(tokens)]))
     browser = shown([group(0, [Trajectory([played], ModelInput.empty(), "completed")])])
     painted(browser, ".answer")
-    assert browser.run("document.querySelector('.answer').textContent") == visible(text) + "<|im_end|>"
-    spans = browser.run("[...document.querySelectorAll('.answer span')].map((it) => [it.textContent, it.className])")
+    assert (
+        browser.run("document.querySelector('.answer').textContent") == visible(text) + "<|im_end|>"
+    )
+    spans = browser.run(
+        "[...document.querySelectorAll('.answer span')].map((it) => [it.textContent, it.className])"
+    )
     assert spans[:4] == [["\n", "q0 breaks"], ["\t", "q1"], ["é", "q4"], ["😀", "q5"]]
     assert spans[-1][0] == "<|im_end|>"
     assert "control" in spans[-1][1]
@@ -354,7 +426,17 @@ def test_browser_tells_of_the_token_under_the_pointer(shown):
     painted(browser, ".answer")
     browser.point(".answer span:nth-child(1)")
     tip = "document.querySelector('#tip').innerText.split('\\n')"
-    assert browser.run(tip) == ["A", "probability", "29.1 %", "logprob", "-1.234", "token", "65", "position", "1 of 4"]
+    assert browser.run(tip) == [
+        "A",
+        "probability",
+        "29.1 %",
+        "logprob",
+        "-1.234",
+        "token",
+        "65",
+        "position",
+        "1 of 4",
+    ]
     browser.point(".answer span:nth-child(2)")
     assert browser.run(tip) == [
         *['"é"', "2 tokens make this character"],
@@ -374,7 +456,18 @@ def test_browser_goes_from_one_trajectory_to_another(shown):
     for key in "jjkbwnnnpp":
         browser.press(key)
         went.append(browser.run("location.hash"))
-    assert went == ["#g0t0", "#g0t1", "#g0t0", "#g0t2", "#g0t3", "#g1t0", "#g2t0", "#g2t0", "#g1t0", "#g0t0"]
+    assert went == [
+        "#g0t0",
+        "#g0t1",
+        "#g0t0",
+        "#g0t2",
+        "#g0t3",
+        "#g1t0",
+        "#g2t0",
+        "#g2t0",
+        "#g1t0",
+        "#g0t0",
+    ]
     assert ids(browser, ".traj[open]") == ["g0t0", "g0t1", "g0t2", "g0t3", "g1t0", "g2t0"]
     assert ids(browser, ".current") == ["g0t0"]
     assert browser.run("document.querySelector('.cells [aria-current]').hash") == "#g0t0"
@@ -413,10 +506,20 @@ def test_browser_orders_and_filters(shown):
     choose("group-order", "-spread")
     choose("traj-order", "-r")
     assert ids(browser, ".group") == ["g2", "g0", "g1"]
-    assert ids(browser, ".traj") == ["g2t1", "g2t2", "g2t0", "g0t1", "g0t2", "g0t0", "g1t0", "g1t2", "g1t1"]
-    assert browser.run("[...document.querySelectorAll('.cells a')].map((it) => it.hash.slice(1))") == ids(
-        browser, ".traj"
-    )
+    assert ids(browser, ".traj") == [
+        "g2t1",
+        "g2t2",
+        "g2t0",
+        "g0t1",
+        "g0t2",
+        "g0t0",
+        "g1t0",
+        "g1t2",
+        "g1t1",
+    ]
+    assert browser.run(
+        "[...document.querySelectorAll('.cells a')].map((it) => it.hash.slice(1))"
+    ) == ids(browser, ".traj")
     browser.run("document.querySelector('.bars button:last-child').click()")
     assert ids(browser, ".traj:not([hidden])") == ["g1t0", "g1t2"]
     assert ids(browser, ".group:not([hidden])") == ["g1"]
@@ -428,7 +531,9 @@ def test_browser_orders_and_filters(shown):
     browser.run("document.querySelector('[data-do=all]').click()")
     choose("traj-order", "n")
     choose("group-order", "n")
-    assert ids(browser, ".traj:not([hidden])") == [f"g{number}t{index}" for number in range(3) for index in range(3)]
+    assert ids(browser, ".traj:not([hidden])") == [
+        f"g{number}t{index}" for number in range(3) for index in range(3)
+    ]
 
 
 @needs_browser
@@ -437,7 +542,9 @@ def test_browser_switches_theme_font_and_colours(shown):
     painted(browser, "[open] .answer")
 
     def style(selector: str, name: str) -> str:
-        return browser.run(f"getComputedStyle(document.querySelector('{selector}')).getPropertyValue('{name}')")
+        return browser.run(
+            f"getComputedStyle(document.querySelector('{selector}')).getPropertyValue('{name}')"
+        )
 
     before = (
         style("body", "background-color"),
@@ -446,10 +553,16 @@ def test_browser_switches_theme_font_and_colours(shown):
     )
     for key in "tfc":
         browser.press(key)
-    after = style("body", "background-color"), style(".answer", "font-family"), style(".answer .q1", "background-color")
+    after = (
+        style("body", "background-color"),
+        style(".answer", "font-family"),
+        style(".answer .q1", "background-color"),
+    )
     assert all(now != then for now, then in zip(after, before, strict=True))
     assert after[2] == "rgba(0, 0, 0, 0)"
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    browser.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+    )
     browser.run("document.documentElement.style.colorScheme = ''")
     assert style("body", "background-color") == after[0]
     browser.call("Emulation.setEmulatedMedia", features=[])
@@ -458,8 +571,12 @@ def test_browser_switches_theme_font_and_colours(shown):
 @needs_browser
 def test_browser_runs_no_script_that_came_with_the_rollouts(shown):
     with logtree.capture("Group 0") as tree:
-        logtree.log_html("<img src='data:,' onerror='window.hit = 1'><script>window.hit = 2</script>")
-        logtree.log_html("<script src='https://example.org/x.js'></script><link rel=stylesheet href='//example.org/a'>")
+        logtree.log_html(
+            "<img src='data:,' onerror='window.hit = 1'><script>window.hit = 2</script>"
+        )
+        logtree.log_html(
+            "<script src='https://example.org/x.js'></script><link rel=stylesheet href='//example.org/a'>"
+        )
     played = turn(NASTY, spoken(NASTY), logs={"x": NASTY})
     browser = shown([group(0, [Trajectory([played], ModelInput.empty(), "completed")], tree=tree)])
     painted(browser, ".answer")
@@ -478,7 +595,13 @@ def test_browser_fits_a_narrow_window(shown):
     tree = logged_tree(0, text, [text + "!"], [1.0])
     browser = shown([group(0, [trajectory], tree=tree, tags=["t" * 90])], [[0.5]])
     try:
-        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+        browser.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=390,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         browser.run("all('details').forEach((it) => { it.open = true; })")
         assert browser.run("document.documentElement.scrollWidth") <= 390
     finally:

@@ -1,4 +1,5 @@
-"""Groups in other processes: the same as in this one, and what happens when a process or a message cannot go on.
+"""Groups in other processes: the same as in this one, and what happens when a process or a message
+cannot go on.
 
 One pool serves most tests, since a process takes a second or two to start.
 """
@@ -59,7 +60,9 @@ def pool(runner):
 @pytest.fixture
 def play(runner, pool):
     def play(builder, policy=None, strategy=None, termination=None, *, seed=7, **options):
-        work = pool.do_group_rollout(builder, policy or Draws(), strategy, termination, seed=seed, **options)
+        work = pool.do_group_rollout(
+            builder, policy or Draws(), strategy, termination, seed=seed, **options
+        )
         return runner.run(work)
 
     return play
@@ -89,10 +92,14 @@ def test_pool_equals_this_process(runner, pool, name):
     here, there = Draws(), Draws()
     heard_here, heard_there = [], []
     builder.made = 0
-    group, tree = runner.run(with_tree(do_group_rollout, builder, here, strategy, seed=1, on_turn=heard_here.append))
+    group, tree = runner.run(
+        with_tree(do_group_rollout, builder, here, strategy, seed=1, on_turn=heard_here.append)
+    )
     builder.made = 0
     other, [part] = runner.run(
-        with_tree(pool.do_group_rollout, builder, there, strategy, seed=1, on_turn=heard_there.append)
+        with_tree(
+            pool.do_group_rollout, builder, there, strategy, seed=1, on_turn=heard_there.append
+        )
     )
     assert group == other
     assert (group is None) == (name == "dropped")
@@ -113,7 +120,9 @@ def titles_of(nodes) -> list[str]:
 def test_many_groups_at_once(runner, pool):
     async def run(rollout):
         async with asyncio.TaskGroup() as tasks:
-            playing = [tasks.create_task(rollout(Group(), Draws(), seed=seed)) for seed in range(40)]
+            playing = [
+                tasks.create_task(rollout(Group(), Draws(), seed=seed)) for seed in range(40)
+            ]
         return [task.result() for task in playing]
 
     assert runner.run(run(pool.do_group_rollout)) == runner.run(run(do_group_rollout))
@@ -156,7 +165,8 @@ def test_errors_of_environments_keep_type_message_place_and_traceback(play):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [("odd", "rollout_fakes.Odd: this: that"), ("lambda", "rollout_fakes.Flaky")]
+    ("what", "message"),
+    [("odd", "rollout_fakes.Odd: this: that"), ("lambda", "rollout_fakes.Flaky")],
 )
 def test_errors_that_do_not_pickle_are_named(play, what, message):
     with pytest.raises(RolloutProcessError, match=message) as caught:
@@ -169,7 +179,9 @@ def test_a_cancellation_that_nobody_asked_for_is_an_error(play):
         play(Group(plan=bad("cancelled")))
 
 
-@pytest.mark.parametrize("error", [UserError("the prompt has 9000 tokens"), EngineClosedError("closed")])
+@pytest.mark.parametrize(
+    "error", [UserError("the prompt has 9000 tokens"), EngineClosedError("closed")]
+)
 def test_errors_of_the_policy_reach_the_caller_as_they_are(play, error):
     with pytest.raises(type(error), match=str(error)):
         play(Group(), Refusing([error]), RetryOnFailure())
@@ -177,7 +189,10 @@ def test_errors_of_the_policy_reach_the_caller_as_they_are(play, error):
 
 def test_strategies_see_the_errors_of_the_policy(play):
     group = play(Group(), Refusing([Flaky("busy"), ConnectionError("gone")]), RetryOnFailure())
-    assert sorted(error.error_type for error in group.rollout_errors) == ["ConnectionError", "Flaky"]
+    assert sorted(error.error_type for error in group.rollout_errors) == [
+        "ConnectionError",
+        "Flaky",
+    ]
 
 
 def test_what_leaves_the_policy_uncaught_leaves_the_pool(runner, pool, tmp_path):
@@ -209,7 +224,9 @@ def test_a_group_that_is_cancelled_cleans_up(runner, pool, tmp_path):
     policy = Stuck()
 
     async def run():
-        task = asyncio.create_task(pool.do_group_rollout(Files(directory=str(tmp_path)), policy, RetryOnFailure()))
+        task = asyncio.create_task(
+            pool.do_group_rollout(Files(directory=str(tmp_path)), policy, RetryOnFailure())
+        )
         while policy.calls < 4:
             await asyncio.sleep(0.005)
         task.cancel()
@@ -227,7 +244,10 @@ def test_a_group_that_is_cancelled_cleans_up(runner, pool, tmp_path):
     ("tags", "part"),
     [
         ([lambda: 0], "Group.tags[0]"),
-        ([{"thunk": functools.partial(dict, end=lambda: 0)}], "Group.tags[0]['thunk'].keywords['end']"),
+        (
+            [{"thunk": functools.partial(dict, end=lambda: 0)}],
+            "Group.tags[0]['thunk'].keywords['end']",
+        ),
     ],
 )
 def test_a_builder_that_does_not_pickle_is_named(play, tags, part):
@@ -241,7 +261,8 @@ def test_a_builder_that_only_this_process_knows_is_named(play, monkeypatch):
     monkeypatch.setitem(sys.modules, "only_here", module)
     module.Hidden = type("Hidden", (Group,), {"__module__": "only_here"})  # type: ignore[attr-defined]
     with pytest.raises(
-        UserError, match=r"Hidden.* cannot be made in a rollout process: ModuleNotFoundError: .*only_here"
+        UserError,
+        match=r"Hidden.* cannot be made in a rollout process: ModuleNotFoundError: .*only_here",
     ):
         play(module.Hidden())
 
@@ -351,7 +372,10 @@ def test_a_group_is_dropped_with_its_process(play, caplog):
 
 def test_failures_of_a_dropped_group_come_back(play):
     failures: list[RolloutError] = []
-    assert play(Group(plan=[["flaky"]] * 4), strategy=MinViableGroup(max_retries=1), failures=failures) is None
+    assert (
+        play(Group(plan=[["flaky"]] * 4), strategy=MinViableGroup(max_retries=1), failures=failures)
+        is None
+    )
     assert {error.error_type for error in failures} == {"Flaky"}
     assert len(failures) >= 2
 
@@ -367,7 +391,9 @@ def test_a_pool_is_left_though_an_environment_computes(monkeypatch, tmp_path):
     async def run():
         async with RolloutPool(1) as pool:
             task = asyncio.create_task(
-                pool.do_group_rollout(Files(plan=bad("computes", size=2), directory=str(tmp_path)), Draws())
+                pool.do_group_rollout(
+                    Files(plan=bad("computes", size=2), directory=str(tmp_path)), Draws()
+                )
             )
             while not (tmp_path / "pid").exists():
                 await asyncio.sleep(0.01)
@@ -412,7 +438,9 @@ SCRIPT = """
 def started(directory: Path, guard: str) -> subprocess.Popen[str]:
     script = directory / "script.py"
     script.write_text(
-        textwrap.dedent(SCRIPT.format(here=str(Path(__file__).parent), directory=str(directory), guard=guard))
+        textwrap.dedent(
+            SCRIPT.format(here=str(Path(__file__).parent), directory=str(directory), guard=guard)
+        )
     )
     return subprocess.Popen(
         [sys.executable, script],
@@ -420,7 +448,8 @@ def started(directory: Path, guard: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this program.
+        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this
+        # program.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
@@ -428,7 +457,10 @@ def started(directory: Path, guard: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("by", ["ctrl-c", "kill"])
 def test_no_process_is_left_behind(tmp_path, by):
     program = started(tmp_path, "if __name__ == '__main__':")
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), program)
+    wait_for(
+        lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"),
+        program,
+    )
     pid = int((tmp_path / "pid").read_text())
     if by == "ctrl-c":
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to all of them
@@ -448,7 +480,9 @@ def test_a_script_without_a_guard_is_told(tmp_path):
     assert "its work must begin under `if __name__ == '__main__':`" in errors
 
 
-def wait_for(condition, program: subprocess.Popen[str] | None = None, seconds: float = 60.0) -> None:
+def wait_for(
+    condition, program: subprocess.Popen[str] | None = None, seconds: float = 60.0
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert program is None or program.poll() is None, program.communicate()

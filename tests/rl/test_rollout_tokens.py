@@ -1,4 +1,6 @@
-"""What tokens look like: the pieces of a text are the text, whole characters are not torn, and nothing is invisible."""
+"""What tokens look like: the pieces of a text are the text, whole characters are not torn, and
+nothing is invisible.
+"""
 
 import pytest
 from hypothesis import given
@@ -21,7 +23,9 @@ def texts(tokenizer):
 def test_the_pieces_of_a_text_are_the_text(texts, text):
     tokens = list(text.encode("utf-8", "replace"))
     pieces = texts.pieces(tokens)
-    assert "".join(piece.text for piece in pieces) == visible(text.encode("utf-8", "replace").decode())
+    assert "".join(piece.text for piece in pieces) == visible(
+        text.encode("utf-8", "replace").decode()
+    )
     assert sum(piece.tokens for piece in pieces) == len(tokens)
 
 
@@ -44,7 +48,10 @@ def test_a_character_of_several_tokens_is_one_piece(texts):
 def test_bytes_that_make_no_character_are_shown_one_by_one(texts):
     cut_off = "😀".encode()[:3]
     assert [piece.text for piece in texts.pieces([*cut_off, 65])] == ["\ufffd"] * 3 + ["A"]
-    assert [(piece.text, piece.tokens) for piece in texts.pieces("\ufffdA".encode())] == [("\ufffd", 3), ("A", 1)]
+    assert [(piece.text, piece.tokens) for piece in texts.pieces("\ufffdA".encode())] == [
+        ("\ufffd", 3),
+        ("A", 1),
+    ]
 
 
 def test_control_tokens_are_known_and_visible(texts):
@@ -57,7 +64,10 @@ def test_control_tokens_are_known_and_visible(texts):
         ("␀", False),
         ("␍", False),
     ]
-    assert texts.html([IM_START, *b"<b>", IM_END]) == "<b>&lt;|im_start|&gt;</b>&lt;b&gt;<b>&lt;|im_end|&gt;</b>"
+    assert (
+        texts.html([IM_START, *b"<b>", IM_END])
+        == "<b>&lt;|im_start|&gt;</b>&lt;b&gt;<b>&lt;|im_end|&gt;</b>"
+    )
 
 
 def test_a_token_that_the_tokenizer_does_not_know_shows_its_number(texts):
@@ -66,10 +76,19 @@ def test_a_token_that_the_tokenizer_does_not_know_shows_its_number(texts):
 
 
 def test_spaces_survive_where_a_tokenizer_drops_them_before_a_first_word(tmp_path):
-    words = Tokenizer(models.WordLevel({"▁a": 0, "▁big": 1, "▁cat": 2, "<unk>": 3, "s": 4}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({"▁a": 0, "▁big": 1, "▁cat": 2, "<unk>": 3, "s": 4}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Metaspace()
     words.decoder = decoders.Metaspace()
-    save_tokenizer(tmp_path, words, chat_template=None, max_length=100, tokens={"unk_token": "<unk>"})
+    save_tokenizer(
+        tmp_path, words, chat_template=None, max_length=100, tokens={"unk_token": "<unk>"}
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode([1]) == "big"
-    assert [piece.text for piece in TokenTexts(tokenizer).pieces([0, 1, 2, 4])] == [" a", " big", " cat", "s"]
+    assert [piece.text for piece in TokenTexts(tokenizer).pieces([0, 1, 2, 4])] == [
+        " a",
+        " big",
+        " cat",
+        "s",
+    ]

@@ -23,11 +23,17 @@ FLAKY = RolloutError("Flaky", "the sandbox is gone")
 
 
 def play(builder, strategy=None, policy=None, **options) -> Any:
-    return asyncio.run(do_group_rollout(builder, policy or Draws(), strategy, seed=options.pop("seed", 7), **options))
+    return asyncio.run(
+        do_group_rollout(
+            builder, policy or Draws(), strategy, seed=options.pop("seed", 7), **options
+        )
+    )
 
 
 def tokens_of(group):
-    return [[turn.ac.tokens for turn in trajectory.transitions] for trajectory in group.trajectories_G]
+    return [
+        [turn.ac.tokens for turn in trajectory.transitions] for trajectory in group.trajectories_G
+    ]
 
 
 def alone(index, attempt=0, seed=7):
@@ -166,7 +172,14 @@ def test_min_viable_group_drops_what_is_too_small(caplog):
     assert failures == [FLAKY, FLAKY]
     assert "a group was dropped: Flaky('the sandbox is gone')" in caplog.text
     assert (builder.cleaned, builder.graded) == (1, [])
-    assert len(play(Group(plan=builder.plan), MinViableGroup(min_successful=2, max_retries=0)).trajectories_G) == 2
+    assert (
+        len(
+            play(
+                Group(plan=builder.plan), MinViableGroup(min_successful=2, max_retries=0)
+            ).trajectories_G
+        )
+        == 2
+    )
 
 
 def test_a_group_that_cannot_be_viable_any_more_is_ended_at_once():
@@ -179,10 +192,14 @@ def test_a_group_that_cannot_be_viable_any_more_is_ended_at_once():
     assert asyncio.run(run()) is None
 
 
-@pytest.mark.parametrize("strategy", [RetryOnFailure(per_rollout_timeout=2.0), MinViableGroup(per_rollout_timeout=2.0)])
+@pytest.mark.parametrize(
+    "strategy", [RetryOnFailure(per_rollout_timeout=2.0), MinViableGroup(per_rollout_timeout=2.0)]
+)
 def test_a_rollout_that_takes_too_long_has_failed(strategy):
     group = play(Group(plan=bad("hangs")), strategy)
-    assert group.rollout_errors == [RolloutError("TimeoutError", "it took longer than per_rollout_timeout=2.0 s")]
+    assert group.rollout_errors == [
+        RolloutError("TimeoutError", "it took longer than per_rollout_timeout=2.0 s")
+    ]
     assert len(group.trajectories_G) >= 3
 
 
@@ -258,7 +275,9 @@ def test_what_is_no_exception_is_never_caught(strategy):
 
 @pytest.mark.parametrize("where", ["playing", "make_envs", "grading", "cleanup"])
 def test_a_cancellation_that_nobody_asked_for_is_a_failure(where):
-    """asyncio would take it for the end of the task that plays, and the run would end without a word."""
+    """asyncio would take it for the end of the task that plays, and the run would end without a
+    word.
+    """
 
     class Leaking(Group):
         def leaks(self, here):
@@ -288,7 +307,9 @@ def test_a_cancellation_that_nobody_asked_for_is_a_failure(where):
     assert "Leaking(" in caught.value.__notes__[0]
     assert builder.cleaned == 1
     group = play(builder := Leaking(plan=plan), RetryOnFailure())
-    assert [error.error_type for error in group.rollout_errors] == ["RuntimeError"] * (where != "cleanup")
+    assert [error.error_type for error in group.rollout_errors] == ["RuntimeError"] * (
+        where != "cleanup"
+    )
     assert (len(group.trajectories_G), builder.cleaned) == (4, 1)
 
 
@@ -450,7 +471,10 @@ class BadGrades(Group):
         ([(0.0, {})] * 3, "gave 3 rewards for 4 trajectories"),
         ([0.0] * 4, "gave 0.0 for trajectory 0; give one"),
         ([(0.0, {})] * 3 + [(0.0, None)], r"gave \(0.0, None\) for trajectory 3"),
-        ([(0.0, {}), (0.0, {"won": [1]})] * 2, r"of trajectory 1, gave the metric won=\[1\]; give a number"),
+        (
+            [(0.0, {}), (0.0, {"won": [1]})] * 2,
+            r"of trajectory 1, gave the metric won=\[1\]; give a number",
+        ),
         ([("much", {})] * 4, "gave the reward 'much' for trajectory 0"),
         ([(0.0, {}), (float("nan"), {})] * 2, "gave the reward nan for trajectory 1"),
     ],
@@ -459,7 +483,9 @@ class BadGrades(Group):
 def test_grades_that_are_none_are_refused(answers, message, strategy):
     builder = BadGrades()
     builder.answers = answers
-    with pytest.raises(UserError, match=f"compute_group_rewards of BadGrades,? {message}") as caught:
+    with pytest.raises(
+        UserError, match=f"compute_group_rewards of BadGrades,? {message}"
+    ) as caught:
         play(builder, strategy)
     assert isinstance(caught.value, NonFiniteError) == ("nan" in message)
 
@@ -507,11 +533,21 @@ class Ending(Env):
 
 
 class Endings(Group):
-    """Ended by time, by turns, by itself, by time; worth 0.3, 0.3, 0.3 and -2 before the group adds 0, 0.5, ..."""
+    """Ended by time, by turns, by itself, by time; worth 0.3, 0.3, 0.3 and -2 before the group adds
+    0, 0.5, ...
+    """
 
     async def make_envs(self) -> list[Env]:
-        reasons = (StopReason.ROLLOUT_TIMEOUT, StopReason.MAX_TURNS, None, StopReason.ROLLOUT_TIMEOUT)
-        return [Ending(reason, reward) for reason, reward in zip(reasons, (0.3, 0.3, 0.3, -2.0), strict=True)]
+        reasons = (
+            StopReason.ROLLOUT_TIMEOUT,
+            StopReason.MAX_TURNS,
+            None,
+            StopReason.ROLLOUT_TIMEOUT,
+        )
+        return [
+            Ending(reason, reward)
+            for reason, reward in zip(reasons, (0.3, 0.3, 0.3, -2.0), strict=True)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -525,7 +561,11 @@ class Endings(Group):
             [0.3, 0.0, 1.3, -0.5],
             4,
         ),
-        (TerminationRewardPolicy(zero_reward_on_limit=True, skip_grading_on_timeout=True), [0.0, 0.0, 0.8, -2.0], 2),
+        (
+            TerminationRewardPolicy(zero_reward_on_limit=True, skip_grading_on_timeout=True),
+            [0.0, 0.0, 0.8, -2.0],
+            2,
+        ),
     ],
 )
 def test_what_a_limit_means_for_the_reward(termination, totals, graded):
@@ -534,7 +574,11 @@ def test_what_a_limit_means_for_the_reward(termination, totals, graded):
     assert builder.graded == [graded]
     assert [trajectory.step_rewards for trajectory in group.trajectories_G] == [0.3, 0.3, 0.3, -2.0]
     # A reward that is bounded is 0 to the last bit: a group of such is a constant one.
-    assert all(total == 0.0 for total, wanted in zip(group.get_total_rewards(), totals, strict=True) if wanted == 0.0)
+    assert all(
+        total == 0.0
+        for total, wanted in zip(group.get_total_rewards(), totals, strict=True)
+        if wanted == 0.0
+    )
 
 
 def test_nothing_is_graded_where_all_is_skipped():
@@ -551,14 +595,20 @@ def test_nothing_is_graded_where_all_is_skipped():
 def test_each_trajectory_has_a_place_in_the_tree():
     async def run() -> Any:
         with logtree.capture("Group 0") as tree:
-            await do_group_rollout(Group(plan=bad("flaky", size=2)), Draws(), RetryOnFailure(), seed=1)
+            await do_group_rollout(
+                Group(plan=bad("flaky", size=2)), Draws(), RetryOnFailure(), seed=1
+            )
         return tree
 
     [_, body] = asyncio.run(run()).children
     titles = [node.children[0].children[0] for node in body.children[:3]]
     assert titles == ["Trajectory 0", "Trajectory 1", "Trajectory 1, attempt 2"]
     for section in body.children[:3]:
-        turns = [node.children[0].children[0] for node in section.children[1].children if node.tag == "section"]
+        turns = [
+            node.children[0].children[0]
+            for node in section.children[1].children
+            if node.tag == "section"
+        ]
         assert turns == ["Turn 1", "Turn 2"]
     [failed] = [node for node in body.children[1].walk() if node.attrs.get("class") == "lt-exc"]
     assert "Flaky" in str(failed.children[0])
@@ -587,7 +637,10 @@ def test_strategies_by_name():
         (lambda: RetryOnFailure(max_retries=-1), "RetryOnFailure.max_retries=-1"),
         (lambda: RetryOnFailure(max_retries=True), "RetryOnFailure.max_retries=True"),
         (lambda: RetryOnFailure(per_rollout_timeout=-1), "RetryOnFailure.per_rollout_timeout=-1"),
-        (lambda: MinViableGroup(per_rollout_timeout=float("nan")), "MinViableGroup.per_rollout_timeout=nan"),
+        (
+            lambda: MinViableGroup(per_rollout_timeout=float("nan")),
+            "MinViableGroup.per_rollout_timeout=nan",
+        ),
         (lambda: MinViableGroup(min_successful=0), "MinViableGroup.min_successful=0"),
     ],
 )

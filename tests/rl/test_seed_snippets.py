@@ -80,10 +80,23 @@ def test_summaries(directory, monkeypatch):
     trajectories = run(SUMMARIES)["trajectories"]
     assert len(trajectories) == 8
     for trajectory in trajectories:
-        assert {"schema_version", "split", "iteration", "group_idx", "traj_idx"} <= trajectory.keys()
+        assert {
+            "schema_version",
+            "split",
+            "iteration",
+            "group_idx",
+            "traj_idx",
+        } <= trajectory.keys()
         assert {"total_reward", "final_reward", "trajectory_metrics"} <= trajectory.keys()
         for step in trajectory["steps"]:
-            assert {"step_idx", "ob_len", "ac_len", "reward", "episode_done", "metrics"} <= step.keys()
+            assert {
+                "step_idx",
+                "ob_len",
+                "ac_len",
+                "reward",
+                "episode_done",
+                "metrics",
+            } <= step.keys()
 
 
 def test_logtree(directory, monkeypatch, capsys):

@@ -27,7 +27,11 @@ def reason_of(trajectory) -> str:
     """The one reason that the last turn's metrics give, and no other turn's."""
     *others, last = trajectory.transitions
     assert not any(name.startswith("stop/") for turn in others for name in turn.metrics)
-    shares = {name.removeprefix("stop/"): value for name, value in last.metrics.items() if name.startswith("stop/")}
+    shares = {
+        name.removeprefix("stop/"): value
+        for name, value in last.metrics.items()
+        if name.startswith("stop/")
+    }
     assert set(shares) == set(StopReason)
     [reason] = [name for name, value in shares.items() if value == 1.0]
     assert sum(shares.values()) == 1.0
@@ -126,9 +130,15 @@ def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
         ({"reward": float("inf")}, "give a finite number"),
         ({"reward": None}, "Answering.step gave reward=None in turn 1; give a number"),
         ({"stop_reason": "bored"}, "stop_reason='bored'; there are completed, "),
-        ({"metrics": {"answer": "42"}}, "Answering.step, in turn 1, gave the metric answer='42'; give a number"),
+        (
+            {"metrics": {"answer": "42"}},
+            "Answering.step, in turn 1, gave the metric answer='42'; give a number",
+        ),
         ({"metrics": None}, "gave None as metrics"),
-        ({"episode_done": None}, "Answering.step gave episode_done=None in turn 1; give True or False"),
+        (
+            {"episode_done": None},
+            "Answering.step gave episode_done=None in turn 1; give True or False",
+        ),
         ({"episode_done": "False"}, "episode_done='False'"),
         (
             {"episode_done": False, "next_observation": [1, 2]},
@@ -147,7 +157,10 @@ def test_a_result_of_another_library_is_refused():
         async def step(self, action, *, extra=None) -> Any:
             return SimpleNamespace(reward=0.0)
 
-    with pytest.raises(UserError, match="gave a types.SimpleNamespace in turn 1; give a planish.rl.types.StepResult"):
+    with pytest.raises(
+        UserError,
+        match="gave a types.SimpleNamespace in turn 1; give a planish.rl.types.StepResult",
+    ):
         play(Foreign())
 
 
@@ -156,7 +169,9 @@ def test_a_beginning_of_another_kind_is_refused():
         async def initial_observation(self) -> Any:
             return [{"role": "user", "content": "Hi"}]
 
-    with pytest.raises(UserError, match=r"Messages.initial_observation gave a list.*EnvFromMessageEnv"):
+    with pytest.raises(
+        UserError, match=r"Messages.initial_observation gave a list.*EnvFromMessageEnv"
+    ):
         play(Messages())
 
 
@@ -165,7 +180,10 @@ def test_a_prompt_of_another_kind_is_refused():
         async def initial_observation(self) -> Any:
             return [1, 2], [10]
 
-    with pytest.raises(UserError, match=r"Numbers.initial_observation gave a prompt that is a list; give a ModelInput"):
+    with pytest.raises(
+        UserError,
+        match=r"Numbers.initial_observation gave a prompt that is a list; give a ModelInput",
+    ):
         play(Numbers())
 
 
@@ -222,7 +240,8 @@ class Slow(TokenCompleter):
 def test_an_answer_gets_the_tokens_that_are_left():
     limits = RolloutLimits(max_sampled_tokens=8, max_trajectory_tokens=18)
     trajectory = play(Limited(turns=3, rollout_limits=limits), Draws(length=5))
-    # 3 of prompt; then 9, of which 5 were sampled; then 13, which leaves nothing of 8, but a call needs room for one token.
+    # 3 of prompt; then 9, of which 5 were sampled; then 13, which leaves nothing of 8, but a call
+    # needs room for one token.
     assert [len(turn.ac.tokens) for turn in trajectory.transitions] == [5, 3, 1]
 
 
@@ -242,7 +261,12 @@ def test_time_is_over_while_the_policy_writes():
     assert [len(turn.ac.tokens) for turn in trajectory.transitions] == [1, 1, 0]
     assert env.asked == ["rollout_timeout"]
     last = trajectory.transitions[-1]
-    assert (last.reward, last.metrics["graded"], last.ob, last.episode_done) == (0.25, 1.0, env.prompt, True)
+    assert (last.reward, last.metrics["graded"], last.ob, last.episode_done) == (
+        0.25,
+        1.0,
+        env.prompt,
+        True,
+    )
     assert reason_of(trajectory) == trajectory.stop_reason == "rollout_timeout"
     [sequence] = trajectory_to_data(trajectory, 1.0)
     assert sequence.mask_N.sum() == 2
@@ -257,14 +281,21 @@ def test_rewards_of_an_end_without_an_action_are_checked():
         async def stopped_by_limit(self, reason):
             return float("nan"), {}
 
-    with pytest.raises(NonFiniteError, match=r"Full\.initial_observation gave reward=nan; give a finite number"):
+    with pytest.raises(
+        NonFiniteError, match=r"Full\.initial_observation gave reward=nan; give a finite number"
+    ):
         play(Full())
     with pytest.raises(NonFiniteError, match=r"Ungraded\.stopped_by_limit gave reward=nan"):
         play(Ungraded(rollout_limits=RolloutLimits(rollout_timeout_seconds=1e-9)))
 
 
 def test_a_policy_that_does_not_answer_has_failed():
-    env = Limited(turns=9, rollout_limits=RolloutLimits(sampling_turn_timeout_seconds=0.02, rollout_timeout_seconds=60))
+    env = Limited(
+        turns=9,
+        rollout_limits=RolloutLimits(
+            sampling_turn_timeout_seconds=0.02, rollout_timeout_seconds=60
+        ),
+    )
     with pytest.raises(TimeoutError, match="sampling_turn_timeout_seconds=0.02"):
         play(env, Slow(since=1))
     assert env.asked == []
@@ -282,7 +313,9 @@ def test_a_timeout_of_the_policy_is_its_own():
 def test_rewards_and_metrics_are_plain_numbers():
     import numpy as np
 
-    trajectory = play(Answering(reward=np.float32(0.5), metrics={"correct": np.float32(0.5), "tries": 2}))
+    trajectory = play(
+        Answering(reward=np.float32(0.5), metrics={"correct": np.float32(0.5), "tries": 2})
+    )
     [turn] = trajectory.transitions
     assert type(turn.reward) is type(turn.metrics["correct"]) is float
     assert (turn.metrics["correct"], turn.metrics["tries"]) == (0.5, 2)

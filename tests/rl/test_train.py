@@ -56,7 +56,11 @@ def final_weights(service):
 
 def rows_of(path, *, timed=False):
     rows = read_rows(path / "metrics.jsonl")
-    return rows if timed else [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return (
+        rows
+        if timed
+        else [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    )
 
 
 @chz.chz
@@ -69,7 +73,10 @@ VARIANTS = {
     "plain": {},
     "tests": {"eval_every": 2, "dataset_builder": DigitsBuilder(tests=3)},
     "substeps": {"num_substeps": 2},
-    "streaming": {"num_substeps": 2, "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)},
+    "streaming": {
+        "num_substeps": 2,
+        "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2),
+    },
     "lag": {"async_config": AsyncConfig(max_steps_off_policy=2)},
     "rolling": {"save_every": 4, "rolling_save_every": 1},
     "two turns": {"dataset_builder": DigitsBuilder(turns=2)},
@@ -83,16 +90,31 @@ ALIKE = ("substeps", "folders", "epochs", "schedule")
 
 def test_a_run_writes_all_its_files(service, tmp_path):
     builder = DigitsBuilder(tests=2)
-    train(service, tmp_path, eval_every=3, dataset_builder=builder, max_steps=4, rollout_json_export=True)
+    train(
+        service,
+        tmp_path,
+        eval_every=3,
+        dataset_builder=builder,
+        max_steps=4,
+        rollout_json_export=True,
+    )
     names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
-    expected = {"metrics.jsonl", "config.json", "checkpoints.jsonl", "code.diff", "timing_spans.jsonl"}
+    expected = {
+        "metrics.jsonl",
+        "config.json",
+        "checkpoints.jsonl",
+        "code.diff",
+        "timing_spans.jsonl",
+    }
     for step in range(4):
         expected |= {
-            f"train_iteration_{step:06d}{end}" for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
+            f"train_iteration_{step:06d}{end}"
+            for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
         }
     for step in (0, 3, 4):
         expected |= {
-            f"eval_test_iteration_{step:06d}{end}" for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
+            f"eval_test_iteration_{step:06d}{end}"
+            for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
         }
     assert expected <= names
     rows = rows_of(tmp_path, timed=True)
@@ -109,7 +131,9 @@ def test_a_run_writes_all_its_files(service, tmp_path):
 def test_every_metric_is_defined(service, tmp_path, name):
     train(service, tmp_path, **VARIANTS[name])
     keys = {key for row in rows_of(tmp_path, timed=True) for key in row}
-    assert [key for key in keys - {"step"} if definition_of(key) is None and "digit" not in key] == []
+    assert [
+        key for key in keys - {"step"} if definition_of(key) is None and "digit" not in key
+    ] == []
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -124,11 +148,13 @@ def test_the_same_seed_gives_the_same_run(tokenizer, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS],
 )
 def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
-    """With lag the first steps after a resumption are played by newer weights than they would have been, so only the data's
-    order is the same; without lag the weights are too."""
+    """With lag the first steps after a resumption are played by newer weights than they would have
+    been, so only the data's order is the same; without lag the weights are too.
+    """
     whole = FakeService(tokenizer)
     train(whole, tmp_path / "whole", **VARIANTS[name])
     expected = rows_of(tmp_path / "whole")
@@ -141,7 +167,9 @@ def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
         train(service, path, **VARIANTS[name])
         rows = rows_of(path)
         assert [row["step"] for row in rows] == [row["step"] for row in expected]
-        assert [row["step"] for row in read_rows(path / "timing_spans.jsonl")] == [row["step"] for row in rows]
+        assert [row["step"] for row in read_rows(path / "timing_spans.jsonl")] == [
+            row["step"] for row in rows
+        ]
         records = read_rows(path / "checkpoints.jsonl")
         assert len({(record["name"], record["batch"]) for record in records}) == len(records)
         if "lag" not in name:
@@ -150,7 +178,12 @@ def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "lag", *(pytest.param(name, marks=pytest.mark.slow) for name in ("streaming", "tests"))]
+    "name",
+    [
+        "plain",
+        "lag",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("streaming", "tests")),
+    ],
 )
 def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
     whole = FakeService(tokenizer)
@@ -168,7 +201,9 @@ def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
         assert (saved[-1] if saved else 0) == done, "nothing that was trained is lost"
         monkeypatch.undo()
         train(service, path, **VARIANTS[name])
-        assert [row["step"] for row in rows_of(path)] == [row["step"] for row in rows_of(tmp_path / "whole")]
+        assert [row["step"] for row in rows_of(path)] == [
+            row["step"] for row in rows_of(tmp_path / "whole")
+        ]
         if name != "lag":
             assert final_weights(service) == final_weights(whole)
 
@@ -219,7 +254,9 @@ def test_a_rate_that_falls_until_the_last_step_fixes_that_step(service, tmp_path
         ({"lr_schedule": "linear"}, ""),
     ],
 )
-def test_a_run_that_is_done_says_what_would_make_it_longer(service, tmp_path, capsys, options, remedy):
+def test_a_run_that_is_done_says_what_would_make_it_longer(
+    service, tmp_path, capsys, options, remedy
+):
     train(service, tmp_path, **options)
     capsys.readouterr()
     train(service, tmp_path, **options)
@@ -237,7 +274,11 @@ def test_lag_never_exceeds_its_bound_and_is_used(service, tmp_path):
 
 def test_lag_zero_is_the_synchronous_loop(tokenizer, tmp_path):
     train(plain := FakeService(tokenizer), tmp_path / "plain")
-    train(lagless := FakeService(tokenizer), tmp_path / "lagless", async_config=AsyncConfig(max_steps_off_policy=0))
+    train(
+        lagless := FakeService(tokenizer),
+        tmp_path / "lagless",
+        async_config=AsyncConfig(max_steps_off_policy=0),
+    )
     assert final_weights(plain) == final_weights(lagless)
     assert plain.operations == lagless.operations
 
@@ -250,7 +291,12 @@ def test_streaming_trains_while_others_are_played(service, tmp_path):
             await asyncio.sleep(0.001)
 
     builder = EventfulBuilder(batches=1, happening=wait_for_a_gradient)
-    train(service, tmp_path, dataset_builder=builder, stream_minibatch_config=StreamMinibatchConfig(num_minibatches=2))
+    train(
+        service,
+        tmp_path,
+        dataset_builder=builder,
+        stream_minibatch_config=StreamMinibatchConfig(num_minibatches=2),
+    )
     assert service.clients[0].calls == [2, 2]
 
 
@@ -259,8 +305,14 @@ def test_how_a_batch_is_cut(tokenizer, tmp_path):
         "one": ({}, [16]),
         "two": ({"num_substeps": 2}, [8, 8]),
         "more substeps than groups": ({"num_substeps": 9}, [4, 4, 4, 4]),
-        "minibatches": ({"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)}, [8, 8]),
-        "regrouped": ({"async_config": AsyncConfig(max_steps_off_policy=0, groups_per_batch=3)}, [12]),
+        "minibatches": (
+            {"stream_minibatch_config": StreamMinibatchConfig(num_minibatches=2)},
+            [8, 8],
+        ),
+        "regrouped": (
+            {"async_config": AsyncConfig(max_steps_off_policy=0, groups_per_batch=3)},
+            [12],
+        ),
     }
     for name, (options, calls) in cut.items():
         service = FakeService(tokenizer)
@@ -288,7 +340,9 @@ def test_constant_groups(tokenizer, tmp_path):
 
 def test_a_batch_of_constant_groups_changes_nothing(service, tmp_path):
     builder = DigitsBuilder(constant_every=1)
-    train(service, tmp_path, dataset_builder=builder, max_steps=2, remove_constant_reward_groups=True)
+    train(
+        service, tmp_path, dataset_builder=builder, max_steps=2, remove_constant_reward_groups=True
+    )
     assert final_weights(service).steps == 0
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1]
 
@@ -314,10 +368,18 @@ def test_post_update_kl(service, tmp_path):
 def test_starting_from_other_weights(tokenizer, tmp_path):
     service = FakeService(tokenizer)
     train(service, tmp_path / "first", max_steps=2)
-    train(service, tmp_path / "second", max_steps=2, load_checkpoint_path=str(tmp_path / "first"), lora_rank=32)
+    train(
+        service,
+        tmp_path / "second",
+        max_steps=2,
+        load_checkpoint_path=str(tmp_path / "first"),
+        lora_rank=32,
+    )
     assert final_weights(service).steps == 2
     with pytest.raises(UserError, match="lora_rank=8"):
-        train(service, tmp_path / "third", load_checkpoint_path=str(tmp_path / "first"), lora_rank=8)
+        train(
+            service, tmp_path / "third", load_checkpoint_path=str(tmp_path / "first"), lora_rank=8
+        )
 
 
 BAD = {
@@ -331,16 +393,25 @@ BAD = {
     "advantage": ({"advantage": "gae"}, "advantage=gae"),
     "nothing to learn from": ({"advantage": "none"}, "advantage=none with kl_penalty_coef=0"),
     "no reference": ({"kl_penalty_coef": 0.1}, "needs kl_reference_config"),
-    "reference without coefficient": ({"kl_reference_config": KLReferenceConfig(base_model="x")}, "kl_penalty_coef"),
+    "reference without coefficient": (
+        {"kl_reference_config": KLReferenceConfig(base_model="x")},
+        "kl_penalty_coef",
+    ),
     "logger": ({"loggers": ["neptune"]}, "neptune"),
     "lag": ({"async_config": AsyncConfig(max_steps_off_policy=-1)}, "^max_steps_off_policy=-1"),
     "time to live": ({"ttl_seconds": 0}, "ttl_seconds=0"),
-    "a time to live that no checkpoint has": ({"ttl_seconds": 10**11}, "ttl_seconds=100000000000: give .* 315360000"),
+    "a time to live that no checkpoint has": (
+        {"ttl_seconds": 10**11},
+        "ttl_seconds=100000000000: give .* 315360000",
+    ),
     "project without its logger": ({"wandb_project": "sums"}, "loggers=wandb"),
     "discount without penalty": ({"kl_discount_factor": 0.9}, "kl_penalty_coef is 0"),
     "tolerance": ({"rollout_error_tolerance": "yes"}, "rollout_error_tolerance='yes'"),
     "evaluators that never run": ({"evaluator_builders": [dict]}, "eval_every"),
-    "no pair": ({"dataset_builder": OnlyTrainingBuilder()}, "dataset_builder gave a .*; give two data sets"),
+    "no pair": (
+        {"dataset_builder": OnlyTrainingBuilder()},
+        "dataset_builder gave a .*; give two data sets",
+    ),
     "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "no batches"),
 }
 
@@ -357,7 +428,9 @@ def test_bad_options_are_refused_before_any_work(service, tmp_path, name):
 def test_a_penalty_at_another_temperature_is_refused(service, tmp_path):
     reference = KLReferenceConfig(base_model="tiny")
     with pytest.raises(UnsupportedError, match="temperature 1"):
-        train(service, tmp_path, temperature=0.7, kl_penalty_coef=0.1, kl_reference_config=reference)
+        train(
+            service, tmp_path, temperature=0.7, kl_penalty_coef=0.1, kl_reference_config=reference
+        )
 
 
 def test_other_options_do_not_mix_with_a_run(service, tmp_path):
@@ -369,7 +442,9 @@ def test_other_options_do_not_mix_with_a_run(service, tmp_path):
 def test_a_data_set_of_another_size_is_not_the_one_of_the_run(service, tmp_path, monkeypatch):
     train(service, tmp_path, max_steps=2)
     monkeypatch.setattr(Digits, "__len__", lambda self: STEPS + 1)
-    with pytest.raises(UserError, match=rf"data set of size {STEPS}, and this one has size {STEPS + 1}"):
+    with pytest.raises(
+        UserError, match=rf"data set of size {STEPS}, and this one has size {STEPS + 1}"
+    ):
         train(service, tmp_path, max_steps=4)
 
 

@@ -1,4 +1,6 @@
-"""What becomes of a run when something fails in it, when it is told to stop, and when groups of it come to nothing."""
+"""What becomes of a run when something fails in it, when it is told to stop, and when groups of it
+come to nothing.
+"""
 
 import asyncio
 import gc
@@ -35,7 +37,9 @@ def _no_git(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _control_c():
-    """A suite that a shell runs in the background is told to ignore Ctrl-C, and so would these runs."""
+    """A suite that a shell runs in the background is told to ignore Ctrl-C, and so would these
+    runs.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -91,7 +95,9 @@ def test_an_error_says_where_and_what_was_done_is_saved(service, tmp_path):
     assert service.clients[-1].weights == whole.clients[-1].weights
 
 
-def test_a_data_set_that_raises_says_in_which_batch_and_what_was_done_is_saved(service, tmp_path, monkeypatch):
+def test_a_data_set_that_raises_says_in_which_batch_and_what_was_done_is_saved(
+    service, tmp_path, monkeypatch
+):
     def get_batch(self, index):
         return [gone[index]] if index == 2 else made(self, index)
 
@@ -221,7 +227,13 @@ def test_an_error_of_a_later_batch_lets_a_checkpoint_be_finished(service, tmp_pa
     service.count = slow_save
     builder = EventfulBuilder(happening=fail_while_saving)
     with pytest.raises(RuntimeError, match="the sandbox is gone"):
-        train(service, tmp_path, builder, save_every=1, async_config=AsyncConfig(max_steps_off_policy=2))
+        train(
+            service,
+            tmp_path,
+            builder,
+            save_every=1,
+            async_config=AsyncConfig(max_steps_off_policy=2),
+        )
     assert saved(tmp_path) == [("000001", 1)]
     assert read_rows(tmp_path / "checkpoints.jsonl")[0]["state_path"] in service.states
 
@@ -247,7 +259,9 @@ async def leak_a_cancellation(*_):
 
 
 @pytest.mark.parametrize("where", ["environment", "evaluator"])
-def test_a_cancellation_that_nobody_asked_for_is_told_and_what_was_done_is_saved(service, tmp_path, where):
+def test_a_cancellation_that_nobody_asked_for_is_told_and_what_was_done_is_saved(
+    service, tmp_path, where
+):
     class Judge(SamplingClientEvaluator):
         async def __call__(self, sampling_client):
             if where == "evaluator" and sampling_client.weights.steps == 2:
@@ -256,7 +270,13 @@ def test_a_cancellation_that_nobody_asked_for_is_told_and_what_was_done_is_saved
 
     happening = AtGroup(5, leak_a_cancellation) if where == "environment" else nothing
     with pytest.raises(RuntimeError, match="CancelledError"):
-        train(service, tmp_path, EventfulBuilder(happening=happening), evaluator_builders=[Judge], eval_every=2)
+        train(
+            service,
+            tmp_path,
+            EventfulBuilder(happening=happening),
+            evaluator_builders=[Judge],
+            eval_every=2,
+        )
     assert saved(tmp_path) == [("000002", 2)]
 
 
@@ -280,7 +300,10 @@ class Scores(SamplingClientEvaluator):
 
 @pytest.mark.parametrize(
     ("second", "message"),
-    [({"score": 0.9}, "metric 'score', which is that of another"), ({"step": 77}, "metric 'step', which is the row's")],
+    [
+        ({"score": 0.9}, "metric 'score', which is that of another"),
+        ({"step": 77}, "metric 'step', which is the row's"),
+    ],
 )
 def test_metrics_of_evaluators_do_not_cover_others(service, tmp_path, second, message):
     builders = [partial(Scores, {"score": 0.1}), partial(Scores, second)]
@@ -308,9 +331,18 @@ def test_dropped_groups_are_counted_and_leave_no_row_of_zeros(service, tmp_path)
         if number in (2, 3):
             broken()
 
-    builder = EventfulBuilder(happening=all_of_step_1, tests=2, at_test=AtGroup(0, broken, times=1000))
+    builder = EventfulBuilder(
+        happening=all_of_step_1, tests=2, at_test=AtGroup(0, broken, times=1000)
+    )
     strategy = MinViableGroup(max_retries=0)
-    train(service, tmp_path, builder, rollout_error_tolerance=strategy, eval_every=4, rollout_json_export=True)
+    train(
+        service,
+        tmp_path,
+        builder,
+        rollout_error_tolerance=strategy,
+        eval_every=4,
+        rollout_json_export=True,
+    )
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert "env/all/reward/total" not in rows[1]
@@ -326,7 +358,13 @@ def test_a_test_of_which_nothing_is_left_has_no_score(service, tmp_path):
         broken()
 
     builder = EventfulBuilder(happening=nothing, tests=2, at_test=always)
-    train(service, tmp_path, builder, rollout_error_tolerance=MinViableGroup(max_retries=0), eval_every=4)
+    train(
+        service,
+        tmp_path,
+        builder,
+        rollout_error_tolerance=MinViableGroup(max_retries=0),
+        eval_every=4,
+    )
     [first, *_, last] = rows_of(tmp_path)
     for row in (first, last):
         assert row["test/rollout_errors/groups_skipped"] == 2
@@ -417,7 +455,9 @@ def test_control_c_in_a_notebook_saves_what_was_done(service, tmp_path):
         interrupt()
         await asyncio.sleep(60)
 
-    config = config_of(tmp_path, EventfulBuilder(happening=AtGroup(2, press_and_wait)), save_every=100)
+    config = config_of(
+        tmp_path, EventfulBuilder(happening=AtGroup(2, press_and_wait)), save_every=100
+    )
     with pytest.raises(KeyboardInterrupt):
         run_in_thread(training.main(config, service))
     assert steps_of(tmp_path) == [0]
@@ -445,7 +485,9 @@ async def tasks_left(work):
 
 
 def test_a_test_that_is_stopped_goes_on_nowhere(service, tmp_path):
-    """Ctrl-C while the test's groups are played: they are cancelled and have ended when the run has."""
+    """Ctrl-C while the test's groups are played: they are cancelled and have ended when the run
+    has.
+    """
     ended = []
     press = AtGroup(1, interrupt_soon)
 
@@ -457,7 +499,9 @@ def test_a_test_that_is_stopped_goes_on_nowhere(service, tmp_path):
             ended.append(number)
 
     builder = EventfulBuilder(happening=nothing, tests=2, at_test=wait_for_ever)
-    error, left = asyncio.run(tasks_left(training.main(config_of(tmp_path, builder, eval_every=1), service)))
+    error, left = asyncio.run(
+        tasks_left(training.main(config_of(tmp_path, builder, eval_every=1), service))
+    )
     assert isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
     assert sorted(ended) == [0, 0, 1, 1]
     assert left == set()
@@ -478,7 +522,9 @@ def test_an_error_stops_a_test_that_goes_on_beside_it(service, tmp_path):
             await asyncio.sleep(60)
 
     builder = EventfulBuilder(happening=fail_in_the_test, tests=1, at_test=wait_in_the_second_test)
-    config = config_of(tmp_path, builder, eval_every=1, async_config=AsyncConfig(max_steps_off_policy=2))
+    config = config_of(
+        tmp_path, builder, eval_every=1, async_config=AsyncConfig(max_steps_off_policy=2)
+    )
     error, left = asyncio.run(tasks_left(training.main(config, service)))
     assert isinstance(error, RuntimeError)
     assert not any("more tasks failed" in note for note in error.__notes__)
@@ -503,7 +549,9 @@ def test_an_error_while_stopping_does_not_cost_the_checkpoint(service, tmp_path)
 
 
 def test_lag_after_a_resumption(service, tmp_path):
-    """The first step begins with the newest weights; the bound holds, and each group is played again or for the first time."""
+    """The first step begins with the newest weights; the bound holds, and each group is played
+    again or for the first time.
+    """
     played: list[int] = []
     fail = AtGroup(7, broken)
 
@@ -533,7 +581,9 @@ def test_a_state_that_has_expired_is_passed_over(tokenizer, tmp_path):
         train(service, tmp_path / "run", EventfulBuilder(happening=AtGroup(7, broken)), **options)
     assert saved(tmp_path / "run")[-1] == ("rolling-000003", 3)
     del service.states[read_rows(tmp_path / "run" / "checkpoints.jsonl")[-1]["state_path"]]
-    train(service, tmp_path / "run", EventfulBuilder(happening=AtGroup(7, broken, times=0)), **options)
+    train(
+        service, tmp_path / "run", EventfulBuilder(happening=AtGroup(7, broken, times=0)), **options
+    )
     assert steps_of(tmp_path / "run") == [0, 1, 2, 3]
     names = saved(tmp_path / "run")
     assert len(set(names)) == len(names)

@@ -1,4 +1,6 @@
-"""The loop on a real engine with a tiny random model, in deterministic mode: resumed runs end with the same bits."""
+"""The loop on a real engine with a tiny random model, in deterministic mode: resumed runs end with
+the same bits.
+"""
 
 import asyncio
 import os
@@ -57,7 +59,9 @@ def config_of(log_path, **changes):
 
 
 def train(model: str, data_dir, log_path, **changes):
-    with ServiceClient(models={"tiny": model}, data_dir=data_dir, dtype="float32", deterministic=True) as client:
+    with ServiceClient(
+        models={"tiny": model}, data_dir=data_dir, dtype="float32", deterministic=True
+    ) as client:
         return asyncio.run(main(config_of(log_path, **changes), client))
 
 
@@ -80,7 +84,9 @@ def assert_equal(left, right):
 
 def untimed(log_path):
     rows = read_rows(Path(log_path) / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith(TIMING)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMING)} for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +108,23 @@ def test_the_policy_that_is_trained_is_the_one_that_sampled(whole):
 def test_the_same_seed_gives_the_same_file(model, whole, tmp_path):
     train(model, tmp_path / "data", tmp_path / "run")
     assert untimed(tmp_path / "run") == untimed(whole / "run")
-    assert_equal(final_state(tmp_path / "data", tmp_path / "run"), final_state(whole / "data", whole / "run"))
+    assert_equal(
+        final_state(tmp_path / "data", tmp_path / "run"), final_state(whole / "data", whole / "run")
+    )
 
 
 def test_a_run_in_two_parts_ends_with_the_same_bits(model, whole, tmp_path):
     train(model, tmp_path / "data", tmp_path / "run", max_steps=1)
     train(model, tmp_path / "data", tmp_path / "run")
-    assert_equal(final_state(tmp_path / "data", tmp_path / "run"), final_state(whole / "data", whole / "run"))
+    assert_equal(
+        final_state(tmp_path / "data", tmp_path / "run"), final_state(whole / "data", whole / "run")
+    )
     assert [row["step"] for row in untimed(tmp_path / "run")] == list(range(STEPS + 1))
 
 
-@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
     here, data, log = str(Path(__file__).parent), str(tmp_path / "data"), str(tmp_path / "run")
     script = SCRIPT.format(here=here, model=model, data=data, log=log)
@@ -121,7 +133,8 @@ def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
         [sys.executable, "-c", script],
         env=environment,
         stdout=subprocess.DEVNULL,
-        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this program.
+        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this
+        # program.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -141,6 +154,12 @@ def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
 
 
 def test_lag_and_streaming_on_the_engine(model, tmp_path):
-    train(model, tmp_path / "data", tmp_path / "run", async_config=AsyncConfig(max_steps_off_policy=1), eval_every=0)
+    train(
+        model,
+        tmp_path / "data",
+        tmp_path / "run",
+        async_config=AsyncConfig(max_steps_off_policy=1),
+        eval_every=0,
+    )
     rows = untimed(tmp_path / "run")
     assert [row["async/staleness_max"] for row in rows] == [0, 1, 1, 1]

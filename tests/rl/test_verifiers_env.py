@@ -1,4 +1,6 @@
-"""Environments of verifiers under planish's rollouts. Needs `planish[verifiers]`; skipped where it is not."""
+"""Environments of verifiers under planish's rollouts. Needs `planish[verifiers]`; skipped where it
+is not.
+"""
 
 import asyncio
 import json
@@ -40,7 +42,9 @@ def fresh(monkeypatch):
 
 
 class Policy(TokenCompleter):
-    """Says the next of its lines; each rollout has lines of its own. A line with "..." at its end is cut off."""
+    """Says the next of its lines; each rollout has lines of its own. A line with "..." at its end
+    is cut off.
+    """
 
     def __init__(self, model: str, lines: Callable[[int], list[str]]) -> None:
         self.renderer = model_renderer(model, "qwen3_instruct")
@@ -49,7 +53,9 @@ class Policy(TokenCompleter):
     def seeded(self, seed: int) -> "Policy":
         return self
 
-    async def __call__(self, model_input: Any, stop: Any, *, max_tokens: int | None = None) -> TokensWithLogprobs:
+    async def __call__(
+        self, model_input: Any, stop: Any, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
         text = self.renderer.tokenizer.decode(model_input.to_ints())
         self.prompts.append(text)
         turn = text.count("<|im_start|>assistant") - 1
@@ -61,7 +67,11 @@ class Policy(TokenCompleter):
 
 
 def builder_of(model: str, group_size: int = 2, **options: Any) -> VerifiersDatasetBuilder:
-    own = {name: options.pop(name) for name in ("eval_problems", "max_prompt_tokens") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("eval_problems", "max_prompt_tokens")
+        if name in options
+    }
     return VerifiersDatasetBuilder(
         env_id="verifiers_environments", env_args=json.dumps(options), model_name=model, renderer_name="qwen3_instruct",
         batch_size=2, group_size=group_size, **own,
@@ -87,7 +97,10 @@ def test_rewards_are_the_rubrics_of_the_whole_group(model):
     assert played.get_total_rewards() == [1.0, 0.5]
     assert [metrics["right"] for metrics in played.metrics_G] == [1.0, 0.0]
     assert [metrics["longest"] for metrics in played.metrics_G] == [0.0, 1.0]
-    assert [trajectory.stop_reason for trajectory in played.trajectories_G] == ["completed", "completed"]
+    assert [trajectory.stop_reason for trajectory in played.trajectories_G] == [
+        "completed",
+        "completed",
+    ]
     assert group.logging_tags() == ["verifiers_environments"]
 
 
@@ -95,7 +108,11 @@ def test_turns_are_one_sequence_of_what_was_sampled(model):
     policy = Policy(model, lambda _: ["first", "second", "third"])
     played = play(group_of(model, kind="multi", group_size=1, system_prompt="Be brief."), policy)
     [trajectory] = played.trajectories_G
-    assert [turn.ac.tokens[:1] for turn in trajectory.transitions] == [[ord("f")], [ord("s")], [ord("t")]]
+    assert [turn.ac.tokens[:1] for turn in trajectory.transitions] == [
+        [ord("f")],
+        [ord("s")],
+        [ord("t")],
+    ]
     [sequence] = trajectory_to_data(trajectory, 1.0)
     assert sequence.mask_N.sum() == sum(len(turn.ac.tokens) for turn in trajectory.transitions)
     text = policy.renderer.tokenizer.decode(sequence.tokens_N.tolist())
@@ -111,7 +128,9 @@ def test_turns_are_one_sequence_of_what_was_sampled(model):
 class Spelling(Policy):
     """Writes its first word byte by byte, where the tokenizer has one token for it."""
 
-    async def __call__(self, model_input: Any, stop: Any, *, max_tokens: int | None = None) -> TokensWithLogprobs:
+    async def __call__(
+        self, model_input: Any, stop: Any, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
         answer = await super().__call__(model_input, stop, max_tokens=max_tokens)
         if len(self.prompts) > 1:
             return answer
@@ -181,7 +200,9 @@ def test_what_is_cancelled_cleans_up(model):
     from verifiers_environments import CLEANED
 
     async def cancelled() -> None:
-        playing = asyncio.create_task(do_group_rollout(group_of_slow, Policy(model, lambda _: ["a", "b", "c"])))
+        playing = asyncio.create_task(
+            do_group_rollout(group_of_slow, Policy(model, lambda _: ["a", "b", "c"]))
+        )
         await asyncio.sleep(0.5)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -237,7 +258,10 @@ def test_control_c_stays_the_runs(model):
         ({"env_id": "no_such_environment"}, "install the environment's package"),
         ({"env_id": "verifiers_environments", "env_args": "{"}, "not JSON"),
         ({"env_id": "verifiers_environments", "env_args": '["a"]'}, "a JSON object"),
-        ({"env_id": "verifiers_environments", "env_args": '{"kind": "none"}'}, "env_id=verifiers_environments"),
+        (
+            {"env_id": "verifiers_environments", "env_args": '{"kind": "none"}'},
+            "env_id=verifiers_environments",
+        ),
         ({"env_id": "verifiers_environments", "max_tokens": 4096}, "no prompt fits"),
         ({"env_id": "verifiers_environments", "group_size": 1}, "group_size=1"),
     ],
@@ -262,7 +286,13 @@ def test_the_recipe_trains(processes, model, tmp_path, monkeypatch):
     rows = read_rows(run / "metrics.jsonl")
     assert {row["step"] for row in rows} >= {0, 1}
     assert all(
-        key in rows[0] for key in ("env/all/right", "env/all/num_turns", "env/all/truncated", "env/all/reward/total")
+        key in rows[0]
+        for key in (
+            "env/all/right",
+            "env/all/num_turns",
+            "env/all/truncated",
+            "env/all/reward/total",
+        )
     )
     assert any("test/env/all/right" in row for row in rows)
     assert abs(rows[0]["optim/kl_sample_train_v1"]) < 1e-3

@@ -10,7 +10,13 @@ from planish.renderers import Message, get_renderer
 from planish.rl import verifiers_library
 from planish.rl.verifiers_datasets import read_env_args
 from planish.rl.verifiers_env import _as_told
-from planish.rl.verifiers_messages import answer_fields, check_sampling, offered, read_message, read_tool
+from planish.rl.verifiers_messages import (
+    answer_fields,
+    check_sampling,
+    offered,
+    read_message,
+    read_tool,
+)
 
 CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -19,8 +25,14 @@ CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "argumen
     ("given", "wanted"),
     [
         (Object(role="text", content="hi"), {"role": "user", "content": "hi"}),
-        (Object(role="user", content=[{"type": "text", "text": "a"}]), {"role": "user", "content": "a"}),
-        (Object(role="tool", content="5", tool_call_id="x"), {"role": "tool", "content": "5", "tool_call_id": "x"}),
+        (
+            Object(role="user", content=[{"type": "text", "text": "a"}]),
+            {"role": "user", "content": "a"},
+        ),
+        (
+            Object(role="tool", content="5", tool_call_id="x"),
+            {"role": "tool", "content": "5", "tool_call_id": "x"},
+        ),
         (Object(role="assistant", content=None), {"role": "assistant", "content": ""}),
     ],
 )
@@ -30,14 +42,19 @@ def test_messages_are_read(given, wanted):
 
 def test_pictures_are_refused():
     with pytest.raises(UnsupportedError, match="image_url"):
-        read_message(Object(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]))
+        read_message(
+            Object(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}])
+        )
 
 
 @pytest.mark.parametrize(
     "answer",
     [
         {"role": "assistant", "content": "plain"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "so"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "so"}],
+        },
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
     ],
@@ -59,8 +76,13 @@ def test_a_call_that_cannot_be_read_is_text():
 
 def test_tools_come_with_the_system_message(tokenizer):
     renderer = get_renderer("qwen3_instruct", tokenizer)
-    tool = read_tool(Object(name="add", description="Adds.", parameters={"type": "object", "properties": {}}))
-    asked: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    tool = read_tool(
+        Object(name="add", description="Adds.", parameters={"type": "object", "properties": {}})
+    )
+    asked: list[Message] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
     messages = offered(renderer, asked, [tool])
     assert [message["role"] for message in messages] == ["system", "user"]
     text = tokenizer.decode(renderer.build_generation_prompt(messages).to_ints())
@@ -81,7 +103,8 @@ def test_arguments_have_one_form():
 
 
 @pytest.mark.parametrize(
-    ("found", "error"), [(None, UserError), ("0.4.0", UnsupportedError), ("0.1.9", UnsupportedError)]
+    ("found", "error"),
+    [(None, UserError), ("0.4.0", UnsupportedError), ("0.1.9", UnsupportedError)],
 )
 def test_the_library_is_asked_for_by_name(found, error, monkeypatch):
     def version(name: str) -> str:

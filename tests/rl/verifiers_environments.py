@@ -10,9 +10,13 @@ CLEANED: list[str] = []
 """Whose cleanup ran, by the prompt."""
 
 
-def load_environment(kind: str = "single", rows: int = 6, eval_rows: int = 0, **options: Any) -> Any:
+def load_environment(
+    kind: str = "single", rows: int = 6, eval_rows: int = 0, **options: Any
+) -> Any:
     data = {"question": [f"say {n}" for n in range(rows)], "answer": [str(n) for n in range(rows)]}
-    tests = {name: [f"{value} please" for value in values[:eval_rows]] for name, values in data.items()}
+    tests = {
+        name: [f"{value} please" for value in values[:eval_rows]] for name, values in data.items()
+    }
     rubric = verifiers.Rubric(funcs=[right, longest], weights=[1.0, 0.5])
     common: dict[str, Any] = {
         "dataset": Dataset.from_dict(data),
@@ -68,7 +72,9 @@ class Countdown(verifiers.MultiTurnEnv):
 
     @verifiers.stop
     async def done(self, state: Any) -> bool:
-        return bool(state["trajectory"]) and "done" in text_of(state["trajectory"][-1]["completion"])
+        return bool(state["trajectory"]) and "done" in text_of(
+            state["trajectory"][-1]["completion"]
+        )
 
     @verifiers.cleanup
     async def noted(self, state: Any) -> None:
@@ -88,7 +94,9 @@ class Failing(Countdown):
 
 
 class Hungry(Countdown):
-    async def get_model_response(self, state: Any, prompt: Any, *arguments: Any, **options: Any) -> Any:
+    async def get_model_response(
+        self, state: Any, prompt: Any, *arguments: Any, **options: Any
+    ) -> Any:
         options["sampling_args"] = {"temperature": 0.1}
         return await super().get_model_response(state, prompt, *arguments, **options)
 

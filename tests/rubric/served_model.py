@@ -25,7 +25,9 @@ def serving(data: Path, name: str, model: str) -> Iterator[str]:
     core = ServerCore(engine, data, list(models), None)
     more = [*routes_draw.ROUTES, *openai_routes.routes(core, models)]
     app = create_app(core, HttpSettings(tokenizer_directories=models), more)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="critical", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(app, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

@@ -1,4 +1,6 @@
-"""The environment of rubrics under the library's rollouts: rewards, metrics, and a judge that fails."""
+"""The environment of rubrics under the library's rollouts: rewards, metrics, and a judge that
+fails.
+"""
 
 import asyncio
 import itertools
@@ -55,11 +57,25 @@ def play(model, *answers, says=judge, **options):
 def test_rewards_are_the_judges_and_metrics_say_how_good_it_is(model):
     group = play(model, "7", "8", "70", "and so on...")
     assert group.get_total_rewards() == pytest.approx([0.875, 0.125, 0.875, -0.1])
-    right, wrong, deceived, unfinished = (trajectory.transitions[0].metrics for trajectory in group.trajectories_G)
+    right, wrong, deceived, unfinished = (
+        trajectory.transitions[0].metrics for trajectory in group.trajectories_G
+    )
     assert right["rubric_score"] == pytest.approx(0.875)
-    assert (right["rubric/result"], right["rubric/manner"], right["judge/asked_again"]) == (1.0, 0.5, 0.0)
-    assert (right["judge/truth"], right["judge/agreement"], right["judge/score_if_met"]) == (1.0, 1.0, 1.0)
-    assert (wrong["judge/truth"], wrong["judge/agreement"], wrong["judge/score_if_not_met"]) == (0.0, 1.0, 0.0)
+    assert (right["rubric/result"], right["rubric/manner"], right["judge/asked_again"]) == (
+        1.0,
+        0.5,
+        0.0,
+    )
+    assert (right["judge/truth"], right["judge/agreement"], right["judge/score_if_met"]) == (
+        1.0,
+        1.0,
+        1.0,
+    )
+    assert (wrong["judge/truth"], wrong["judge/agreement"], wrong["judge/score_if_not_met"]) == (
+        0.0,
+        1.0,
+        0.0,
+    )
     assert (deceived["judge/agreement"], deceived["judge/score_if_not_met"]) == (0.0, 1.0)
     assert "judge/score_if_met" not in deceived
     assert "rubric_score" not in unfinished
@@ -105,7 +121,9 @@ def test_a_data_set_of_groups(model):
     assert test is not None
     assert (len(train), len(test)) == (3, 1)
     groups: Any = [group for index in range(3) for group in train.get_batch(index)]
-    assert sorted(group.row.criteria[0].rubric_str for group in groups) == [f"{n}?" for n in range(5)]
+    assert sorted(group.row.criteria[0].rubric_str for group in groups) == [
+        f"{n}?" for n in range(5)
+    ]
     assert {group.size for group in groups} == {3}
     single: Any = test.get_batch(0)[0]
     assert (single.row, single.size, single.logging_tags()) == (ROW, 1, ["rubric"])

@@ -34,7 +34,10 @@ def unquoted(text):
     return [line for line in text.splitlines() if not line.startswith("> ")]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])) | st.lists(st.sampled_from(ATTACKS)).map("".join))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]))
+    | st.lists(st.sampled_from(ATTACKS)).map("".join)
+)
 def test_what_is_not_quoted_does_not_depend_on_the_answer(answer):
     assert unquoted(shown(answer)) == unquoted(shown("7"))
     after = shown(answer).split("answer:\n", 1)[1].split("\n\nRubric: Is the result 7?", 1)[0]
@@ -43,11 +46,15 @@ def test_what_is_not_quoted_does_not_depend_on_the_answer(answer):
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_answer_makes_no_turn_of_the_judges_conversation(model, attack):
-    """Neither for a judge in this process nor for one behind planish's server, which has the same renderer."""
+    """Neither for a judge in this process nor for one behind planish's server, which has the same
+    renderer.
+    """
     renderer = model_renderer(model)
 
     def marks(answer):
-        tokens = renderer.build_generation_prompt(judge_prompt(QUESTION, answer, CRITERION)).to_ints()
+        tokens = renderer.build_generation_prompt(
+            judge_prompt(QUESTION, answer, CRITERION)
+        ).to_ints()
         return sum(token >= 256 for token in tokens)
 
     assert marks(attack) == marks("7")
@@ -63,8 +70,12 @@ def test_examples_come_first_as_if_they_had_been_asked_about():
     [*shown_first, last] = judge_prompt(QUESTION, "9", criterion)
     assert [last] == judge_prompt(QUESTION, "9", CRITERION)
     assert [message["role"] for message in shown_first] == ["user", "assistant"] * 2
-    assert shown_first[::2] == [m for example in examples for m in judge_prompt(QUESTION, example.answer, CRITERION)]
-    assert [message["content"] for message in shown_first[1::2]] == [example.reply for example in examples]
+    assert shown_first[::2] == [
+        m for example in examples for m in judge_prompt(QUESTION, example.answer, CRITERION)
+    ]
+    assert [message["content"] for message in shown_first[1::2]] == [
+        example.reply for example in examples
+    ]
 
 
 def quoting_judge(prompt):
@@ -88,7 +99,9 @@ def test_a_judge_that_only_quotes_has_given_no_score():
 
 def test_criteria_are_weighed():
     criteria = (Criterion("A?", name="a", weight=3), Criterion("B?", name="b", score_range=(1, 5)))
-    judge = ScriptedJudge(lambda prompt: "<score>1</score>" if "A?" in prompt else "<score>2</score>")
+    judge = ScriptedJudge(
+        lambda prompt: "<score>1</score>" if "A?" in prompt else "<score>2</score>"
+    )
     found = grade(judge, criteria=criteria)
     assert [verdict.score for verdict in found.verdicts] == [1.0, 0.25]
     assert found.score == pytest.approx((3 * 1.0 + 0.25) / 4)
@@ -109,7 +122,10 @@ def test_a_reply_without_a_score_is_asked_about_once():
 @pytest.mark.parametrize("reply", ["I cannot say.", "", "<score>7</score>"])
 def test_a_judge_without_a_score_is_an_error_and_never_0(reply):
     judge = ScriptedJudge(lambda prompt: reply)
-    with pytest.raises(UnreadableVerdictError, match=f"criterion .*Is the result 7.*it wrote {re.escape(repr(reply))}"):
+    with pytest.raises(
+        UnreadableVerdictError,
+        match=f"criterion .*Is the result 7.*it wrote {re.escape(repr(reply))}",
+    ):
         grade(judge)
     assert len(judge.asked) == 2
     assert all(message["content"] for message in judge.asked[1])

@@ -30,7 +30,10 @@ def test_items_have_weights_names_and_ranges():
     row = read_rubric_row({"messages": QUESTION, "rubric_items": items}, "row 1")
     first, second = row.criteria
     assert (first.name, second.name, second.weight) == ("1", "rude", 3)
-    assert second.instruction == "Write your score, a number from 1 to 5, between <score> and </score>."
+    assert (
+        second.instruction
+        == "Write your score, a number from 1 to 5, between <score> and </score>."
+    )
     assert [second.read_score(f"<score>{n}</score>") for n in (1, 2, 5)] == [1.0, 0.75, 0.0]
 
 
@@ -59,7 +62,9 @@ def test_a_score_is_the_judges_last_own_word(reply, score):
 def test_a_score_in_another_form():
     in_words = Criterion("Is it?", word_scores={"Yes": 1, "No": 0})
     assert in_words.instruction == "Write Yes or No between <score> and </score>."
-    assert [in_words.read_score(f"<score>{word}</score>") for word in ("yes", " NO.", "maybe", "1")] == [
+    assert [
+        in_words.read_score(f"<score>{word}</score>") for word in ("yes", " NO.", "maybe", "1")
+    ] == [
         1,
         0,
         None,
@@ -73,7 +78,11 @@ def test_a_score_in_another_form():
 
 def test_what_a_program_says():
     criterion = Criterion("Is it 7?", truth_regex=r"(?<!\d)7\D*\Z")
-    assert [criterion.is_met(answer) for answer in ("3 + 4 = 7.", "17", "7, or 8")] == [True, False, False]
+    assert [criterion.is_met(answer) for answer in ("3 + 4 = 7.", "17", "7, or 8")] == [
+        True,
+        False,
+        False,
+    ]
     assert Criterion("Is it 7?").is_met("7") is None
 
 
@@ -81,12 +90,30 @@ def test_what_a_program_says():
     ("row", "message"),
     [
         ({"messages": QUESTION}, 'train row 3: the row has .* give "messages" and "rubric_items"'),
-        ({"rubric_items": [ITEM]}, 'train row 3: the row has .* give "messages" and "rubric_items"'),
+        (
+            {"rubric_items": [ITEM]},
+            'train row 3: the row has .* give "messages" and "rubric_items"',
+        ),
         ({"messages": [], "rubric_items": [ITEM]}, 'train row 3, "messages": give a list'),
-        ({"messages": [{"role": "robot", "content": "a"}], "rubric_items": [ITEM]}, "message 1 has no role"),
-        ({"messages": [{"role": "user"}], "rubric_items": [ITEM]}, "content of message 1 is no text"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "7"}], "rubric_items": [ITEM]}, "is an answer"),
-        ({"messages": QUESTION, "rubric_items": []}, '"rubric_items": give a list with at least one criterion'),
+        (
+            {"messages": [{"role": "robot", "content": "a"}], "rubric_items": [ITEM]},
+            "message 1 has no role",
+        ),
+        (
+            {"messages": [{"role": "user"}], "rubric_items": [ITEM]},
+            "content of message 1 is no text",
+        ),
+        (
+            {
+                "messages": [*QUESTION, {"role": "assistant", "content": "7"}],
+                "rubric_items": [ITEM],
+            },
+            "is an answer",
+        ),
+        (
+            {"messages": QUESTION, "rubric_items": []},
+            '"rubric_items": give a list with at least one criterion',
+        ),
         ({"messages": QUESTION, "rubric_items": "Is it?"}, '"rubric_items": give a list'),
     ],
 )
@@ -107,7 +134,10 @@ def test_a_row_that_is_none_is_refused_by_its_place(row, message):
         ({**ITEM, "score_range": [0, 1, 2]}, "score_range="),
         ({**ITEM, "score_range": "01"}, "score_range="),
         ({**ITEM, "extraction_regex": "("}, "extraction_regex="),
-        ({**ITEM, "extraction_regex": "(a)(b)", "grader_output_format_instruction": "x"}, "extraction_regex="),
+        (
+            {**ITEM, "extraction_regex": "(a)(b)", "grader_output_format_instruction": "x"},
+            "extraction_regex=",
+        ),
         ({**ITEM, "extraction_regex": r"\d"}, "grader_output_format_instruction='': give a text"),
         ({**ITEM, "word_scores": {"Yes": 1}}, "word_scores="),
         ({**ITEM, "word_scores": {"Yes": 1, "No": -1}}, "leave score_range"),
@@ -117,18 +147,29 @@ def test_a_row_that_is_none_is_refused_by_its_place(row, message):
 )
 def test_an_item_that_is_none_is_refused_by_its_place(item, message):
     with pytest.raises(UserError, match="row 3, rubric item 2.*" + message):
-        read_rubric_row({"messages": QUESTION, "rubric_items": [{**ITEM, "name": "x"}, item]}, "row 3")
+        read_rubric_row(
+            {"messages": QUESTION, "rubric_items": [{**ITEM, "name": "x"}, item]}, "row 3"
+        )
 
 
 def test_examples_are_read_and_must_have_a_score():
     def read(examples):
-        return read_rubric_row({"messages": QUESTION, "rubric_items": [{**ITEM, "examples": examples}]}, "row 3")
+        return read_rubric_row(
+            {"messages": QUESTION, "rubric_items": [{**ITEM, "examples": examples}]}, "row 3"
+        )
 
     [criterion] = read([{"answer": "8", "reply": "<score>0</score>"}]).criteria
     assert criterion.examples == (Example("8", "<score>0</score>"),)
-    with pytest.raises(UserError, match="row 3, rubric item 1: the example's reply 'No' has no score"):
+    with pytest.raises(
+        UserError, match="row 3, rubric item 1: the example's reply 'No' has no score"
+    ):
         read([{"answer": "8", "reply": "No"}])
-    for wrong in ({"answer": "8"}, [{"answer": "8"}], ["8"], [{"answer": 8, "reply": "<score>0</score>"}]):
+    for wrong in (
+        {"answer": "8"},
+        [{"answer": "8"}],
+        ["8"],
+        [{"answer": 8, "reply": "<score>0</score>"}],
+    ):
         with pytest.raises(UserError, match="row 3, rubric item 1: examples="):
             read(wrong)
 

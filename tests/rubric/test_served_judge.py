@@ -1,4 +1,6 @@
-"""A judge behind planish's own server, on a real socket: a checkpoint that was trained there to write a score."""
+"""A judge behind planish's own server, on a real socket: a checkpoint that was trained there to
+write a score.
+"""
 
 import asyncio
 from typing import Any

@@ -19,7 +19,9 @@ REASON = unavailable()
 
 @pytest.fixture
 def sandbox():
-    """One that is made with the limits of a test: `sandbox(cpu_seconds=1)`. A busy machine is given time."""
+    """One that is made with the limits of a test: `sandbox(cpu_seconds=1)`. A busy machine is given
+    time.
+    """
     if REASON:
         pytest.skip(REASON)
     return lambda **limits: Sandbox(Limits(**{"wall_seconds": 60.0, **limits}))

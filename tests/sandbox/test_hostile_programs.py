@@ -41,7 +41,11 @@ def got(attempt):
 
 
 def attempts(sandbox, expressions, **options):
-    lines = [ATTEMPT, "import ctypes, os, socket, subprocess, sys, threading", "C = ctypes.CDLL(None)"]
+    lines = [
+        ATTEMPT,
+        "import ctypes, os, socket, subprocess, sys, threading",
+        "C = ctypes.CDLL(None)",
+    ]
     lines.append(f"print(json.dumps([{', '.join(f'got(lambda: {one})' for one in expressions)}]))")
     return said(sandbox, "\n".join(lines), **options)
 
@@ -88,7 +92,15 @@ def test_files_of_the_host_are_not_there(sandbox, tmp_path, monkeypatch):
     secret = tmp_path / "secret"
     secret.write_text("sesame")
     monkeypatch.setenv("PLANISH_TEST_SECRET", "sesame")
-    paths = ["/etc/shadow", "/etc/passwd", "/root/.ssh", str(Path.home()), str(secret), str(ROOT), "/proc/1/environ"]
+    paths = [
+        "/etc/shadow",
+        "/etc/passwd",
+        "/root/.ssh",
+        str(Path.home()),
+        str(secret),
+        str(ROOT),
+        "/proc/1/environ",
+    ]
     paths += [
         "/proc/self/status",
         f"/proc/{os.getpid()}/environ",
@@ -114,7 +126,8 @@ packages = [f for f in files if "-packages/" in f]
 print(json.dumps([outside, writable, packages, sorted(os.environ), os.getcwd()]))
 """
     outside, writable, packages, variables, directory = said(sandbox(), source)
-    assert all("ld-" in Path(path).name or "ld." in Path(path).name for path in outside), outside  # the dynamic linker
+    # the dynamic linker
+    assert all("ld-" in Path(path).name or "ld." in Path(path).name for path in outside), outside
     assert len(outside) <= 1
     assert writable == []
     assert packages == []
@@ -130,9 +143,20 @@ print(json.dumps([outside, writable, packages, sorted(os.environ), os.getcwd()])
 
 
 def test_nothing_can_be_written(sandbox):
-    places = ["/x", "/tmp/x", "/program/x", "/program/main.py", "/dev/x", "/python/x", "/start.py", "/dev/shm/x"]
+    places = [
+        "/x",
+        "/tmp/x",
+        "/program/x",
+        "/program/main.py",
+        "/dev/x",
+        "/python/x",
+        "/start.py",
+        "/dev/shm/x",
+    ]
     results = attempts(
-        sandbox(), [f"open({place!r}, 'w')" for place in places] + ["os.mkdir('/x')", "os.remove('/start.py')"]
+        sandbox(),
+        [f"open({place!r}, 'w')" for place in places]
+        + ["os.mkdir('/x')", "os.remove('/start.py')"],
     )
     assert set(results) <= {"OSError", "FileNotFoundError", "PermissionError"}, results
 
@@ -194,7 +218,9 @@ print(json.dumps(found))
 
 def test_no_setuid_program_gives_rights(sandbox):
     """There is no other program to begin with."""
-    results = attempts(sandbox(), ["os.execv('/bin/su', ['su'])", "os.execv('/usr/bin/sudo', ['sudo'])"])
+    results = attempts(
+        sandbox(), ["os.execv('/bin/su', ['su'])", "os.execv('/usr/bin/sudo', ['sudo'])"]
+    )
     assert set(results) == {"FileNotFoundError"}
 
 
@@ -211,7 +237,10 @@ while True:
 
 
 def test_a_fork_bomb_of_one_process_never_goes_off(sandbox):
-    results = attempts(sandbox(), ["os.fork()", "os.posix_spawn(sys.executable, [sys.executable], {})", "C.vfork()"])
+    results = attempts(
+        sandbox(),
+        ["os.fork()", "os.posix_spawn(sys.executable, [sys.executable], {})", "C.vfork()"],
+    )
     assert results[:2] == ["PermissionError", "PermissionError"]
     assert results[2] == "-1"
 
@@ -219,7 +248,10 @@ def test_a_fork_bomb_of_one_process_never_goes_off(sandbox):
 @pytest.mark.parametrize("processes", [1, 8])
 def test_a_fork_bomb_is_over_in_time(sandbox, processes):
     began = time.monotonic()
-    done = run(sandbox(processes=processes, memory_bytes=1024 * MIB, cpu_seconds=1, wall_seconds=2.0), FORK_BOMB)
+    done = run(
+        sandbox(processes=processes, memory_bytes=1024 * MIB, cpu_seconds=1, wall_seconds=2.0),
+        FORK_BOMB,
+    )
     assert done.ending in (Ending.CPU_TIME, Ending.WALL_TIME)
     assert time.monotonic() - began < 20
 
@@ -264,7 +296,9 @@ __import__("os")._exit(0)
 )
 def test_daemons_end_with_their_program(sandbox, leave):
     mark = f"left-behind-{time.time_ns()}"
-    source = f"import os, signal, time\n{leave}\nprint('done', flush=True)\ntime.sleep(0.2)\nos._exit(0)"
+    source = (
+        f"import os, signal, time\n{leave}\nprint('done', flush=True)\ntime.sleep(0.2)\nos._exit(0)"
+    )
     done = run(sandbox(processes=6, memory_bytes=1024 * MIB), source, arguments=[mark])
     assert done.ending is Ending.EXITED
     assert b"done" in done.stdout
@@ -288,7 +322,8 @@ print(json.dumps([os.getpid(), os.getppid(), sent]))
     pid, parent, sent = said(sandbox(), source, arguments=[str(os.getpid())])
     assert pid < 10
     assert parent in (0, 1)
-    assert set(sent) <= {1, parent, -1}  # 1 is bubblewrap's own process there, which no signal from within ends
+    # 1 is bubblewrap's own process there, which no signal from within ends
+    assert set(sent) <= {1, parent, -1}
 
 
 def test_a_program_that_ignores_signals_ends(sandbox):
@@ -302,11 +337,16 @@ def test_a_program_that_ignores_signals_ends(sandbox):
 
 def test_loops_and_sleeps_end(sandbox):
     assert run(sandbox(cpu_seconds=1), "while True: pass").ending is Ending.CPU_TIME
-    assert run(sandbox(wall_seconds=1.0), "import time\ntime.sleep(1000)").ending is Ending.WALL_TIME
+    assert (
+        run(sandbox(wall_seconds=1.0), "import time\ntime.sleep(1000)").ending is Ending.WALL_TIME
+    )
     closed = "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(1000)"
     assert run(sandbox(wall_seconds=1.0), closed).ending is Ending.WALL_TIME
     assert (
-        run(sandbox(wall_seconds=1.0), "input()\nimport time\ntime.sleep(1000)", stdin="x\n" * 10**6).exit_code is None
+        run(
+            sandbox(wall_seconds=1.0), "input()\nimport time\ntime.sleep(1000)", stdin="x\n" * 10**6
+        ).exit_code
+        is None
     )
 
 
@@ -315,7 +355,9 @@ def test_a_run_that_is_cancelled_leaves_nothing(sandbox):
 
     async def cancel():
         box = sandbox(processes=4, memory_bytes=1024 * MIB, wall_seconds=600.0)
-        source = "import os, time\nos.fork()\nos.setsid() if os.getpid() % 2 else 0\ntime.sleep(1000)"
+        source = (
+            "import os, time\nos.fork()\nos.setsid() if os.getpid() % 2 else 0\ntime.sleep(1000)"
+        )
         task = asyncio.create_task(box.run(source, arguments=[mark]))
         async with asyncio.timeout(30):
             while len(processes_with(mark)) < 4:  # bubblewrap twice, and the program twice
@@ -342,7 +384,8 @@ def test_a_caller_that_is_killed_leaves_nothing(sandbox):
     mark = f"orphaned-{time.time_ns()}"
     caller = subprocess.Popen([sys.executable, "-c", RUN_FOR_EVER, mark], cwd=ROOT)
     try:
-        wait_until(lambda: len(processes_with(mark)) >= 5, 60)  # the caller, bubblewrap twice, the program twice
+        # the caller, bubblewrap twice, the program twice
+        wait_until(lambda: len(processes_with(mark)) >= 5, 60)
     finally:
         caller.kill()
         caller.wait()
@@ -375,7 +418,9 @@ def test_a_run_may_be_cancelled_at_any_moment(sandbox, delay):
 
 
 def peak(sandbox, source, **options):
-    """(largest resident memory of this machine's sandbox processes together in bytes, the run), sampled."""
+    """(largest resident memory of this machine's sandbox processes together in bytes, the run),
+    sampled.
+    """
     mark = f"memory-{time.time_ns()}"
     sampled = [0]
     done = threading.Event()
@@ -385,7 +430,9 @@ def peak(sandbox, source, **options):
             total = 0
             for pid in processes_with(mark):
                 try:
-                    total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                    total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
+                        "SC_PAGE_SIZE"
+                    )
                 except (OSError, IndexError):
                     continue
             sampled[0] = max(sampled[0], total)
@@ -401,7 +448,9 @@ def peak(sandbox, source, **options):
 
 
 def test_a_memory_bomb_ends_within_its_memory(sandbox):
-    done, most = peak(sandbox(memory_bytes=256 * MIB), "held = []\nwhile True: held.append(bytearray(1 << 20))")
+    done, most = peak(
+        sandbox(memory_bytes=256 * MIB), "held = []\nwhile True: held.append(bytearray(1 << 20))"
+    )
     assert done.exit_code == 1
     assert b"MemoryError" in done.stderr
     assert 100 * MIB < most[0] <= 256 * MIB
@@ -452,7 +501,9 @@ def test_deep_recursion_hurts_only_itself(sandbox):
 
 def test_output_is_held_to_its_limit(sandbox):
     for stream in ("stdout", "stderr"):
-        done = run(sandbox(output_bytes=10000), f"import sys\nwhile True: sys.{stream}.write('x' * 1000)")
+        done = run(
+            sandbox(output_bytes=10000), f"import sys\nwhile True: sys.{stream}.write('x' * 1000)"
+        )
         assert done.ending is Ending.OUTPUT
         assert len(getattr(done, stream)) == 10000
     just = run(sandbox(output_bytes=10000), "print('x' * 9999)")
@@ -477,7 +528,10 @@ except OSError as error:
     assert why == "No space left on device"
     big = "f = open('big', 'wb')\ntry: f.truncate(1 << 40)\nexcept OSError as e: print('\"%s\"' % e.strerror)"
     assert said(box, big) == "File too large"
-    assert said(box, "import json, os\nprint(json.dumps([os.getcwd(), os.listdir('.')]))") == ["/tmp", []]
+    assert said(box, "import json, os\nprint(json.dumps([os.getcwd(), os.listdir('.')]))") == [
+        "/tmp",
+        [],
+    ]
 
 
 def test_links_lead_nowhere(sandbox, tmp_path):
@@ -526,9 +580,8 @@ def test_a_value_that_equals_everything_is_no_answer(sandbox):
 
 
 def test_what_is_expected_is_nowhere_in_the_sandbox(sandbox):
-    """
-    The program looks at all frames, modules, objects, files, arguments and variables that it can reach. The number is too
-    long to be found in an address by chance.
+    """The program looks at all frames, modules, objects, files, arguments and variables that it
+    can reach. The number is too long to be found in an address by chance.
     """
     expected = 42 * 10**30
     search = """

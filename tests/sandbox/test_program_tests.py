@@ -15,12 +15,21 @@ from planish.sandbox import FunctionTest, Outcome, StdinTest
 from planish.sandbox.call import plain
 from planish.sandbox.program_tests import is_literal, same_text, same_value
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
 KEYS = st.integers() | st.text()
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
-        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner) | st.sets(KEYS, min_size=1)
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.sets(KEYS, min_size=1)
     ),
     max_leaves=12,
 )
@@ -86,7 +95,9 @@ def test_a_value_comes_through_as_itself(value):
     assert same_value(json.loads(json.dumps(plain(there))), plain(value))
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), object(), set(), frozenset({1}), [{1: set()}], type])
+@pytest.mark.parametrize(
+    "value", [float("inf"), float("nan"), object(), set(), frozenset({1}), [{1: set()}], type]
+)
 def test_values_without_a_literal_are_refused(value):
     with pytest.raises(UserError, match="FunctionTest.arguments of f"):
         FunctionTest("f", [value], 1)
@@ -107,7 +118,10 @@ def test_a_program_that_reads_and_prints(sandbox):
     assert broken.outcome is Outcome.FAILED
     assert b"NameError" in broken.execution.stderr
     assert run(box, test, "def (").outcome is Outcome.FAILED
-    assert run(box, test, "if __name__ == '__main__':\n    print(7)\n    exit()").outcome is Outcome.PASSED
+    assert (
+        run(box, test, "if __name__ == '__main__':\n    print(7)\n    exit()").outcome
+        is Outcome.PASSED
+    )
     for half in ("\udcff", "\ud800"):
         assert run(box, test, half).outcome is Outcome.FAILED
         assert run(box, StdinTest(half, "7"), "print(7)").outcome is Outcome.PASSED
@@ -122,17 +136,27 @@ def test_a_program_that_takes_too_much(sandbox):
 def test_a_function_that_is_called(sandbox):
     box = sandbox()
     test = FunctionTest("add", [(1, 2), {"x"}], [1, 2, "x"])
-    right = run(box, test, "print('debug')\ndef add(a, b):\n    print('more')\n    return a + tuple(b)")
+    right = run(
+        box, test, "print('debug')\ndef add(a, b):\n    print('more')\n    return a + tuple(b)"
+    )
     assert (right.outcome, right.answer) == (Outcome.PASSED, '[1, 2, "x"]')
     assert b"debug\nmore" in right.execution.stderr
     method = "class Solution:\n    def add(self, a, b):\n        return [*a, *b]"
     assert run(box, test, method).outcome is Outcome.PASSED
     assert run(box, test, "def add(a, b): return a").outcome is Outcome.WRONG
-    for wrong in ("def other(a, b): return a", "def add(a): return a", "def add(a, b): return object()", "def add(:"):
+    for wrong in (
+        "def other(a, b): return a",
+        "def add(a): return a",
+        "def add(a, b): return object()",
+        "def add(:",
+    ):
         assert run(box, test, wrong).outcome is Outcome.FAILED, wrong
     recursive = "def add(a, b):\n    a = []\n    a.append(a)\n    return a"
     assert run(box, test, recursive).outcome is Outcome.FAILED
-    assert run(box, FunctionTest("f", [10**6], 10**2000), "def f(x): return 10**2000").outcome is Outcome.PASSED
+    assert (
+        run(box, FunctionTest("f", [10**6], 10**2000), "def f(x): return 10**2000").outcome
+        is Outcome.PASSED
+    )
 
 
 def test_runs_are_repeatable(sandbox):
@@ -145,6 +169,8 @@ def test_runs_are_repeatable(sandbox):
 def test_the_example_of_the_page(sandbox, capsys):
     sandbox()
     page = (Path(__file__).parents[2] / "docs/sandbox.md").read_text()
-    [code], [output] = (re.findall(f"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
+    [code], [output] = (
+        re.findall(f"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text")
+    )
     exec(code, {})
     assert capsys.readouterr().out == output

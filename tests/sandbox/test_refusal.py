@@ -12,7 +12,14 @@ import pytest
 
 from planish.errors import UserError
 from planish.recipes import code_rl, process_sandbox
-from planish.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailableError, python_runtime, system_calls
+from planish.sandbox import (
+    Limits,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailableError,
+    python_runtime,
+    system_calls,
+)
 from planish.sandbox import sandbox as sandbox_module
 
 START = Path(sandbox_module.__file__).with_name("start.py")
@@ -54,7 +61,9 @@ def test_a_filter_that_lacks_a_rule_is_not_used(monkeypatch, function):
     )
     setattr(library, function, lambda *arguments: -errno.EINVAL)
     monkeypatch.setattr(system_calls, "seccomp_library", lambda: library)
-    with pytest.raises(SandboxUnavailableError, match=r"libseccomp .* \(Invalid argument\); update libseccomp"):
+    with pytest.raises(
+        SandboxUnavailableError, match=r"libseccomp .* \(Invalid argument\); update libseccomp"
+    ):
         system_calls.compiled_filter.__wrapped__(False)
 
 
@@ -86,7 +95,11 @@ def test_a_machine_that_makes_no_sandbox(sandbox):
 def weakened(command, *, without=(), extra=()):
     """A command line with an option and its values left out, or with others put in."""
     if without:
-        first = next(index for index in range(len(command)) if tuple(command[index : index + len(without)]) == without)
+        first = next(
+            index
+            for index in range(len(command))
+            if tuple(command[index : index + len(without)]) == without
+        )
         command = command[:first] + command[first + len(without) + (without == ("--seccomp",)) :]
     return [command[0], *extra, *command[1:]]
 
@@ -103,7 +116,9 @@ def weakened(command, *, without=(), extra=()):
 def test_a_sandbox_with_a_hole_is_found_out(sandbox, monkeypatch, change, got):
     box = sandbox()
     made = sandbox_module.sandbox_command
-    monkeypatch.setattr(sandbox_module, "sandbox_command", lambda *a, **k: weakened(made(*a, **k), **change))
+    monkeypatch.setattr(
+        sandbox_module, "sandbox_command", lambda *a, **k: weakened(made(*a, **k), **change)
+    )
     with pytest.raises(SandboxUnavailableError, match=f"does not hold on this machine: .*{got}"):
         asyncio.run(box.check())
 

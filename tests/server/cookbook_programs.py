@@ -1,5 +1,6 @@
 # pyright: reportMissingImports=false
-"""Small programs that use tinker-cookbook as a library, as its users write them: `python cookbook_programs.py NAME RUN_DIRECTORY`.
+"""Small programs that use tinker-cookbook as a library, as its users write them: `python
+cookbook_programs.py NAME RUN_DIRECTORY`.
 
 `cookbook_run.py` runs them in an environment that has the cookbook and need not have planish.
 """
@@ -26,7 +27,9 @@ from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
 from tinker_cookbook.preference.types import Comparison, LabeledComparison
-from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import TwentyQuestionsDatasetBuilder
+from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import (
+    TwentyQuestionsDatasetBuilder,
+)
 from tinker_cookbook.recipes.sdft.datasets import SDFTDataset
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
@@ -75,7 +78,10 @@ class Letters(RLDataset):
 
     def get_batch(self, index: int) -> list[ProblemGroupBuilder]:
         questions = [f"{chr(97 + index)}{row}" for row in range(4)]
-        return [ProblemGroupBuilder(partial(ManyOfALetter, q, renderer()), self.group_size) for q in questions]
+        return [
+            ProblemGroupBuilder(partial(ManyOfALetter, q, renderer()), self.group_size)
+            for q in questions
+        ]
 
 
 @chz.chz
@@ -129,7 +135,13 @@ class Pairs(ComparisonDatasetBuilder):
 
 def dpo(log: str) -> None:
     pairs = DPODatasetBuilderFromComparisons(common_config=COMMON, comparison_builder=Pairs())
-    more = {"learning_rate": 3e-3, "num_epochs": 2, "save_every": 3, "eval_every": 4, "rolling_save_every": 1}
+    more = {
+        "learning_rate": 3e-3,
+        "num_epochs": 2,
+        "save_every": 3,
+        "eval_every": 4,
+        "rolling_save_every": 1,
+    }
     train_dpo.main(train_dpo.Config(**_shared(log), dataset_builder=pairs, **more))
 
 
@@ -137,11 +149,23 @@ def off_policy(log: str) -> None:
     """Towards a teacher that learned the same conversations."""
     teacher = _taught().save_weights_for_sampler("teacher").result().path
     source = train_off_policy.DatasetWithTeacher(
-        dataset_builder=FromConversationFileBuilder(common_config=COMMON, file_path="conversations.jsonl"),
+        dataset_builder=FromConversationFileBuilder(
+            common_config=COMMON, file_path="conversations.jsonl"
+        ),
         teacher_config=TeacherConfig(base_model=TINY, load_checkpoint_path=teacher),
     )
-    more = {"learning_rate": 1e-2, "batch_size": 8, "n_teacher_targets": 10, "max_steps": 6, "save_every": 3}
-    asyncio.run(train_off_policy.main(train_off_policy.Config(**_shared(log), dataset_configs=[source], **more)))
+    more = {
+        "learning_rate": 1e-2,
+        "batch_size": 8,
+        "n_teacher_targets": 10,
+        "max_steps": 6,
+        "save_every": 3,
+    }
+    asyncio.run(
+        train_off_policy.main(
+            train_off_policy.Config(**_shared(log), dataset_configs=[source], **more)
+        )
+    )
 
 
 def sdft(log: str, kind: str) -> None:
@@ -151,8 +175,16 @@ def sdft(log: str, kind: str) -> None:
         "sampled": {"topk": 0, "loss_fn": "importance_sampling"},
     }
     numbers = range(32)
-    data = SDFTDataset([f"Say {n}" for n in numbers], [f"It is {n}." for n in numbers], 4, 2, renderer())
-    more = {"learning_rate": 1e-3, "max_tokens": 8, "max_steps": 3, "save_every": 2, "teacher_sync_every": 2}
+    data = SDFTDataset(
+        [f"Say {n}" for n in numbers], [f"It is {n}." for n in numbers], 4, 2, renderer()
+    )
+    more = {
+        "learning_rate": 1e-3,
+        "max_tokens": 8,
+        "max_steps": 3,
+        "save_every": 2,
+        "teacher_sync_every": 2,
+    }
     asyncio.run(sdft_loop.main(sdft_loop.Config(**_shared(log), **more, **kinds[kind]), data))
 
 
@@ -168,9 +200,13 @@ def evaluators(log: str) -> None:
     assert checkpoint_utils.get_renderer_name_from_checkpoint(service, path) == RENDERER
     asked: Any = [{"role": "user", "content": "Say 5"}]
     prompt, stop = renderer().build_generation_prompt(asked), renderer().get_stop_sequences()
-    message = asyncio.run(completers.TinkerMessageCompleter(sampler, renderer(), max_tokens=12)(asked))
+    message = asyncio.run(
+        completers.TinkerMessageCompleter(sampler, renderer(), max_tokens=12)(asked)
+    )
     assert "It" in str(message["content"]), message
-    drawn = asyncio.run(completers.TinkerTokenCompleter(sampler, max_tokens=12, context_window=8192)(prompt, stop))
+    drawn = asyncio.run(
+        completers.TinkerTokenCompleter(sampler, max_tokens=12, context_window=8192)(prompt, stop)
+    )
     assert len(drawn.tokens) == len(drawn.logprobs) > 0
     assert drawn.sequence_id
 
@@ -184,13 +220,17 @@ def inspect(log: str) -> None:
     samples = [Sample(input=f"Say {n}", target="It is") for n in range(8)]
     task = Task(dataset=MemoryDataset(samples, name="says"), scorer=includes())
     more = {"temperature": 0.0, "max_tokens": 12, "seed": 1, "log_dir": log}
-    evaluator = InspectEvaluatorBuilder(tasks=task, renderer_name=RENDERER, model_name=TINY, **more)()
+    evaluator = InspectEvaluatorBuilder(
+        tasks=task, renderer_name=RENDERER, model_name=TINY, **more
+    )()
     found = asyncio.run(evaluator(_taught().save_weights_and_get_sampling_client().result()))
     assert found["says/accuracy"] == 1.0, found
 
 
 def weights_(log: str) -> None:
-    """Downloaded, as a PEFT adapter and merged, the logprobs are those of the server, which computes in its model's float32."""
+    """Downloaded, as a PEFT adapter and merged, the logprobs are those of the server, which
+    computes in its model's float32.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -198,8 +238,13 @@ def weights_(log: str) -> None:
     place.mkdir(parents=True)
     tokens = _conversation(3).model_input.to_ints()
     sampler = training.save_weights_and_get_sampling_client().result()
-    served = torch.tensor(sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()[1:])
-    state, external = training.save_state("state").result().path, training.save_weights_external("ours").result().path
+    served = torch.tensor(
+        sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()[1:]
+    )
+    state, external = (
+        training.save_state("state").result().path,
+        training.save_weights_external("ours").result().path,
+    )
     for path, name in ((state, "state"), (external, "external")):
         weights.download(tinker_path=path, output_dir=str(place / name))
     built = {"base_model": MODEL, "adapter_path": str(place / "state")}
@@ -210,7 +255,10 @@ def weights_(log: str) -> None:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     models = [base(str(place / "merged"))]
-    models += [PeftModel.from_pretrained(base(MODEL), str(place / name)) for name in ("peft", "state", "external")]
+    models += [
+        PeftModel.from_pretrained(base(MODEL), str(place / name))
+        for name in ("peft", "state", "external")
+    ]
     for model in models:
         scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         logprobs = scores[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
@@ -222,7 +270,9 @@ def _taught() -> Any:
     """A training client whose model has learned some of the conversations."""
     service = tinker.ServiceClient(user_metadata={"recipe": "cookbook_programs"})
     metadata = {checkpoint_utils.RENDERER_NAME_METADATA_KEY: RENDERER}
-    training = service.create_lora_training_client(TINY, rank=16, seed=1, user_metadata=metadata).result()
+    training = service.create_lora_training_client(
+        TINY, rank=16, seed=1, user_metadata=metadata
+    ).result()
     data = [_conversation(number) for number in range(16)]
     for _ in range(12):
         training.forward_backward(data, "cross_entropy")
@@ -231,12 +281,21 @@ def _taught() -> Any:
 
 
 def _conversation(number: int) -> tinker.Datum:
-    said: Any = [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"It is {number}."}]
+    said: Any = [
+        {"role": "user", "content": f"Say {number}"},
+        {"role": "assistant", "content": f"It is {number}."},
+    ]
     return conversation_to_datum(said, renderer(), 256)
 
 
 def _shared(log: str) -> dict[str, Any]:
-    return {"log_path": log, "model_name": TINY, "recipe_name": "trial", "renderer_name": RENDERER, "lora_rank": 16}
+    return {
+        "log_path": log,
+        "model_name": TINY,
+        "recipe_name": "trial",
+        "renderer_name": RENDERER,
+        "lora_rank": 16,
+    }
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {

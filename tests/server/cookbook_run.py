@@ -1,11 +1,13 @@
-"""Programs of others: the recipes and loops of the public tinker-cookbook, unmodified, on a server process with a tiny model.
+"""Programs of others: the recipes and loops of the public tinker-cookbook, unmodified, on a server
+process with a tiny model.
 
     python tests/server/cookbook_run.py --python ENVIRONMENT/bin/python [--only sl_loop ...]
 
-ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft; this one, planish with its extra age. There need be no network:
-data sets are small files under the names by which recipes ask the hub. Each trial must end by itself with every step once in its metrics, and its
-numbers must say that it learned; some are killed in their middle and started again, or the server is. What a user must pass, and what cannot work:
-docs/server.md.
+ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft; this one, planish
+with its extra age. There need be no network: data sets are small files under the names by which
+recipes ask the hub. Each trial must end by itself with every step once in its metrics, and its
+numbers must say that it learned; some are killed in their middle and started again, or the server
+is. What a user must pass, and what cannot work: docs/server.md.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ from planish.testing import tiny_model
 
 TINY = "planish/tiny-model"
 KNOWN = "Qwen/Qwen3-4B-Instruct-2507"
-"""A name in the cookbook's table: some recipes take the renderer from there and from nowhere else."""
-CHAT = f"model_name={TINY} renderer_name=qwen3_instruct lora_rank=16 behavior_if_log_dir_exists=resume"
+"""A name in the cookbook's table: some recipes take the renderer from there and from nowhere else.
+"""
+CHAT = (
+    f"model_name={TINY} renderer_name=qwen3_instruct lora_rank=16 behavior_if_log_dir_exists=resume"
+)
 TINY_CHAT = CHAT.replace("lora_rank=16 ", "")
 """Of recipes that take no rank."""
 SUMS = "env=arithmetic groups_per_batch=4 group_size=4 max_tokens=8 learning_rate=1e-3 eval_every=0 save_every=2"
@@ -40,7 +45,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Trial:
-    """A program with its arguments, {log} being its run directory; what its metrics must be; after how many rows which process is killed."""
+    """A program with its arguments, {log} being its run directory; what its metrics must be; after
+    how many rows which process is killed.
+    """
 
     program: str
     check: Callable[[Rows], str]
@@ -49,7 +56,9 @@ class Trial:
 
 
 def falls(name: str, steps: int, to: float = 0.5, repeats: bool = False) -> Callable[[Rows], str]:
-    """Every step is there, once unless `repeats`, and at the end `name` is below a share of what it was."""
+    """Every step is there, once unless `repeats`, and at the end `name` is below a share of what it
+    was.
+    """
 
     def check(rows: Rows) -> str:
         found = [row[name] for row in rows if name in row]
@@ -76,7 +85,9 @@ def played(steps: int, on_policy: bool = True) -> Callable[[Rows], str]:
 
     def check(rows: Rows) -> str:
         key = "optim/kl_sample_train_v2"
-        assert [row["step"] for row in rows if key in row] == list(range(steps)), [row.get("step") for row in rows]
+        assert [row["step"] for row in rows if key in row] == list(range(steps)), [
+            row.get("step") for row in rows
+        ]
         largest = max(row[key] for row in rows if key in row)
         assert largest < (1e-6 if on_policy else 5.0), largest
         return f"KL of sampler and trainer at most {largest:.1e}"
@@ -86,7 +97,9 @@ def played(steps: int, on_policy: bool = True) -> Callable[[Rows], str]:
 
 def stepped(steps: int) -> Callable[[Rows], str]:
     def check(rows: Rows) -> str:
-        assert [row["step"] for row in rows] == list(range(steps)), [row.get("step") for row in rows]
+        assert [row["step"] for row in rows] == list(range(steps)), [
+            row.get("step") for row in rows
+        ]
         return f"{steps} steps"
 
     return check
@@ -103,8 +116,12 @@ _MATH = f"-m tinker_cookbook.recipes.math_rl.train {CHAT} {SUMS} log_path={{log}
 _RL_LOOP = f"-m tinker_cookbook.recipes.rl_loop model_name={KNOWN} log_path={{log}} batch_size=8 group_size=4 max_tokens=8 max_steps=3"
 TRIALS = {
     "chat_sl": Trial(f"{_SL} save_every=4 rolling_save_every=1", falls("train_mean_nll", 12)),
-    "chat_sl, killed and resumed": Trial(f"{_SL} save_every=4 rolling_save_every=1", falls("train_mean_nll", 12), 5),
-    "chat_sl, the server killed": Trial(f"{_SL} save_every=4", falls("train_mean_nll", 12), 5, kill_server=True),
+    "chat_sl, killed and resumed": Trial(
+        f"{_SL} save_every=4 rolling_save_every=1", falls("train_mean_nll", 12), 5
+    ),
+    "chat_sl, the server killed": Trial(
+        f"{_SL} save_every=4", falls("train_mean_nll", 12), 5, kill_server=True
+    ),
     "sl_loop": Trial(
         f"-m tinker_cookbook.recipes.sl_loop model_name={KNOWN} log_path={{log}} batch_size=8 learning_rate=1e-2 save_every=3",
         falls("train_mean_nll", 8),
@@ -113,11 +130,16 @@ TRIALS = {
         f"rl_loop, {loss}": Trial(f"{_RL_LOOP} loss_fn={loss}", stepped(3))
         for loss in ("importance_sampling", "cispo", "gspo")
     },
-    "math_rl": Trial(f"{_MATH} loss_fn=importance_sampling compute_post_kl=True max_steps=3", played(3)),
-    "math_rl, two substeps, ppo": Trial(
-        _MATH + ' loss_fn=ppo loss_fn_config={"clip_low_threshold":0.9} num_substeps=2 max_steps=3', played(3, False)
+    "math_rl": Trial(
+        f"{_MATH} loss_fn=importance_sampling compute_post_kl=True max_steps=3", played(3)
     ),
-    "math_rl, asynchronous": Trial(f"{_MATH} loss_fn=ppo max_steps_off_policy=2 max_steps=4", played(4, False)),
+    "math_rl, two substeps, ppo": Trial(
+        _MATH + ' loss_fn=ppo loss_fn_config={"clip_low_threshold":0.9} num_substeps=2 max_steps=3',
+        played(3, False),
+    ),
+    "math_rl, asynchronous": Trial(
+        f"{_MATH} loss_fn=ppo max_steps_off_policy=2 max_steps=4", played(4, False)
+    ),
     "math_rl, streamed": Trial(
         f"{_MATH} loss_fn=cispo stream_minibatch_config.num_minibatches=2 stream_minibatch_config.groups_per_batch=4 max_steps=3",
         played(3),
@@ -146,12 +168,18 @@ TRIALS = {
         "max_tokens=8 max_steps=3 eval_every=0",
         played(3),
     ),
-    "rl.train, a penalty, killed and resumed": Trial(f"{_PROGRAMS} rl {{log}}", rises("env/all/correct", 10, 0.05), 4),
+    "rl.train, a penalty, killed and resumed": Trial(
+        f"{_PROGRAMS} rl {{log}}", rises("env/all/correct", 10, 0.05), 4
+    ),
     "twenty_questions": Trial(f"{_PROGRAMS} twenty_questions {{log}}", played(1)),
     "train_dpo": Trial(f"{_PROGRAMS} dpo {{log}}", falls("dpo_loss", 8)),
     # It keeps the rows of steps that it does again, and takes the weights of then as its reference.
-    "train_dpo, killed and resumed": Trial(f"{_PROGRAMS} dpo {{log}}", falls("dpo_loss", 8, to=0.9, repeats=True), 4),
-    "distillation.train_off_policy": Trial(f"{_PROGRAMS} off_policy {{log}}", falls("train/loss:sum", 6, 0.8)),
+    "train_dpo, killed and resumed": Trial(
+        f"{_PROGRAMS} dpo {{log}}", falls("dpo_loss", 8, to=0.9, repeats=True), 4
+    ),
+    "distillation.train_off_policy": Trial(
+        f"{_PROGRAMS} off_policy {{log}}", falls("train/loss:sum", 6, 0.8)
+    ),
     **{
         f"distillation.sdft, {kind}": Trial(f"{_PROGRAMS} sdft {{log}} {kind}", stepped(3))
         for kind in ("forward", "reverse", "sampled")
@@ -163,19 +191,28 @@ TRIALS = {
 
 
 def write_data(directory: Path) -> None:
-    """Small data sets under the names of the real ones, which `datasets.load_dataset` finds in the working directory."""
+    """Small data sets under the names of the real ones, which `datasets.load_dataset` finds in the
+    working directory.
+    """
 
     def rows(path: str, found: Sequence[Mapping[str, Any]]) -> None:
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text("".join(json.dumps(row) + "\n" for row in found))
 
     said = [
-        [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"It is {n}."}] for n in range(64)
+        [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"It is {n}."}]
+        for n in range(64)
     ]
-    sums = [{"question": f"{n}+1?", "answer": f"So\n#### {n + 1}", "final_answer": str(n + 1)} for n in range(64)]
+    sums = [
+        {"question": f"{n}+1?", "answer": f"So\n#### {n + 1}", "final_answer": str(n + 1)}
+        for n in range(64)
+    ]
     rows("conversations.jsonl", [{"messages": messages} for messages in said])
     for split, count in (("train", 64), ("test", 8)):
-        rows(f"HuggingFaceH4/no_robots/{split}.jsonl", [{"messages": messages} for messages in said[:count]])
+        rows(
+            f"HuggingFaceH4/no_robots/{split}.jsonl",
+            [{"messages": messages} for messages in said[:count]],
+        )
         rows(f"openai/gsm8k/{split}.jsonl", sums[:count])
     files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
     (directory / "openai/gsm8k/README.md").write_text(
@@ -204,7 +241,12 @@ class Bench:
 
     def start_server(self) -> ServerProcess:
         options = ("--port", self.port, "--hub-tokenizers", "--model", f"{KNOWN}={self.model}")
-        return start_server(self.place / "data", self.model, *options, environment={"HF_HOME": str(self.place / "hub")})
+        return start_server(
+            self.place / "data",
+            self.model,
+            *options,
+            environment={"HF_HOME": str(self.place / "hub")},
+        )
 
     def run(self, name: str, trial: Trial) -> str:
         """What the metrics say; an AssertionError if it is wrong."""
@@ -241,10 +283,16 @@ class Bench:
             "COOKBOOK_MODEL": str(self.model),
         }
         log.parent.mkdir(parents=True, exist_ok=True)
-        words = [word.format(log=log) if "{log}" in word else word for word in trial.program.split()]
+        words = [
+            word.format(log=log) if "{log}" in word else word for word in trial.program.split()
+        ]
         with open(log.with_suffix(".log"), "ab") as output:
             return subprocess.Popen(
-                [self.python, *words], cwd=self.place, env=environment, stdout=output, stderr=subprocess.STDOUT
+                [self.python, *words],
+                cwd=self.place,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
     def _wait_for(self, log: Path, rows: int, process: subprocess.Popen[bytes]) -> None:
@@ -260,17 +308,29 @@ class Bench:
 def _rows(log: Path) -> list[dict[str, Any]]:
     path = log / "metrics.jsonl"
     whole = (
-        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if path.exists()
+        else []
     )
     return [json.loads(line) for line in whole]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, required=True, help="the interpreter that has tinker-cookbook")
-    parser.add_argument("--only", action="append", help="trials whose names begin so; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", type=Path, required=True, help="the interpreter that has tinker-cookbook"
+    )
+    parser.add_argument(
+        "--only", action="append", help="trials whose names begin so; may be repeated"
+    )
     options = parser.parse_args(arguments)
-    chosen = {name: trial for name, trial in TRIALS.items() if not options.only or name.startswith(tuple(options.only))}
+    chosen = {
+        name: trial
+        for name, trial in TRIALS.items()
+        if not options.only or name.startswith(tuple(options.only))
+    }
     failed = 0
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(options.python.absolute(), Path(directory))

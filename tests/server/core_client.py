@@ -1,4 +1,6 @@
-"""Drives a ServerCore as the routes do, on a real engine with a tiny model; and compares what it leaves on disk."""
+"""Drives a ServerCore as the routes do, on a real engine with a tiny model; and compares what it
+leaves on disk.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,20 @@ def make_core(
     settings: ServerSettings | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> ServerCore:
-    engine = Engine({BASE: str(model_dir)}, data_dir / "checkpoints", EngineSettings(deterministic=True, device="cpu"))
+    engine = Engine(
+        {BASE: str(model_dir)},
+        data_dir / "checkpoints",
+        EngineSettings(deterministic=True, device="cpu"),
+    )
     return ServerCore(engine, data_dir, [BASE], keys, settings)
 
 
 @asynccontextmanager
 async def running(
-    model_dir: Path, data_dir: Path, settings: ServerSettings | None = None, keys: Mapping[str, str] | None = None
+    model_dir: Path,
+    data_dir: Path,
+    settings: ServerSettings | None = None,
+    keys: Mapping[str, str] | None = None,
 ) -> AsyncIterator[ServerCore]:
     core = make_core(model_dir, data_dir, settings, keys)
     await core.start()
@@ -74,7 +83,9 @@ class Client:
         return cls(core, await core.create_session(tenant, SessionSpec(sdk_version="test")), tenant)
 
     async def answer(self, request_id: str) -> Done | Failed:
-        while isinstance(outcome := await self.core.result(self.tenant, request_id, POLL_SECONDS), TryAgain):
+        while isinstance(
+            outcome := await self.core.result(self.tenant, request_id, POLL_SECONDS), TryAgain
+        ):
             pass
         return outcome
 
@@ -87,14 +98,19 @@ class Client:
         model_id = f"{self.session_id}:train:{self.models}"
         self.models += 1
         accepted = await self.core.create_model(
-            self.tenant, CreateModel(model_id, **{"base_model": BASE, "lora": LoraConfig(RANK, seed), **options})
+            self.tenant,
+            CreateModel(
+                model_id, **{"base_model": BASE, "lora": LoraConfig(RANK, seed), **options}
+            ),
         )
         await self.done(accepted.request_id)
         return Model(self, model_id)
 
     async def sampler(self, base_model: str | None = BASE, model_path: str | None = None) -> str:
         sampler_id = self.new_sampler_id()
-        return await self.core.create_sampler(self.tenant, CreateSampler(sampler_id, base_model, model_path))
+        return await self.core.create_sampler(
+            self.tenant, CreateSampler(sampler_id, base_model, model_path)
+        )
 
     def new_sampler_id(self) -> str:
         self.samplers += 1
@@ -102,7 +118,9 @@ class Client:
 
     async def sample(self, sampler_id: str, seq_id: int = 0, **options: Any) -> SampleResponse:
         accepted = await self.core.submit_sample(self.tenant, seq_id, sample(sampler_id, **options))
-        return sample_response_from_message(await self.done(accepted.request_id), accepted.sample_sequence_ids)
+        return sample_response_from_message(
+            await self.done(accepted.request_id), accepted.sample_sequence_ids
+        )
 
 
 @dataclass
@@ -126,14 +144,20 @@ class Model:
 
     async def step(self, seed: int = 0) -> dict[str, float]:
         """forward_backward and optim_step, pipelined; the metrics of the second."""
-        first, second = await self.submit(gradient(self.model_id, seed)), await self.submit(adam(self.model_id))
+        first, second = (
+            await self.submit(gradient(self.model_id, seed)),
+            await self.submit(adam(self.model_id)),
+        )
         await self.client.done(first)
         return orjson.loads(await self.client.done(second))["metrics"]
 
     async def publish(self) -> str:
         sampler_id = self.client.new_sampler_id()
         assert (
-            orjson.loads(await self.run(PublishSampler(self.model_id, sampler_id)))["sampling_session_id"] == sampler_id
+            orjson.loads(await self.run(PublishSampler(self.model_id, sampler_id)))[
+                "sampling_session_id"
+            ]
+            == sampler_id
         )
         return sampler_id
 
@@ -146,7 +170,10 @@ def gradient(model_id: str, seed: int = 0, forward_only: bool = False) -> Forwar
     data = []
     for length in random.integers(4, 24, size=3):
         tokens = random.integers(0, 256, size=length)
-        inputs = {"target_tokens": random.integers(0, 256, size=length), "weights": np.ones(length, np.float32)}
+        inputs = {
+            "target_tokens": random.integers(0, 256, size=length),
+            "weights": np.ones(length, np.float32),
+        }
         data.append(Datum(ModelInput.from_ints(tokens), inputs))
     return ForwardBackward(model_id, data, "cross_entropy", forward_only=forward_only)
 
@@ -155,8 +182,12 @@ def adam(model_id: str, learning_rate: float = 1e-2) -> OptimStep:
     return OptimStep(model_id, AdamParams(learning_rate))
 
 
-def sample(sampler_id: str, prompt: bytes = b"hello", n: int = 2, max_tokens: int = 8, **params: Any) -> Sample:
-    return Sample(sampler_id, ModelInput.from_ints(list(prompt)), n, SamplingParams(max_tokens, **params))
+def sample(
+    sampler_id: str, prompt: bytes = b"hello", n: int = 2, max_tokens: int = 8, **params: Any
+) -> Sample:
+    return Sample(
+        sampler_id, ModelInput.from_ints(list(prompt)), n, SamplingParams(max_tokens, **params)
+    )
 
 
 def drawn(response: SampleResponse) -> list[tuple[list[int], bytes]]:
@@ -167,7 +198,10 @@ def drawn(response: SampleResponse) -> list[tuple[list[int], bytes]]:
 def state(data_dir: Path, path: str) -> dict[str, bytes]:
     """The bits of every tensor of a training checkpoint."""
     directory = data_dir / "checkpoints" / path.removeprefix("tinker://")
-    files = [load_file(directory / name) for name in ("adapter_model.safetensors", "optimizer.safetensors")]
+    files = [
+        load_file(directory / name)
+        for name in ("adapter_model.safetensors", "optimizer.safetensors")
+    ]
     return {name: tensor.tobytes() for file in files for name, tensor in file.items()}
 
 

@@ -1,9 +1,10 @@
 """What clients do in a crash test, what they are told, and whether that can be true.
 
-Clients, each a tenant with a session and several models, do a fixed script over HTTP: pipelined and out of order, with failures, checkpoints,
-loads and samplers. They repeat what was not answered, as the SDK does, and remember every answer. The history of a server that is killed
-again and again must be that of one that never was: the same metrics, losses, samples, bit for bit, and the same weights and optimizer
-state at the end.
+Clients, each a tenant with a session and several models, do a fixed script over HTTP: pipelined and
+out of order, with failures, checkpoints, loads and samplers. They repeat what was not answered, as
+the SDK does, and remember every answer. The history of a server that is killed again and again must
+be that of one that never was: the same metrics, losses, samples, bit for bit, and the same weights
+and optimizer state at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from planish.wire.training import output_from_message
 
 @dataclass
 class History:
-    """What one client was told, by what it asked. Without session ids, so that two histories can be compared."""
+    """What one client was told, by what it asked. Without session ids, so that two histories can be
+    compared.
+    """
 
     facts: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, Done | Failed] = field(default_factory=dict)
@@ -44,7 +47,9 @@ class History:
 
     def note(self, question: str, fact: Any) -> None:
         """Twice the same question must have twice the same answer."""
-        assert self.facts.setdefault(question, fact) == fact, f"{question} was {self.facts[question]}, is {fact}"
+        assert self.facts.setdefault(question, fact) == fact, (
+            f"{question} was {self.facts[question]}, is {fact}"
+        )
 
 
 class CrashClient:
@@ -71,18 +76,24 @@ class CrashClient:
 
     async def create(self, number: int, **options: Any) -> CrashModel:
         model_id = f"{self.session}:train:{number}"
-        operation = CreateModel(model_id, **{"base_model": BASE, "lora": LoraConfig(RANK, number), **options})
+        operation = CreateModel(
+            model_id, **{"base_model": BASE, "lora": LoraConfig(RANK, number), **options}
+        )
         answer = await self.answer(await self.call("create_model", operation))
         assert isinstance(answer, Done), answer
         return CrashModel(self, model_id, number)
 
     async def sampler(self, number: int, path: str | None) -> str:
         sampler_id = f"{self.session}:sample:{number}"
-        return await self.call("create_sampler", CreateSampler(sampler_id, None if path else BASE, path))
+        return await self.call(
+            "create_sampler", CreateSampler(sampler_id, None if path else BASE, path)
+        )
 
     async def draw(self, what: str, sampler_id: str) -> None:
         """One with a seed, which is compared, and one with the server's, which must stay as it is."""
-        seeded = await self.call("submit_sample", self._samples, sample(sampler_id, seed=self._samples))
+        seeded = await self.call(
+            "submit_sample", self._samples, sample(sampler_id, seed=self._samples)
+        )
         free = await self.call("submit_sample", self._samples + 1, sample(sampler_id, n=1))
         self._samples += 2
         answer = await self.answer(seeded)
@@ -149,7 +160,9 @@ class CrashModel:
         """A part that cannot be computed: neither it nor the step behind it may have an effect."""
         data = [Datum(ModelInput.from_ints([99999]), {"target_tokens": [1], "weights": [1.0]})]
         bad = ForwardBackward(self.model_id, data, "cross_entropy")
-        for index, accepted in enumerate(await self.send(gradient(self.model_id, seed), bad, adam(self.model_id))):
+        for index, accepted in enumerate(
+            await self.send(gradient(self.model_id, seed), bad, adam(self.model_id))
+        ):
             self.note(f"bad step {seed} part {index}", await self.client.answer(accepted))
 
     async def publish(self, number: int) -> str:
@@ -174,7 +187,8 @@ def told(answer: Done | Failed) -> Any:
         case Done(media="protobuf"):
             output = output_from_message(answer.content)
             bits = [
-                {name: value.to_numpy().tobytes() for name, value in datum.items()} for datum in output.loss_fn_outputs
+                {name: value.to_numpy().tobytes() for name, value in datum.items()}
+                for datum in output.loss_fn_outputs
             ]
             return hashlib.sha256(repr(bits).encode()).hexdigest(), sorted(output.metrics.items())
     fields = orjson.loads(answer.content)
@@ -211,7 +225,9 @@ async def script(client: CrashClient, offset: int) -> list[str]:
     await model.step(offset + 40)
     assert isinstance(await model.do(SaveWeightsForSampler(model.model_id, "weights")), Done)
     for overwrite in range(2):
-        replaced = SaveWeights(model.model_id, "again", ttl_seconds=3600 + overwrite, overwrite=True)
+        replaced = SaveWeights(
+            model.model_id, "again", ttl_seconds=3600 + overwrite, overwrite=True
+        )
         assert isinstance(await model.do(replaced), Done)
     for number in range(3):
         await client.draw(f"version {number} later", f"{client.session}:sample:{number}")

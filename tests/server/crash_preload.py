@@ -1,4 +1,5 @@
-"""What every crash server has before it is forked: all modules, and what this machine's products were found to be like.
+"""What every crash server has before it is forked: all modules, and what this machine's products
+were found to be like.
 
 Imported by the fork server alone (crash_server.py).
 """
@@ -17,5 +18,7 @@ from planish.testing import tiny_model
 torch.set_num_threads(1)
 with tempfile.TemporaryDirectory(prefix="planish-crash-") as directory:
     settings = EngineSettings(deterministic=True, device="cpu")
-    models = BaseModels({"tiny": str(tiny_model(Path(directory) / "model"))}, settings, DeviceMemory(settings))
+    models = BaseModels(
+        {"tiny": str(tiny_model(Path(directory) / "model"))}, settings, DeviceMemory(settings)
+    )
     models.get("tiny")

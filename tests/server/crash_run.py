@@ -1,10 +1,12 @@
-"""Kills a server again and again while clients work with it, and checks that nothing was lost or done twice.
+"""Kills a server again and again while clients work with it, and checks that nothing was lost or
+done twice.
 
     python tests/server/crash_run.py --kills 300 --record crash_run.json
 
-Every round is a new data directory and the whole script of crash_history.py, killed at each named place of planish/server/crash_points.py in
-turn and at random moments, as often as fits into it. At its end the answers that clients got, and the weights and the optimizer state
-of all models, must be bit for bit those of a round without kills.
+Every round is a new data directory and the whole script of crash_history.py, killed at each named
+place of planish/server/crash_points.py in turn and at random moments, as often as fits into it. At
+its end the answers that clients got, and the weights and the optimizer state of all models, must be
+bit for bit those of a round without kills.
 """
 
 from __future__ import annotations
@@ -33,14 +35,22 @@ from planish.server.crash_points import CRASH_POINTS
 from planish.server.settings import ServerSettings
 from planish.testing import tiny_model
 
-# Small, so that snapshots are taken, adapters leave memory, and large bodies go to files, all within seconds; by requests too, as a quick machine
-# computes for less than that.
-SETTINGS = ServerSettings(replay_seconds=0.2, replay_requests=3, idle_seconds=0.4, adapter_memory_bytes=3_000_000)
+# Small, so that snapshots are taken, adapters leave memory, and large bodies go to files, all
+# within seconds; by requests too, as a quick machine computes for less than that.
+SETTINGS = ServerSettings(
+    replay_seconds=0.2, replay_requests=3, idle_seconds=0.4, adapter_memory_bytes=3_000_000
+)
 CALM = ServerSettings()
 KEYS = {"tml-crash-one": "one", "tml-crash-two": "two"}
 """Each client is a tenant."""
 
-OFTEN = {"before commit", "after commit", "before acknowledging", "before running", "before recording a result"}
+OFTEN = {
+    "before commit",
+    "after commit",
+    "before acknowledging",
+    "before running",
+    "before recording a result",
+}
 """Places that are reached so often that the first time would always be the same."""
 
 
@@ -66,7 +76,9 @@ class Kill:
 
 
 def kills(seed: int, places: Sequence[str] = CRASH_POINTS) -> Iterator[Kill]:
-    """Every place in turn, and between two of them a random moment; a random moment too if a place is not reached."""
+    """Every place in turn, and between two of them a random moment; a random moment too if a place
+    is not reached.
+    """
     chance = random.Random(seed)
     while True:
         for name in chance.sample(places, len(places)):
@@ -79,7 +91,12 @@ class Director:
     """Starts the server, and again whenever it dies, at the same address."""
 
     def __init__(
-        self, model_dir: Path, data_dir: Path, deaths: Iterator[Kill], most: int, settings: ServerSettings
+        self,
+        model_dir: Path,
+        data_dir: Path,
+        deaths: Iterator[Kill],
+        most: int,
+        settings: ServerSettings,
     ) -> None:
         self.kills: Counter[str] = Counter()
         self._start = Start(model_dir, data_dir, settings, free_port(), KEYS)
@@ -141,13 +158,19 @@ def differences(seen: Round, expected: Round) -> list[str]:
     """Where a round is not as it should be."""
     found = []
     for index, (ours, theirs) in enumerate(zip(seen.facts, expected.facts, strict=True)):
-        found += [f"client {index}: {key}" for key in theirs.keys() | ours.keys() if ours.get(key) != theirs.get(key)]
+        found += [
+            f"client {index}: {key}"
+            for key in theirs.keys() | ours.keys()
+            if ours.get(key) != theirs.get(key)
+        ]
     for index, (ours, theirs) in enumerate(zip(seen.states, expected.states, strict=True)):
         found += [f"state {index}: {name}" for name in theirs if ours.get(name) != theirs[name]]
     return found
 
 
-async def campaign(directory: Path, wanted: int, seed: int, most: int, places: Sequence[str]) -> dict[str, Any]:
+async def campaign(
+    directory: Path, wanted: int, seed: int, most: int, places: Sequence[str]
+) -> dict[str, Any]:
     """Rounds until there were `wanted` kills."""
     model_dir = tiny_model(directory / "model")
     begun, rounds, total = time.monotonic(), 0, Counter[str]()
@@ -160,7 +183,8 @@ async def campaign(directory: Path, wanted: int, seed: int, most: int, places: S
         total += seen.kills
         rounds += 1
         print(
-            f"round {rounds}: {seen.kills.total()} kills, {total.total()} in all, {len(found)} differences", flush=True
+            f"round {rounds}: {seen.kills.total()} kills, {total.total()} in all, {len(found)} differences",
+            flush=True,
         )
         if found:
             raise SystemExit("\n".join(found[:20]))
@@ -175,12 +199,17 @@ async def campaign(directory: Path, wanted: int, seed: int, most: int, places: S
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--kills-per-round", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--place", action="append", choices=CRASH_POINTS, help="kill there only, and at random; may be repeated"
+        "--place",
+        action="append",
+        choices=CRASH_POINTS,
+        help="kill there only, and at random; may be repeated",
     )
     parser.add_argument("--record", type=Path, help="a JSON file for the result")
     arguments = parser.parse_args()

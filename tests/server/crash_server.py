@@ -1,7 +1,8 @@
 """A server in a process of its own, on a socket, which can be killed and started again.
 
-Every start is a fork of one process that has imported everything, so it takes a fraction of a second. What is served is the whole application,
-on a tiny model, with settings that make everything happen within seconds.
+Every start is a fork of one process that has imported everything, so it takes a fraction of a
+second. What is served is the whole application, on a tiny model, with settings that make everything
+happen within seconds.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class CrashServer:
 def _modules_on_path() -> Iterator[None]:
     """The fork server, which starts with the first process, finds the modules of this directory."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *([before] if before else [])]
+    )
     try:
         yield
     finally:
@@ -120,7 +123,9 @@ def _serve(start: Start) -> None:
         under_way._ENDS_ALONE = 20
     core = make_core(start.model_dir, start.data_dir, start.settings, start.keys)
     app = create_app(core, HttpSettings(_POLL_SECONDS, has_keys=start.keys is not None))
-    config = uvicorn.Config(app, host="127.0.0.1", port=start.port, lifespan="on", log_level="error", access_log=False)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=start.port, lifespan="on", log_level="error", access_log=False
+    )
     uvicorn.Server(config).run()
 
 

@@ -1,8 +1,10 @@
-"""Fuzz a server process of its own: python tests/server/fuzz.py [--requests 100000] [--seed 1] [--connections 24]
+"""Fuzz a server process of its own: python tests/server/fuzz.py [--requests 100000] [--seed 1]
+[--connections 24]
 
-One tenant sends requests at random; ids of another are among those it tries. At every tenth of the way the other tenant's weights,
-samples, results, checkpoint files and listings must be what they were, bit for bit; at the end nothing may lie outside of the data
-directory, and the server must still train, sample and stop in order.
+One tenant sends requests at random; ids of another are among those it tries. At every tenth of the
+way the other tenant's weights, samples, results, checkpoint files and listings must be what they
+were, bit for bit; at the end nothing may lie outside of the data directory, and the server must
+still train, sample and stop in order.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class Tenant:
         return answer.json()
 
     def result(self, request: str) -> dict[str, Any]:
-        while (answer := self.http.post("/api/v1/retrieve_future", json={"request_id": request})).status_code == 408:
+        while (
+            answer := self.http.post("/api/v1/retrieve_future", json={"request_id": request})
+        ).status_code == 408:
             pass
         assert answer.status_code == 200, answer.text
         assert "error" not in answer.json(), answer.text
@@ -103,7 +107,13 @@ def tenant(server: ServerProcess, key: str) -> Iterator[Tenant]:
         known.models.append(f"{session}:train:0")
         lora = {"rank": 4, "seed": 1}
         made.done(
-            "/create_model", {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": lora}
+            "/create_model",
+            {
+                "session_id": session,
+                "model_seq_id": 0,
+                "base_model": BASE_MODEL,
+                "lora_config": lora,
+            },
         )
         made.logprobs(forward_only=False)
         made.done("/optim_step", made.next(adam_params={"learning_rate": 1e-2}))
@@ -114,13 +124,19 @@ def tenant(server: ServerProcess, key: str) -> Iterator[Tenant]:
 
 
 def state(witness: Tenant) -> dict[str, Any]:
-    """Everything of a tenant that another could change: what it computes, and what the server has of it."""
+    """Everything of a tenant that another could change: what it computes, and what the server has
+    of it.
+    """
     run, files = witness.model, {}
     for path in witness.known.paths:
         at = path.removeprefix("tinker://").partition("/")[2]
-        for name, url in witness.get(f"/training_runs/{run}/checkpoints/{at}/external_weights_urls")["urls"].items():
+        for name, url in witness.get(
+            f"/training_runs/{run}/checkpoints/{at}/external_weights_urls"
+        )["urls"].items():
             files[f"{at}/{name}"] = hashlib.sha256(witness.http.get(url).content).hexdigest()
-    run_record = {k: v for k, v in witness.get(f"/training_runs/{run}").items() if k != "last_request_time"}
+    run_record = {
+        k: v for k, v in witness.get(f"/training_runs/{run}").items() if k != "last_request_time"
+    }
     return {
         "first results": [witness.result(request) for request in witness.known.requests[:3]],
         "logprobs": witness.logprobs(),
@@ -128,7 +144,10 @@ def state(witness: Tenant) -> dict[str, Any]:
         "files": files,
         "run": run_record,
         "checkpoints": witness.get("/checkpoints"),
-        "sessions": [witness.get("/sessions"), witness.get(f"/sessions/{witness.known.sessions[0]}")],
+        "sessions": [
+            witness.get("/sessions"),
+            witness.get(f"/sessions/{witness.known.sessions[0]}"),
+        ],
         "sampler": witness.get(f"/samplers/{witness.known.samplers[0]}"),
     }
 
@@ -144,16 +163,33 @@ def fuzz(directory: Path, count: int, seed: int, connections: int = 24, rounds: 
         with tenant(server, WITNESS) as witness:
             before = state(witness)
             for turn in range(rounds):
-                _round(server, witness.known, random.Random(f"{seed} {turn}"), count // rounds, connections, report)
+                _round(
+                    server,
+                    witness.known,
+                    random.Random(f"{seed} {turn}"),
+                    count // rounds,
+                    connections,
+                    report,
+                )
                 if server.process.poll() is not None:
                     said = "\n".join(server.output[-20:])
-                    report.faults.insert(0, f"the server ended with status {server.process.returncode}: {said}")
+                    report.faults.insert(
+                        0, f"the server ended with status {server.process.returncode}: {said}"
+                    )
                     return report
-                print(f"{report.requests} requests, slowest {report.slowest:.1f} s, {report.faults[:3]}", flush=True)
+                print(
+                    f"{report.requests} requests, slowest {report.slowest:.1f} s, {report.faults[:3]}",
+                    flush=True,
+                )
                 after = state(witness)
-                changed = [f"{name}: {before[name]} -> {after[name]}" for name in before if after[name] != before[name]]
+                changed = [
+                    f"{name}: {before[name]} -> {after[name]}"
+                    for name in before
+                    if after[name] != before[name]
+                ]
                 report.faults += [
-                    f"another tenant's state changed in round {turn}: {change[:2000]}" for change in changed
+                    f"another tenant's state changed in round {turn}: {change[:2000]}"
+                    for change in changed
                 ]
         status = server.stop()
         if status != 0:
@@ -164,24 +200,42 @@ def fuzz(directory: Path, count: int, seed: int, connections: int = 24, rounds: 
 
 
 def _round(
-    server: ServerProcess, others: Known, source: random.Random, count: int, connections: int, report: Report
+    server: ServerProcess,
+    others: Known,
+    source: random.Random,
+    count: int,
+    connections: int,
+    report: Report,
 ) -> None:
-    """With things of its own that are new, as those of before may have been ended, deleted or unloaded."""
+    """With things of its own that are new, as those of before may have been ended, deleted or
+    unloaded.
+    """
     with tenant(server, FUZZING) as fuzzing:
         catalogue = Catalogue(source, fuzzing.known, others)
         asyncio.run(fire(server.url, FUZZING, catalogue, count, report, connections))
 
 
 def _is_fault(line: str) -> bool:
-    """Of the log. Where the HTTP parser has already answered a broken request, the application's answer comes too late, and that is none."""
-    return "Traceback" in line and "h11._util.LocalProtocolError: can't handle event type Response" not in line
+    """Of the log. Where the HTTP parser has already answered a broken request, the application's
+    answer comes too late, and that is none.
+    """
+    return (
+        "Traceback" in line
+        and "h11._util.LocalProtocolError: can't handle event type Response" not in line
+    )
 
 
 def _outside(directory: Path) -> list[str]:
     """Files that were made, or changed, where the server has no business."""
-    strangers = [path for path in directory.iterdir() if path.name not in ("data", "keys", "model", SECRET_FILE)]
+    strangers = [
+        path
+        for path in directory.iterdir()
+        if path.name not in ("data", "keys", "model", SECRET_FILE)
+    ]
     links = [path for path in (directory / "data").rglob("*") if path.is_symlink()]
-    faults = [f"a file outside of the data directory, or a link: {path}" for path in [*strangers, *links]]
+    faults = [
+        f"a file outside of the data directory, or a link: {path}" for path in [*strangers, *links]
+    ]
     if (directory / SECRET_FILE).read_text() != SECRET:
         faults.append("a file outside of the data directory was written to")
     return faults
@@ -197,9 +251,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         report = fuzz(Path(directory), options.requests, options.seed, options.connections)
     seconds = time.monotonic() - began
-    print(f"{report.requests} requests in {seconds:.0f} s on {os.cpu_count()} cores; slowest {report.slowest:.1f} s")
+    print(
+        f"{report.requests} requests in {seconds:.0f} s on {os.cpu_count()} cores; slowest {report.slowest:.1f} s"
+    )
     print("statuses:", dict(sorted(report.statuses.items())))
-    often = [f"{name} {report.answered[name]}/{count}" for name, count in report.endpoints.most_common(60)]
+    often = [
+        f"{name} {report.answered[name]}/{count}"
+        for name, count in report.endpoints.most_common(60)
+    ]
     print("answered, of all that were sent:", *often, sep="\n  ")
     print(f"{len(report.faults)} faults", *report.faults[:50], sep="\n")
     return 1 if report.faults else 0

@@ -1,4 +1,6 @@
-"""One HTTP connection that sends whatever it is given, also what no client library would: raw bytes in paths, broken headers, halves."""
+"""One HTTP connection that sends whatever it is given, also what no client library would: raw bytes
+in paths, broken headers, halves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Shot:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
     is_broken: bool = False
-    """No HTTP request: `target` is sent as it is, and the connection given up after the answer, if there is one."""
+    """No HTTP request: `target` is sent as it is, and the connection given up after the answer, if
+    there is one.
+    """
 
     def __str__(self) -> str:
         return f"{self.method} {self.target[:200]!r} {self.headers} {self.body[:400]!r}"
@@ -34,7 +38,13 @@ class Shot:
         if self.is_broken:
             return self.target
         lines = b"".join(b"%b: %b\r\n" % header for header in self.headers)
-        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b" % (self.method.encode(), self.target, host, key_headers, lines)
+        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b" % (
+            self.method.encode(),
+            self.target,
+            host,
+            key_headers,
+            lines,
+        )
         return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(self.body), self.body)
 
 
@@ -90,7 +100,8 @@ class Connection:
         lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
         status = int(lines[0].split()[1])
         headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines[1:])
+            name.strip().lower(): value.strip()
+            for name, _, value in (line.partition(b":") for line in lines[1:])
         }
         body = await _body(reader, shot.method, status, headers)
         if headers.get(b"connection", b"").lower() == b"close":
@@ -98,7 +109,9 @@ class Connection:
         return status, body
 
 
-async def _body(reader: asyncio.StreamReader, method: str, status: int, headers: dict[bytes, bytes]) -> bytes:
+async def _body(
+    reader: asyncio.StreamReader, method: str, status: int, headers: dict[bytes, bytes]
+) -> bytes:
     if method == "HEAD" or status in _WITHOUT_BODY:
         return b""
     if b"content-length" in headers:

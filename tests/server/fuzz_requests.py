@@ -1,4 +1,6 @@
-"""Valid requests to every endpoint, with ids that exist, existed, belong to another tenant or lead elsewhere: what the fuzzer begins with."""
+"""Valid requests to every endpoint, with ids that exist, existed, belong to another tenant or lead
+elsewhere: what the fuzzer begins with.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from planish.wire.training import forward_backward_to_message
 
 API = "/api/v1"
 _KEPT = 64
-# Each names a file beside the data directory in another way; the fuzzer looks for its text in every answer.
+# Each names a file beside the data directory in another way; the fuzzer looks for its text in every
+# answer.
 SECRET_FILE = "secret.txt"
 ODD_IDS = (
     *("", "x", "..", ".", "0", "-1", "a b", "\n", "\u0000", "é", "\U0001f600", "\u202e", "s" * 5000, "weights", "tinker://"),
@@ -75,7 +78,10 @@ class Catalogue:
 
     def protobuf_request(self) -> bytes:
         """A body of /forward_backward."""
-        tokens = [self.random.choice((0, 1, 200, 271, 272, 2**31 - 1)) for _ in range(self.random.choice((0, 1, 4)))]
+        tokens = [
+            self.random.choice((0, 1, 200, 271, 272, 2**31 - 1))
+            for _ in range(self.random.choice((0, 1, 4)))
+        ]
         inputs = {"target_tokens": tokens, "weights": [1.0] * len(tokens)} if tokens else {}
         if self.random.random() < 0.3:
             inputs["advantages"] = [float(self.random.choice((0, 1, -1))) for _ in tokens]
@@ -83,8 +89,12 @@ class Catalogue:
         operation = ForwardBackward(
             model,
             [Datum(ModelInput.from_ints(tokens), inputs)] * self.random.choice((0, 1, 2)),
-            self.random.choice(("cross_entropy", "cross_entropy", "ppo", "stable_reinforce", "custom", "", "é")),
-            {"clip_low_threshold": self.random.choice((0.8, -1.0, float("nan")))} if self.random.random() < 0.2 else {},
+            self.random.choice(
+                ("cross_entropy", "cross_entropy", "ppo", "stable_reinforce", "custom", "", "é")
+            ),
+            {"clip_low_threshold": self.random.choice((0.8, -1.0, float("nan")))}
+            if self.random.random() < 0.2
+            else {},
             self.random.random() < 0.5,
         )
         return forward_backward_to_message(operation, max(1, min(self._number(model), 2**31 - 1)))
@@ -93,12 +103,16 @@ class Catalogue:
         """Method, quoted path and body."""
         run, _, checkpoint = self._path().removeprefix("tinker://").partition("/")
         run = run if self.random.random() < 0.6 else self._model()
-        checkpoint = checkpoint if self.random.random() < 0.6 else f"weights/{self.random.choice(ODD_IDS)}"
+        checkpoint = (
+            checkpoint if self.random.random() < 0.6 else f"weights/{self.random.choice(ODD_IDS)}"
+        )
         at = f"{API}/training_runs/{quote(run, safe=':')}"
         item = f"{at}/checkpoints/{quote(checkpoint)}"
         session = quote(self._session(), safe="")
         sampler = quote(self._id(self._known.samplers, self._others.samplers), safe="")
-        download = self.random.choice([*self._known.downloads, f"/downloads/{quote(self._odd(), safe='')}/x"])
+        download = self.random.choice(
+            [*self._known.downloads, f"/downloads/{quote(self._odd(), safe='')}/x"]
+        )
         name = self.random.choice((self._known.base_model, self._path(), self._odd()))
         method, path = self.random.choice(
             [
@@ -143,7 +157,9 @@ class Catalogue:
         placed = {"model_id": model, "seq_id": number}
         datum = {
             "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-            "loss_fn_inputs": {"target_tokens": {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}},
+            "loss_fn_inputs": {
+                "target_tokens": {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
+            },
         }
         given = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
         name = self.random.choice(("a", "b", f"n{number}", self._odd()))
@@ -188,14 +204,24 @@ class Catalogue:
         }  # fmt: skip
 
     def _openai_bodies(self) -> dict[str, Any]:
-        model = self.random.choice((self._known.base_model, self._known.base_model, self._path(), self._odd()))
+        model = self.random.choice(
+            (self._known.base_model, self._known.base_model, self._path(), self._odd())
+        )
         options = {
             "model": model, "max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "n": 1, "seed": 1, "stop": ["a"],
             "stream": self.random.random() < 0.5,
         }  # fmt: skip
         return {
-            "/v1/chat/completions": {**options, "messages": [{"role": "user", "content": "hi"}], "logprobs": True},
-            "/v1/completions": {**options, "prompt": self.random.choice(("hi", [1, 2, 3], ["a", "b"])), "logprobs": 2},
+            "/v1/chat/completions": {
+                **options,
+                "messages": [{"role": "user", "content": "hi"}],
+                "logprobs": True,
+            },
+            "/v1/completions": {
+                **options,
+                "prompt": self.random.choice(("hi", [1, 2, 3], ["a", "b"])),
+                "logprobs": 2,
+            },
         }
 
     def _number(self, model: str) -> int:
@@ -212,7 +238,11 @@ class Catalogue:
         return self._id(self._known.models, self._others.models)
 
     def _path(self) -> str:
-        odd = [f"tinker://{self._odd()}/weights/{self._odd()}", "tinker://../weights/../..", "/etc/passwd"]
+        odd = [
+            f"tinker://{self._odd()}/weights/{self._odd()}",
+            "tinker://../weights/../..",
+            "/etc/passwd",
+        ]
         return self._id(self._known.paths, [*self._others.paths, *odd])
 
     def _odd(self) -> str:

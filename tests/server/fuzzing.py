@@ -1,7 +1,7 @@
 """Requests at random: valid ones, spoiled in one or more ways, and bytes that are none.
 
-What may come back is an answer, or a refusal with a sentence; never a 5xx, never nothing, and never the text of a file outside of the
-data directory.
+What may come back is an answer, or a refusal with a sentence; never a 5xx, never nothing, and never
+the text of a file outside of the data directory.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Fuzzer:
         for _ in range(self._random.choice((0, 0, 0, 1, 1, 1, 2, 5))):
             self._spoil(body)
         data = orjson.dumps(body)
-        return self._packed("POST", path, self._damaged(data) if self._random.random() < 0.1 else data, JSON)
+        return self._packed(
+            "POST", path, self._damaged(data) if self._random.random() < 0.1 else data, JSON
+        )
 
     def _protobuf_shot(self) -> Shot:
         data = self._catalogue.protobuf_request()
@@ -102,21 +104,33 @@ class Fuzzer:
         return self._packed("POST", f"{API}/forward_backward", data, PROTOBUF)
 
     def _noise(self) -> Shot:
-        path = self._random.choice((self._catalogue.json_request()[0], f"{API}/" + quote(self._random.choice(ODD_IDS))))
-        method = self._random.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "\x41"))
+        path = self._random.choice(
+            (self._catalogue.json_request()[0], f"{API}/" + quote(self._random.choice(ODD_IDS)))
+        )
+        method = self._random.choice(
+            ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "\x41")
+        )
         data = self._random.randbytes(self._random.choice((0, 1, 10, 1000)))
-        return self._packed(method, path, data, self._random.choice((JSON, PROTOBUF, "text/plain", "")))
+        return self._packed(
+            method, path, data, self._random.choice((JSON, PROTOBUF, "text/plain", ""))
+        )
 
     def _raw(self) -> Shot:
         if self._random.random() < 0.5:
             return Shot("GET", self._random.choice(_BROKEN), is_broken=True)
-        return Shot(self._random.choice(("GET", "POST", "DELETE")), self._random.choice(_RAW_TARGETS))
+        return Shot(
+            self._random.choice(("GET", "POST", "DELETE")), self._random.choice(_RAW_TARGETS)
+        )
 
     def _query(self) -> str:
         if self._random.random() < 0.6:
             return ""
-        names = self._random.sample(("limit", "offset", "base_model", "access_scope", "project_id", "a"), 2)
-        return "?" + "&".join(f"{name}={quote(str(self._random.choice(ODD_VALUES))[:60])}" for name in names)
+        names = self._random.sample(
+            ("limit", "offset", "base_model", "access_scope", "project_id", "a"), 2
+        )
+        return "?" + "&".join(
+            f"{name}={quote(str(self._random.choice(ODD_VALUES))[:60])}" for name in names
+        )
 
     def _packed(self, method: str, path: str, body: bytes, content_type: str) -> Shot:
         headers = [(b"content-type", content_type.encode())] if content_type else []
@@ -125,7 +139,12 @@ class Fuzzer:
             headers.append((b"content-encoding", b"zstd"))
             body = zstandard.compress(body)
         elif pick < 0.10:
-            headers.append((b"content-encoding", self._random.choice((b"zstd", b"gzip", b"br", b"identity", b"\xe9"))))
+            headers.append(
+                (
+                    b"content-encoding",
+                    self._random.choice((b"zstd", b"gzip", b"br", b"identity", b"\xe9")),
+                )
+            )
         if self._random.random() < 0.1:
             headers.append((b"accept", self._random.choice((PROTOBUF, JSON, "*/*", "")).encode()))
         return Shot(method, path.encode(), tuple(headers), body)
@@ -155,13 +174,21 @@ class Fuzzer:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) in `value`."""
-    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else list(range(len(value)))
+        if isinstance(value, list)
+        else []
+    )
     for key in keys:
         yield value, key
         yield from _places(value[key])
 
 
-async def fire(url: str, key: str, catalogue: Catalogue, count: int, report: Report, connections: int = 24) -> None:
+async def fire(
+    url: str, key: str, catalogue: Catalogue, count: int, report: Report, connections: int = 24
+) -> None:
     """Send `count` requests over so many connections."""
     fuzzer = Fuzzer(catalogue)
     left = iter(range(count))
@@ -204,7 +231,11 @@ def _endpoint(shot: Shot) -> str:
     if shot.is_broken or not parts:
         return "broken or odd"
     name = "/".join(parts[2:3] if parts[:2] == ["api", "v1"] else parts[:3])
-    last = parts[-1] if len(parts) > 3 and parts[-1].replace("_", "").isalpha() and len(parts[-1]) > 2 else ""
+    last = (
+        parts[-1]
+        if len(parts) > 3 and parts[-1].replace("_", "").isalpha() and len(parts[-1]) > 2
+        else ""
+    )
     return f"{shot.method} {name[:40]}{'/../' + last[:30] if last else ''}"
 
 
@@ -216,7 +247,11 @@ def _fault(shot: Shot, answer: Answer) -> str | None:
         return f"{answer.status} tells the text of a file outside: {answer.body[:300]!r}"
     if answer.status < 400 or answer.status == 408 or shot.method == "HEAD" or shot.is_broken:
         return None
-    return None if _has_sentence(answer.body) else f"{answer.status} without a sentence, {answer.body[:200]!r}"
+    return (
+        None
+        if _has_sentence(answer.body)
+        else f"{answer.status} without a sentence, {answer.body[:200]!r}"
+    )
 
 
 def _has_sentence(body: bytes) -> bool:

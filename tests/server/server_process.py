@@ -1,4 +1,6 @@
-"""`planish serve` as a process of its own, on a tiny random model, for tests that speak to it over a socket."""
+"""`planish serve` as a process of its own, on a tiny random model, for tests that speak to it over
+a socket.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,15 @@ def start_server(
 ) -> ServerProcess:
     """A server on any free port; it serves `model`, and has no way to a network."""
     served = f"{BASE_MODEL}={model}"
-    arguments: Sequence[str] = ("--port", "0", "--data-dir", str(data_dir), "--model", served, *options)
+    arguments: Sequence[str] = (
+        "--port",
+        "0",
+        "--data-dir",
+        str(data_dir),
+        "--model",
+        served,
+        *options,
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, *arguments],
         stdout=subprocess.PIPE,

@@ -1,10 +1,13 @@
-"""Mixed traffic of several tenants for some minutes, and what the server takes meanwhile: memory, files, database, threads.
+"""Mixed traffic of several tenants for some minutes, and what the server takes meanwhile: memory,
+files, database, threads.
 
     python tests/server/soak_run.py --minutes 8 --record soak_run.json
 
-Every tenant plays episodes over HTTP: a session with a model that is trained, sampled from, saved, loaded, deleted and unloaded. Settings are
-small (results age within half a minute, samplers without a name take a few MB), so that everything that grows must have been cleaned up
-many times. The run fails if, behind the warm-up of its first third, anything is larger at its end than at its beginning.
+Every tenant plays episodes over HTTP: a session with a model that is trained, sampled from, saved,
+loaded, deleted and unloaded. Settings are small (results age within half a minute, samplers without
+a name take a few MB), so that everything that grows must have been cleaned up many times. The run
+fails if, behind the warm-up of its first third, anything is larger at its end than at its
+beginning.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from wire_client import Patient, WireClient
 
 from planish.server.answers import Accepted, Done
 from planish.server.settings import ServerSettings
-from planish.service import CreateModel, CreateSampler, LoadWeights, Operation, PublishSampler, SaveWeights
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    LoadWeights,
+    Operation,
+    PublishSampler,
+    SaveWeights,
+)
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
@@ -89,9 +99,12 @@ def look(pid: int, data_dir: Path, begun: float) -> Sight:
         seconds=round(time.monotonic() - begun, 1),
         resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
         files=len(sizes),
-        database_bytes=sum(size for path, size in sizes.items() if path.name.startswith("server.db")),
+        database_bytes=sum(
+            size for path, size in sizes.items() if path.name.startswith("server.db")
+        ),
         rows=rows,
-        body_bytes=(inline or 0) + sum(size for path, size in sizes.items() if path.parent.name == "bodies"),
+        body_bytes=(inline or 0)
+        + sum(size for path, size in sizes.items() if path.parent.name == "bodies"),
         checkpoint_bytes=sum(size for path, size in sizes.items() if "checkpoints" in path.parts),
         open_files=len(list((process / "fd").iterdir())),
         threads=int(status["Threads"]),
@@ -115,8 +128,12 @@ class Tenant:
     async def _episode(self) -> None:
         session = await self._patient.call("create_session")
         model_id = f"{session}:train:0"
-        await self._answered("create_model", CreateModel(model_id, BASE, LoraConfig(RANK, self.episodes)))
-        base = await self._patient.call("create_sampler", CreateSampler(f"{session}:sample:0", BASE))
+        await self._answered(
+            "create_model", CreateModel(model_id, BASE, LoraConfig(RANK, self.episodes))
+        )
+        base = await self._patient.call(
+            "create_sampler", CreateSampler(f"{session}:sample:0", BASE)
+        )
         model = _Counted(model_id)
         for step in range(_STEPS):
             operations = [gradient(model_id, step), gradient(model_id, step + 50), adam(model_id)]
@@ -129,7 +146,9 @@ class Tenant:
         answer = await self._train(model, SaveWeights(model_id, "kept", ttl_seconds=20))
         path = json.loads(answer.content)["path"]
         await self._train(model, LoadWeights(model_id, path, with_optimizer=True))
-        await self._patient.call("create_sampler", CreateSampler(f"{session}:sample:90", None, path))
+        await self._patient.call(
+            "create_sampler", CreateSampler(f"{session}:sample:90", None, path)
+        )
         await self._draw(f"{session}:sample:90", 2)
         if self.episodes % 2:
             await self._patient.call("delete_checkpoint", path)
@@ -147,7 +166,9 @@ class Tenant:
             self._answered("submit_sample", index, sample(sampler_id, prompt, n=4, max_tokens=12))
             for index, prompt in enumerate(prompts)
         )
-        given_up = await self._patient.call("submit_sample", 1000, sample(sampler_id, n=1, max_tokens=400))
+        given_up = await self._patient.call(
+            "submit_sample", 1000, sample(sampler_id, n=1, max_tokens=400)
+        )
         await asyncio.gather(*drawing)
         await self._patient.call("cancel", given_up.request_id)
         await self._patient.answer(given_up.request_id)
@@ -168,11 +189,16 @@ class _Counted:
 
 async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sight], int, int]:
     """What was seen, and how many episodes and requests there were."""
-    data_dir, keys = directory / "data", {f"tml-soak-{number}": f"tenant{number}" for number in range(tenants)}
+    data_dir, keys = (
+        directory / "data",
+        {f"tml-soak-{number}": f"tenant{number}" for number in range(tenants)},
+    )
     start = Start(tiny_model(directory / "model"), data_dir, SETTINGS, free_port(), keys)
     server = CrashServer(start)
     begun = time.monotonic()
-    clients = [Tenant(f"http://127.0.0.1:{start.port}", key, number) for number, key in enumerate(keys)]
+    clients = [
+        Tenant(f"http://127.0.0.1:{start.port}", key, number) for number, key in enumerate(keys)
+    ]
     sights: list[Sight] = []
 
     async def watch() -> None:
@@ -182,7 +208,8 @@ async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sigh
             print(json.dumps(asdict(sights[-1])), flush=True)
 
     try:
-        async with asyncio.TaskGroup() as tasks:  # an error of one, or of the watch, is the end of all
+        async with asyncio.TaskGroup() as tasks:
+            # an error of one, or of the watch, is the end of all
             watching = tasks.create_task(watch())
             await asyncio.gather(*(client.play(begun + 60 * minutes) for client in clients))
             watching.cancel()
@@ -191,7 +218,11 @@ async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sigh
             await client.wire.close()
         server.kill()
         await server.died()
-    return sights, sum(client.episodes for client in clients), sum(client.requests for client in clients)
+    return (
+        sights,
+        sum(client.episodes for client in clients),
+        sum(client.requests for client in clients),
+    )
 
 
 def growth(sights: list[Sight]) -> dict[str, dict[str, float]]:
@@ -212,20 +243,31 @@ def growth(sights: list[Sight]) -> dict[str, dict[str, float]]:
 def grown(found: dict[str, dict[str, float]]) -> list[str]:
     """What is larger in the last third than in the second, beyond chance."""
     return [
-        name for name, sizes in found.items() if sizes["last third"] > sizes["second third"] * _GROWTH + _SLACK[name]
+        name
+        for name, sizes in found.items()
+        if sizes["last third"] > sizes["second third"] * _GROWTH + _SLACK[name]
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--tenants", type=int, default=4)
     parser.add_argument("--record", type=Path, help="a JSON file for the result")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="planish-soak-") as directory:
-        sights, episodes, requests = asyncio.run(soak(Path(directory), arguments.minutes, arguments.tenants))
+        sights, episodes, requests = asyncio.run(
+            soak(Path(directory), arguments.minutes, arguments.tenants)
+        )
     found = growth(sights)
-    result = {"minutes": arguments.minutes, "episodes": episodes, "requests": requests, "found": found}
+    result = {
+        "minutes": arguments.minutes,
+        "episodes": episodes,
+        "requests": requests,
+        "found": found,
+    }
     result["grown"] = grown(found)
     text = json.dumps(result, indent=2)
     print(text)

@@ -34,7 +34,11 @@ from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
 from planish.wire.client_frames import FrameReader
 from planish.wire.sampling import sample_response_from_message
-from planish.wire.training import forward_backward_to_json, forward_backward_to_message, output_from_message
+from planish.wire.training import (
+    forward_backward_to_json,
+    forward_backward_to_message,
+    output_from_message,
+)
 
 BASE = "planish/tiny-model"
 KEYS = {"tml-alice-key": "alice", "tml-bob-key": "bob"}
@@ -49,23 +53,40 @@ class Caller:
         self.client, self.headers = client, {"x-api-key": key}
 
     def call(
-        self, method: str, path: str, body: Any = None, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        status: int = 200,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Any:
         content = orjson.dumps(body) if isinstance(body, dict) else body
         answer = self.client.request(
-            method, f"/api/v1{path}", content=content, headers={**self.headers, **headers}, follow_redirects=False
+            method,
+            f"/api/v1{path}",
+            content=content,
+            headers={**self.headers, **headers},
+            follow_redirects=False,
         )
         assert answer.status_code == status, (answer.status_code, answer.text[:500])
         return answer.json() if "json" in answer.headers.get("content-type", "") else answer
 
-    def post(self, path: str, body: Any, status: int = 200, headers: Mapping[str, str] = NO_HEADERS) -> Any:
+    def post(
+        self, path: str, body: Any, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
+    ) -> Any:
         return self.call("POST", path, body, status, headers)
 
     def get(self, path: str, status: int = 200) -> Any:
         return self.call("GET", path, None, status)
 
     def session(self, **more: Any) -> str:
-        body = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session", **more}
+        body = {
+            "tags": [],
+            "user_metadata": {},
+            "sdk_version": "0.38.0",
+            "type": "create_session",
+            **more,
+        }
         return self.post("/create_session", body)["session_id"]
 
     def model(self, session: str | None = None, number: int = 0) -> str:
@@ -80,15 +101,24 @@ class Caller:
         return accepted["model_id"]
 
     def sampler(self, session: str | None = None, number: int = 0, **more: Any) -> str:
-        body = {"session_id": session or self.session(), "sampling_session_seq_id": number, "base_model": BASE, **more}
+        body = {
+            "session_id": session or self.session(),
+            "sampling_session_seq_id": number,
+            "base_model": BASE,
+            **more,
+        }
         return self.post("/create_sampling_session", body)["sampling_session_id"]
 
-    def result(self, accepted: Any, status: int = 200, headers: Mapping[str, str] = NO_HEADERS) -> Any:
+    def result(
+        self, accepted: Any, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
+    ) -> Any:
         body = {"request_id": accepted["request_id"], "allow_metadata_only": True}
         give_up = time.monotonic() + 60
         while True:
             answer = self.client.post(
-                "/api/v1/retrieve_future", content=orjson.dumps(body), headers={**self.headers, **headers}
+                "/api/v1/retrieve_future",
+                content=orjson.dumps(body),
+                headers={**self.headers, **headers},
             )
             if answer.status_code != 408 or time.monotonic() > give_up:
                 break
@@ -96,7 +126,12 @@ class Caller:
         return answer.json() if "json" in answer.headers["content-type"] else answer.content
 
     def forward_backward(self, model: str, seq: int, status: int = 200, **more: Any) -> Any:
-        return self.post("/forward_backward", forward_backward_to_message(fb(model, **more), seq), status, PROTOBUF)
+        return self.post(
+            "/forward_backward",
+            forward_backward_to_message(fb(model, **more), seq),
+            status,
+            PROTOBUF,
+        )
 
     def optim_step(self, model: str, seq: int, status: int = 200, rate: float = 1e-2) -> Any:
         body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": rate}}
@@ -203,9 +238,16 @@ def test_another_tenants_things_are_not_there(alice: Caller, bob: Caller):
     bob.post("/session_heartbeat", {"session_id": session}, 404)
     bob.post("/retrieve_future", {"request_id": accepted["request_id"]}, 404)
     bob.get(f"/training_runs/{model}", 404)
-    for method, end in (("DELETE", ""), ("POST", "/publish"), ("GET", "/archive"), ("GET", "/external_weights_urls")):
+    for method, end in (
+        ("DELETE", ""),
+        ("POST", "/publish"),
+        ("GET", "/archive"),
+        ("GET", "/external_weights_urls"),
+    ):
         bob.call(method, f"/training_runs/{model}/checkpoints/weights/mine{end}", None, 404)
-    bob.call("PUT", f"/training_runs/{model}/checkpoints/weights/mine/ttl", {"ttl_seconds": 3600}, 404)
+    bob.call(
+        "PUT", f"/training_runs/{model}/checkpoints/weights/mine/ttl", {"ttl_seconds": 3600}, 404
+    )
     assert bob.get("/checkpoints")["checkpoints"] == []
     assert alice.get("/checkpoints")["checkpoints"][0]["tinker_path"] == path
     # What is published can be read, and used, but not changed.
@@ -248,11 +290,15 @@ def test_what_is_not_offered_is_refused_with_a_sentence(alice: Caller, method: s
 # Bodies
 
 
-@pytest.mark.parametrize(("encoding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)])
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)]
+)
 def test_a_compressed_body(alice: Caller, encoding: str, pack: Any):
     model = alice.model()
     body = pack(forward_backward_to_message(fb(model), 1))
-    accepted = alice.post("/forward_backward", body, headers=PROTOBUF | {"content-encoding": encoding})
+    accepted = alice.post(
+        "/forward_backward", body, headers=PROTOBUF | {"content-encoding": encoding}
+    )
     assert output_from_message(alice.result(accepted, headers=PROTOBUF)).metrics["loss:sum"] > 0
 
 
@@ -261,12 +307,16 @@ def test_a_body_that_is_too_large_is_refused(alice: Caller, client: TestClient):
     assert "larger than" in alice.post("/create_session", large, 413)["detail"]
     assert (
         "larger than"
-        in alice.post("/create_session", zstandard.compress(large), 413, {"content-encoding": "zstd"})["detail"]
+        in alice.post(
+            "/create_session", zstandard.compress(large), 413, {"content-encoding": "zstd"}
+        )["detail"]
     )
     assert client.app.state.http.room.used == 0  # type: ignore[attr-defined]
 
 
-def test_when_all_bodies_are_too_large_together_it_says_come_again(alice: Caller, client: TestClient, monkeypatch):
+def test_when_all_bodies_are_too_large_together_it_says_come_again(
+    alice: Caller, client: TestClient, monkeypatch
+):
     room = client.app.state.http.room  # type: ignore[attr-defined]
     monkeypatch.setattr(room, "limit", 10)
     answer = alice.post("/session_heartbeat", {"session_id": "s" * 70_000}, 503)
@@ -286,7 +336,9 @@ def test_one_tenant_has_half_of_the_room_for_bodies():
 
 
 def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(client: TestClient):
-    """What is read takes many times the memory of the body. All at once, eight of 60 MiB took 5.5 GB."""
+    """What is read takes many times the memory of the body. All at once, eight of 60 MiB took 5.5
+    GB.
+    """
     state = client.app.state.http  # type: ignore[attr-defined]
     large, small = bytes(exchange.TRAINING_BODY // 4), bytes(exchange.SMALL_BODY)
     reading, most, go_on = [0], [0], threading.Event()
@@ -302,7 +354,10 @@ def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(clie
             request = Request({"type": "http", "method": "POST", "headers": []})
             return exchange.Exchange(request, state, Tenant(tenant)).compute(body, work)
 
-        readers = [asyncio.create_task(compute(tenant, large, read)) for tenant in ("alice", "bob", "alice")]
+        readers = [
+            asyncio.create_task(compute(tenant, large, read))
+            for tenant in ("alice", "bob", "alice")
+        ]
         await asyncio.sleep(0)
         await asyncio.wait_for(compute("alice", small, lambda: None), 60)
         go_on.set()
@@ -331,7 +386,9 @@ def test_a_body_that_stalls_is_not_waited_for(client: TestClient, monkeypatch):
     assert state.room.used == 0
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"session_id": 3}', b'{"session_id": "../x"}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"session_id": 3}', b'{"session_id": "../x"}']
+)
 def test_a_malformed_body_is_refused_with_a_sentence(alice: Caller, body: bytes):
     assert len(alice.post("/session_heartbeat", body, 400)["detail"]) > 10
 
@@ -341,9 +398,9 @@ def test_a_malformed_body_is_refused_with_a_sentence(alice: Caller, body: bytes)
 
 def test_life_of_a_session(alice: Caller):
     session = alice.session(display_name="Night Run", user_metadata={"a": "b"})
-    assert alice.post("/session_heartbeat", {"session_id": session, "type": "session_heartbeat"}) == {
-        "type": "session_heartbeat"
-    }
+    assert alice.post(
+        "/session_heartbeat", {"session_id": session, "type": "session_heartbeat"}
+    ) == {"type": "session_heartbeat"}
     model, sampler = alice.model(session), alice.sampler(session)
     record = alice.get(f"/sessions/{session}")
     assert record["training_run_ids"] == [model]
@@ -364,11 +421,14 @@ def test_search_among_sessions(alice: Caller):
     assert [item["session_id"] for item in found] == [sessions[2], sessions[0]]
     first = alice.post("/sessions/search", {"user_metadata": {"set": "search"}, "limit": 2})
     second = alice.post(
-        "/sessions/search", {"user_metadata": {"set": "search"}, "limit": 2, "cursor": first["next_cursor"]}
+        "/sessions/search",
+        {"user_metadata": {"set": "search"}, "limit": 2, "cursor": first["next_cursor"]},
     )
     assert [item["session_id"] for item in first["sessions"] + second["sessions"]] == sessions[::-1]
     assert second["next_cursor"] is None
-    assert alice.post("/sessions/search", {"session_id": sessions[1]})["sessions"][0]["status"] == {"type": "active"}
+    assert alice.post("/sessions/search", {"session_id": sessions[1]})["sessions"][0]["status"] == {
+        "type": "active"
+    }
     alice.post(f"/sessions/{sessions[1]}/finish", {"reason": {"type": "success"}}, 204)
     active = {"user_metadata": {"set": "search"}, "statuses": [{"type": "active"}]}
     assert len(alice.post("/sessions/search", active)["sessions"]) == 2
@@ -382,7 +442,9 @@ def test_clients_are_told_how_to_behave(alice: Caller):
     assert alice.post("/client/dynamic_config", {})["sample_cancel_enabled"] is True
     assert alice.post("/telemetry", {"events": []}) == {"status": "accepted"}
     models = alice.get("/get_server_capabilities")["supported_models"]
-    assert [(model["model_name"], model["max_context_length"]) for model in models] == [(BASE, 2048)]
+    assert [(model["model_name"], model["max_context_length"]) for model in models] == [
+        (BASE, 2048)
+    ]
 
 
 def test_an_unknown_base_model_is_refused_with_the_list(alice: Caller):
@@ -401,7 +463,9 @@ def test_a_training_step(alice: Caller):
     losses = []
     for seq in range(1, 7, 2):
         first, second = alice.forward_backward(model, seq), alice.optim_step(model, seq + 1)
-        losses.append(output_from_message(alice.result(first, headers=PROTOBUF)).metrics["loss:sum"])
+        losses.append(
+            output_from_message(alice.result(first, headers=PROTOBUF)).metrics["loss:sum"]
+        )
         assert alice.result(second)["metrics"]["grad_norm"] > 0
     assert losses[2] < losses[1] < losses[0]
 
@@ -423,7 +487,12 @@ def test_a_repetition_is_the_same_request(alice: Caller):
     assert alice.optim_step(model, 2) == step
     assert alice.result(step)["metrics"]["adam_step"] == 1
     session, number = model.split(":")[0], 0
-    body = {"session_id": session, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 4, "seed": 1}}
+    body = {
+        "session_id": session,
+        "model_seq_id": number,
+        "base_model": BASE,
+        "lora_config": {"rank": 4, "seed": 1},
+    }
     assert alice.post("/create_model", body)["model_id"] == model
     alice.post("/create_model", {**body, "lora_config": {"rank": 8, "seed": 1}}, 400)
 
@@ -432,7 +501,10 @@ def test_a_refused_number_is_used_up(alice: Caller):
     model = alice.model()
     body = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
     body.data.add().model_input.add().image.data = b"png"
-    assert "encoded_text" in alice.post("/forward_backward", body.SerializeToString(), 400, PROTOBUF)["detail"]
+    assert (
+        "encoded_text"
+        in alice.post("/forward_backward", body.SerializeToString(), 400, PROTOBUF)["detail"]
+    )
     accepted = alice.forward_backward(model, 2)
     assert output_from_message(alice.result(accepted, headers=PROTOBUF)).metrics["loss:sum"] > 0
 
@@ -454,7 +526,9 @@ def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
     model = alice.model()
     alice.forward_backward(model, 1)
     alice.post("/save_weights", {"model_id": model, "seq_id": 2, "path": 5}, 400)
-    body = pb.ForwardBackwardRequest(model_id=model, seq_id=3, loss_fn="cross_entropy", forward_only=True)
+    body = pb.ForwardBackwardRequest(
+        model_id=model, seq_id=3, loss_fn="cross_entropy", forward_only=True
+    )
     body.data.add().model_input.add().image.data = b"png"
     alice.post("/forward_backward", body.SerializeToString(), 400, PROTOBUF)
     assert alice.result(alice.optim_step(model, 4))["metrics"]["adam_step"] == 1
@@ -463,7 +537,9 @@ def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
 def test_a_request_that_fails_by_itself_is_a_failed_future(alice: Caller):
     model = alice.model()
     inputs: dict[str, Any] = {"logprobs": [-200.0] * 3, "advantages": [1.0] * 3}
-    failed = alice.result(alice.forward_backward(model, 1, loss_fn="importance_sampling", **inputs), headers=PROTOBUF)
+    failed = alice.result(
+        alice.forward_backward(model, 1, loss_fn="importance_sampling", **inputs), headers=PROTOBUF
+    )
     assert failed["category"] == "user"
     assert "finite" in failed["error"]
 
@@ -472,7 +548,9 @@ def test_a_request_that_fails_by_itself_is_a_failed_future(alice: Caller):
 def test_json_in_and_out(alice: Caller, path: str):
     """The wire of the SDK of 0.21."""
     model = alice.model()
-    operation = ForwardBackward(model, fb(model).data, "cross_entropy", {}, forward_only=path == "/forward")
+    operation = ForwardBackward(
+        model, fb(model).data, "cross_entropy", {}, forward_only=path == "/forward"
+    )
     accepted = alice.post(path, forward_backward_to_json(operation, 1))
     as_json = alice.result(accepted)
     as_protobuf = output_from_message(
@@ -483,7 +561,9 @@ def test_json_in_and_out(alice: Caller, path: str):
     np.testing.assert_array_equal(data, as_protobuf.loss_fn_outputs[0]["logprobs"].to_numpy())
 
 
-def test_info_names_the_tokenizer_to_clients_of_this_machine_only(alice: Caller, model_directory: Path):
+def test_info_names_the_tokenizer_to_clients_of_this_machine_only(
+    alice: Caller, model_directory: Path
+):
     model = alice.model()
     info = alice.post("/get_info", {"model_id": model})
     assert info["model_data"]["tokenizer_id"] == str(model_directory)
@@ -536,7 +616,9 @@ def test_sample(alice: Caller):
         ({"sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
     ],
 )
-def test_an_option_that_cannot_be_served_is_named(alice: Caller, change: dict[str, Any], named: str):
+def test_an_option_that_cannot_be_served_is_named(
+    alice: Caller, change: dict[str, Any], named: str
+):
     assert named in alice.sample(alice.sampler(), 0, 400, **change)["detail"]
 
 
@@ -550,16 +632,31 @@ def test_a_sampler_of_weights_in_training(alice: Caller):
 
 
 def test_an_answer_that_could_be_too_large_is_refused_in_a_batch_too(alice: Caller):
-    much = {"num_samples": 4096, "sampling_params": {"max_tokens": 2000}, "topk_sample_logprobs": 20}
+    much = {
+        "num_samples": 4096,
+        "sampling_params": {"max_tokens": 2000},
+        "topk_sample_logprobs": 20,
+    }
     sampler = alice.sampler()
     assert "MiB" in alice.sample(sampler, 0, 400, **much)["detail"]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-    csr = {"data": [], "dtype": "int64", "shape": [1, 1 << 22], "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
+    csr = {
+        "data": [],
+        "dtype": "int64",
+        "shape": [1, 1 << 22],
+        "sparse_crow_indices": [0, 0],
+        "sparse_col_indices": [],
+    }
     one = {"sampling_session_id": sampler, "prompt": prompt}
     asking = {"target_prompt_logprobs": csr, "sampling_params": {"max_tokens": 1}}
-    requests = [{**one, "seq_id": 0, **much}, *({**one, "seq_id": seq, **asking} for seq in range(1, 18))]
+    requests = [
+        {**one, "seq_id": 0, **much},
+        *({**one, "seq_id": seq, **asking} for seq in range(1, 18)),
+    ]
     frames = FrameReader().feed(alice.post("/planish/draw", {"requests": requests}).content)
-    problems = [frame.header["detail"] for frame in sorted(frames, key=lambda frame: frame.header["index"])]
+    problems = [
+        frame.header["detail"] for frame in sorted(frames, key=lambda frame: frame.header["index"])
+    ]
     assert "MiB" in problems[0]
     assert all("at most 272" in problem for problem in problems[1:17])  # the vocabulary
     assert "filled up" in problems[17]  # which is of the whole body
@@ -567,7 +664,9 @@ def test_an_answer_that_could_be_too_large_is_refused_in_a_batch_too(alice: Call
 
 def test_cancel(alice: Caller):
     sampler = alice.sampler()
-    accepted = alice.sample(sampler, 0, num_samples=64, sampling_params={"max_tokens": 2000, "stop": []})
+    accepted = alice.sample(
+        sampler, 0, num_samples=64, sampling_params={"max_tokens": 2000, "stop": []}
+    )
     alice.post("/cancel_future", {"request_id": accepted["request_id"]}, 204)
     assert "error" in alice.result(accepted)
 
@@ -579,8 +678,12 @@ def test_cancel(alice: Caller):
 def run(alice: Caller) -> str:
     """A model with one checkpoint of each kind, named a."""
     model = alice.model()
-    for seq, kind in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), start=1):
-        path = alice.result(alice.post(f"/{kind}", {"model_id": model, "seq_id": seq, "path": "a"}))["path"]
+    for seq, kind in enumerate(
+        ("save_weights", "save_weights_for_sampler", "save_weights_external"), start=1
+    ):
+        path = alice.result(
+            alice.post(f"/{kind}", {"model_id": model, "seq_id": seq, "path": "a"})
+        )["path"]
         assert (
             path
             == f"tinker://{model}/{kind.removeprefix('save_').replace('weights_for_sampler', 'sampler_weights').replace('weights_external', 'external_weights')}/a"
@@ -589,7 +692,10 @@ def run(alice: Caller) -> str:
 
 
 def test_listing(alice: Caller, run: str):
-    kinds = {item["checkpoint_type"]: item for item in alice.get(f"/training_runs/{run}/checkpoints")["checkpoints"]}
+    kinds = {
+        item["checkpoint_type"]: item
+        for item in alice.get(f"/training_runs/{run}/checkpoints")["checkpoints"]
+    }
     assert {kind: item["checkpoint_id"] for kind, item in kinds.items()} == {
         "training": "weights/a",
         "sampler": "sampler_weights/a",
@@ -612,29 +718,48 @@ def test_listing(alice: Caller, run: str):
 def test_older_clients_are_told_of_types_that_they_know(alice: Caller, run: str):
     path = f"/training_runs/{run}/checkpoints"
     for version, kind in (("0.21.0", "sampler"), ("0.38.1", "external"), ("1.0.0", "external")):
-        listed = alice.call("GET", path, headers={"x-stainless-package-version": version})["checkpoints"]
+        listed = alice.call("GET", path, headers={"x-stainless-package-version": version})[
+            "checkpoints"
+        ]
         kinds = {item["checkpoint_id"]: item["checkpoint_type"] for item in listed}
         assert kinds["external_weights/a"] == kind
 
 
 def test_there_are_no_projects_and_no_access_by_token(alice: Caller, run: str):
-    for path in ("/training_runs", f"/training_runs/{run}", "/sessions", f"/sessions/{run.split(':')[0]}"):
+    for path in (
+        "/training_runs",
+        f"/training_runs/{run}",
+        "/sessions",
+        f"/sessions/{run.split(':')[0]}",
+    ):
         assert alice.get(f"{path}?access_scope=accessible")
         assert "access_scope" in alice.get(f"{path}?access_scope=mine", 400)["detail"]
         assert "no projects" in alice.get(f"{path}?project_id=p", 400)["detail"]
     copy = {"source_path": f"tinker://{run}/weights/a", "destination_project_id": "p"}
     header = {"x-tinker-weights-access-token": "secret"}
     assert "published" in alice.post("/copy_weights", copy, 400, header)["detail"]
-    assert "published" in alice.post("/copy_weights", {**copy, "weights_access_token": "secret"}, 400)["detail"]
-    load = {"session_id": alice.session(), "model_seq_id": 0, "path": f"tinker://{run}/weights/a", "optimizer": True}
-    assert "published" in alice.post("/load_weights", {**load, "weights_access_token": "secret"}, 400)["detail"]
+    assert (
+        "published"
+        in alice.post("/copy_weights", {**copy, "weights_access_token": "secret"}, 400)["detail"]
+    )
+    load = {
+        "session_id": alice.session(),
+        "model_seq_id": 0,
+        "path": f"tinker://{run}/weights/a",
+        "optimizer": True,
+    }
+    assert (
+        "published"
+        in alice.post("/load_weights", {**load, "weights_access_token": "secret"}, 400)["detail"]
+    )
 
 
 def test_time_to_live(alice: Caller, run: str):
     at = f"/training_runs/{run}/checkpoints/weights/a"
     alice.call("PUT", f"{at}/ttl", {"ttl_seconds": 3600}, 204)
     expires = {
-        c["checkpoint_id"]: c["expires_at"] for c in alice.get(f"/training_runs/{run}/checkpoints")["checkpoints"]
+        c["checkpoint_id"]: c["expires_at"]
+        for c in alice.get(f"/training_runs/{run}/checkpoints")["checkpoints"]
     }
     assert expires["weights/a"] is not None
     assert expires["sampler_weights/a"] is None
@@ -653,10 +778,18 @@ def test_publishing_twice_is_a_conflict(alice: Caller, run: str):
 def test_copy_and_delete(alice: Caller, run: str):
     body = {"source_path": f"tinker://{run}/weights/a", "destination_project_id": "archive"}
     first = alice.post("/copy_weights", body, headers={"x-idempotency-key": "k1"})["tinker_path"]
-    assert alice.post("/copy_weights", body, headers={"x-idempotency-key": "k1"})["tinker_path"] == first
-    assert alice.post("/copy_weights", body, headers={"x-idempotency-key": "k2"})["tinker_path"] != first
+    assert (
+        alice.post("/copy_weights", body, headers={"x-idempotency-key": "k1"})["tinker_path"]
+        == first
+    )
+    assert (
+        alice.post("/copy_weights", body, headers={"x-idempotency-key": "k2"})["tinker_path"]
+        != first
+    )
     session = alice.session()
-    path = alice.post("/copy_weights", {"source_path": first, "session_id": session, "model_seq_id": 3})["tinker_path"]
+    path = alice.post(
+        "/copy_weights", {"source_path": first, "session_id": session, "model_seq_id": 3}
+    )["tinker_path"]
     assert path.startswith(f"tinker://{session}:train:3/weights/")
     copied, checkpoint = path.removeprefix("tinker://").split("/", 1)
     alice.call("DELETE", f"/training_runs/{copied}/checkpoints/{checkpoint}", None, 204)
@@ -666,7 +799,12 @@ def test_copy_and_delete(alice: Caller, run: str):
 
 def test_a_model_from_a_checkpoint(alice: Caller, run: str):
     session = alice.session()
-    body = {"session_id": session, "model_seq_id": 0, "path": f"tinker://{run}/weights/a", "optimizer": True}
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "path": f"tinker://{run}/weights/a",
+        "optimizer": True,
+    }
     result = alice.result(alice.post("/load_weights", body))
     assert (result["model_id"], result["path"]) == (f"{session}:train:0", body["path"])
     body = {"model_id": result["model_id"], "seq_id": 1, "path": body["path"], "optimizer": False}
@@ -675,7 +813,9 @@ def test_a_model_from_a_checkpoint(alice: Caller, run: str):
 
 
 def test_external_weights_and_their_files(alice: Caller, run: str, client: TestClient):
-    urls = alice.get(f"/training_runs/{run}/checkpoints/external_weights/a/external_weights_urls")["urls"]
+    urls = alice.get(f"/training_runs/{run}/checkpoints/external_weights/a/external_weights_urls")[
+        "urls"
+    ]
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
     for name, url in urls.items():
         answer = client.get(url)
@@ -691,13 +831,22 @@ def test_external_weights_and_their_files(alice: Caller, run: str, client: TestC
     assert info["base_model"] == BASE
 
 
-def test_encrypted_external_weights_are_read_by_their_key_alone(alice: Caller, run: str, client: TestClient):
+def test_encrypted_external_weights_are_read_by_their_key_alone(
+    alice: Caller, run: str, client: TestClient
+):
     pyrage = pytest.importorskip("pyrage", reason="it is of an extra")
     mine, other = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
-    body = {"model_id": run, "seq_id": 4, "path": "sealed", "age_encryption_recipients": [str(mine.to_public())]}
+    body = {
+        "model_id": run,
+        "seq_id": 4,
+        "path": "sealed",
+        "age_encryption_recipients": [str(mine.to_public())],
+    }
     alice.result(alice.post("/save_weights_external", body))
     place = f"/training_runs/{run}/checkpoints/external_weights"
-    plain, sealed = (alice.get(f"{place}/{name}/external_weights_urls")["urls"] for name in ("a", "sealed"))
+    plain, sealed = (
+        alice.get(f"{place}/{name}/external_weights_urls")["urls"] for name in ("a", "sealed")
+    )
     assert set(sealed) == {f"{name}.age" for name in plain}
     for name, url in plain.items():
         answer = client.get(sealed[f"{name}.age"])
@@ -707,7 +856,9 @@ def test_encrypted_external_weights_are_read_by_their_key_alone(alice: Caller, r
         with pytest.raises(pyrage.DecryptError):
             pyrage.decrypt(answer.content, [other])
         assert client.get(sealed[f"{name}.age"].removesuffix(".age")).status_code == 404, "in plain"
-    archive = client.get(alice.call("GET", f"{place}/sealed/archive", None, 302).headers["location"])
+    archive = client.get(
+        alice.call("GET", f"{place}/sealed/archive", None, 302).headers["location"]
+    )
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
         assert {*sealed, "checkpoint_complete"} == set(tar.getnames())
 
@@ -732,16 +883,25 @@ def test_without_the_extra_encryption_is_refused_with_the_remedy(
     alice: Caller, run: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("planish.server.age_files.find_spec", lambda name: None)
-    body = {"model_id": run, "seq_id": 4, "path": "sealed", "age_encryption_recipients": ["age1qqq"]}
+    body = {
+        "model_id": run,
+        "seq_id": 4,
+        "path": "sealed",
+        "age_encryption_recipients": ["age1qqq"],
+    }
     assert "planish[age]" in alice.post("/save_weights_external", body, 400)["detail"]
 
 
 def test_an_archive(alice: Caller, run: str, client: TestClient):
-    answer = alice.call("GET", f"/training_runs/{run}/checkpoints/sampler_weights/a/archive", None, 302)
+    answer = alice.call(
+        "GET", f"/training_runs/{run}/checkpoints/sampler_weights/a/archive", None, 302
+    )
     data = client.get(answer.headers["location"])
     assert int(data.headers["content-length"]) == len(data.content)
     with tarfile.open(fileobj=io.BytesIO(data.content)) as tar:
-        assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= set(tar.getnames())
+        assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= set(
+            tar.getnames()
+        )
         member = tar.extractfile("adapter_config.json")
         assert member is not None
         assert orjson.loads(member.read())["r"] == 4
@@ -754,7 +914,8 @@ def test_names_of_external_weights_cannot_be_given(alice: Caller, run: str):
 
 
 @pytest.mark.parametrize(
-    "checkpoint", ["weights", "weights/a/b", "weights/..", "weights/../../x", "other/a", "weights/%2e%2e"]
+    "checkpoint",
+    ["weights", "weights/a/b", "weights/..", "weights/../../x", "other/a", "weights/%2e%2e"],
 )
 def test_an_id_that_leads_elsewhere_is_refused(alice: Caller, run: str, checkpoint: str):
     answer = alice.client.request(
@@ -773,7 +934,9 @@ def test_a_result_is_waited_for(alice: Caller):
     threading.Timer(0.5, alice.forward_backward, (model, 1)).start()
     began = time.monotonic()
     answer = alice.post(
-        "/retrieve_future", {"request_id": accepted["request_id"]}, headers={"accept": "application/x-protobuf"}
+        "/retrieve_future",
+        {"request_id": accepted["request_id"]},
+        headers={"accept": "application/x-protobuf"},
     )
     assert output_from_message(answer.content).metrics["loss:sum"] > 0
     assert 0.3 < time.monotonic() - began < 2.0
@@ -804,7 +967,9 @@ def test_a_stop_sends_those_away_who_wait(tmp_path: Path, model_directory: Path)
 def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
     tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Or for a model that is not made yet, for the same reason. What was given up is there after the next start."""
+    """Or for a model that is not made yet, for the same reason. What was given up is there after
+    the next start.
+    """
     with client_of(tmp_path, model_directory, None) as client:
         caller = Caller(client, "tml-any-key")
         session, state = caller.session(), client.app.state.http  # type: ignore[attr-defined]
@@ -817,11 +982,18 @@ def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
         monkeypatch.setattr(state.core.residency, "_load", no_room)
         model = caller.post(
             "/create_model",
-            {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}},
+            {
+                "session_id": session,
+                "model_seq_id": 0,
+                "base_model": BASE,
+                "lora_config": {"rank": 4},
+            },
         )["model_id"]
         sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         waiting.clear()
-        stop = threading.Thread(target=lambda: waiting.wait(30) and client.portal.call(state.stopping.set))  # type: ignore[union-attr]
+        stop = threading.Thread(
+            target=lambda: waiting.wait(30) and client.portal.call(state.stopping.set)
+        )  # type: ignore[union-attr]
         stop.start()
         began = time.monotonic()
         assert "stopping" in caller.post("/create_sampling_session", sampler, 503)["detail"]
@@ -831,10 +1003,15 @@ def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
     with client_of(tmp_path, model_directory, None) as client:
         monkeypatch.undo()
         caller = Caller(client, "tml-any-key")
-        assert caller.post("/create_sampling_session", sampler)["sampling_session_id"] == f"{session}:sample:0"
+        assert (
+            caller.post("/create_sampling_session", sampler)["sampling_session_id"]
+            == f"{session}:sample:0"
+        )
 
 
-def test_what_a_client_says_of_itself_is_bounded_and_not_kept_in_memory(alice: Caller, client: TestClient):
+def test_what_a_client_says_of_itself_is_bounded_and_not_kept_in_memory(
+    alice: Caller, client: TestClient
+):
     body = {"tags": ["a"], "user_metadata": {"b": "c" * 70_000}}
     assert "at most 65,536" in alice.post("/create_session", body, 400)["detail"]
     session = alice.session(user_metadata={"b": "c"})

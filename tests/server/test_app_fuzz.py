@@ -1,4 +1,6 @@
-"""A little fuzzing of every endpoint of a real process; tests/server/fuzz.py does it hundreds of times as long."""
+"""A little fuzzing of every endpoint of a real process; tests/server/fuzz.py does it hundreds of
+times as long.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Checkpoints through the core: listed, described, kept, copied, downloaded; and training runs and sessions."""
+"""Checkpoints through the core: listed, described, kept, copied, downloaded; and training runs and
+sessions.
+"""
 
 import asyncio
 import time
@@ -30,9 +32,16 @@ def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
             assert page.items[1].expires_at is not None
             assert (page.items[3].size_bytes or 0) > 1000
             runs = await core.training_runs(TENANT, 10, 0)
-            assert [item.training_run_id for item in runs.items] == [second.model_id, first.model_id]
+            assert [item.training_run_id for item in runs.items] == [
+                second.model_id,
+                first.model_id,
+            ]
             seen = runs.items[1]
-            assert (seen.base_model, seen.lora_rank, seen.user_metadata) == (BASE, RANK, {"task": "a"})
+            assert (seen.base_model, seen.lora_rank, seen.user_metadata) == (
+                BASE,
+                RANK,
+                {"task": "a"},
+            )
             assert seen.last_checkpoint is not None
             assert seen.last_checkpoint.tinker_path == paths[1]
             assert seen.last_sampler_checkpoint is not None
@@ -67,7 +76,15 @@ def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
 
 
 @pytest.mark.parametrize(
-    "path", ["", "a", "tinker://../../x/weights/a", "tinker://a/weights/..", "tinker://a/b/c", "/etc/passwd"]
+    "path",
+    [
+        "",
+        "a",
+        "tinker://../../x/weights/a",
+        "tinker://a/weights/..",
+        "tinker://a/b/c",
+        "/etc/passwd",
+    ],
 )
 def test_paths_that_are_none_are_refused(model_dir, data_dir, path):
     async def scenario() -> None:
@@ -105,7 +122,11 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
             for name in "ab":
                 await model.save(name, ttl_seconds=1)
             time.sleep(1.1)
-            delete, deleting, saved = core._engine.delete_checkpoint, asyncio.Event(), asyncio.Event()
+            delete, deleting, saved = (
+                core._engine.delete_checkpoint,
+                asyncio.Event(),
+                asyncio.Event(),
+            )
 
             async def slow(path: str) -> None:
                 deleting.set()
@@ -116,7 +137,8 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
             cleaning = asyncio.create_task(core.retention.round())
             await deleting.wait()
             path = await model.save("b", overwrite=True)
-            saving = await model.submit(SaveWeights(model.model_id, "a", overwrite=True))  # its files are being deleted
+            # its files are being deleted
+            saving = await model.submit(SaveWeights(model.model_id, "a", overwrite=True))
             await asyncio.sleep(0.05)
             saved.set()
             await client.done(saving)
@@ -128,7 +150,9 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(model_dir, data_dir, caplog):
+def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(
+    model_dir, data_dir, caplog
+):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as core:
             model = await (await Client.start(core)).model()
@@ -137,10 +161,15 @@ def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(mo
         content = manifest.read_bytes()
         manifest.write_bytes(b"{" + content)
         async with running(model_dir, data_dir) as core:
-            assert {item.tinker_path for item in (await core.checkpoints(TENANT)).items} == {path, other}
+            assert {item.tinker_path for item in (await core.checkpoints(TENANT)).items} == {
+                path,
+                other,
+            }
             with pytest.raises(DamagedFileError, match=r"planish\.json") as refused:
                 await core.checkpoint_info(TENANT, path)
-            assert str(refused.value).startswith(f"checkpoints/{model.model_id}/weights/a/planish.json cannot be used")
+            assert str(refused.value).startswith(
+                f"checkpoints/{model.model_id}/weights/a/planish.json cannot be used"
+            )
             await core.delete_checkpoint(TENANT, other)
         assert f"{path} cannot be read" in caplog.text
         manifest.write_bytes(content)
@@ -184,7 +213,11 @@ def test_a_copy_is_a_run_of_its_own(model_dir, data_dir):
             twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
             assert (await twin.step())["adam_step"] == 2
             found = await core.training_run(TENANT, f"{client.session_id}:train:8")
-            assert (found.base_model, found.lora_rank, found.user_metadata) == (BASE, RANK, {"renderer": "x"})
+            assert (found.base_model, found.lora_rank, found.user_metadata) == (
+                BASE,
+                RANK,
+                {"renderer": "x"},
+            )
             other = await model.save("b")
             with pytest.raises(ValueError, match="in use"):
                 await core.copy_checkpoint(TENANT, other, client.session_id, 8, None)
@@ -204,7 +237,15 @@ def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
             assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
             assert all(file.is_file() for file in files.paths.values())
             old = core.download_token(TENANT, path, -1)
-            for false in (old, token[:-1], token + "0", "", "a.b", token.replace(".", ""), "\udc80"):
+            for false in (
+                old,
+                token[:-1],
+                token + "0",
+                "",
+                "a.b",
+                token.replace(".", ""),
+                "\udc80",
+            ):
                 with pytest.raises(NotFound):
                     await core.files_of_token(false)
             await core.delete_checkpoint(TENANT, path)
@@ -224,7 +265,9 @@ def test_a_session_goes_with_what_it_made_but_for_named_checkpoints(model_dir, d
             record = await core.session(TENANT, client.session_id)
             assert (record.training_run_ids, record.sampler_ids) == ([model.model_id], [sampler])
             assert record.ended is None
-            last = [await model.submit(op) for op in (gradient(model.model_id, 9), adam(model.model_id))]
+            last = [
+                await model.submit(op) for op in (gradient(model.model_id, 9), adam(model.model_id))
+            ]
             await core.finish_session(TENANT, client.session_id, "success", None)
             await core.finish_session(TENANT, client.session_id, "success", None)
             await core._sessions.cleared()
@@ -244,7 +287,10 @@ def test_a_session_goes_with_what_it_made_but_for_named_checkpoints(model_dir, d
             assert left == {"a"}
             assert core.residency.loaded() == []
             await core.heartbeat(TENANT, other.session_id)
-            assert (await core.sessions(TENANT, 10, 0)).items == [other.session_id, client.session_id]
+            assert (await core.sessions(TENANT, 10, 0)).items == [
+                other.session_id,
+                client.session_id,
+            ]
             with pytest.raises(NotFound):
                 await core.session(TENANT, "nothing")
 
@@ -265,7 +311,9 @@ def test_a_session_of_which_nothing_is_heard_ends(model_dir, data_dir):
     run(scenario())
 
 
-def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(model_dir, data_dir, monkeypatch):
+def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(
+    model_dir, data_dir, monkeypatch
+):
     """The server, or its whole machine, was stopped for days."""
     now, waited = time.time(), 0.0
     monkeypatch.setattr("planish.server.sessions.time.time", lambda: now + waited)
@@ -289,7 +337,9 @@ def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(model_dir,
 
 def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_dir):
     async def scenario() -> None:
-        settings = ServerSettings(result_seconds=0.3, ephemeral_bytes=100_000, result_memory_bytes=1)
+        settings = ServerSettings(
+            result_seconds=0.3, ephemeral_bytes=100_000, result_memory_bytes=1
+        )
         async with running(model_dir, data_dir, settings) as core:
             client = await Client.start(core)
             model = await client.model()

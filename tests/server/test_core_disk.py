@@ -1,4 +1,6 @@
-"""A full disk refuses new work, loses nothing that was accepted, and is left behind when there is space."""
+"""A full disk refuses new work, loses nothing that was accepted, and is left behind when there is
+space.
+"""
 
 import asyncio
 
@@ -28,7 +30,9 @@ def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch
                     await call
                 assert refused.value.retry_after
             assert (await core.measurements()).disk_is_full
-            assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+            assert [
+                record.getMessage() for record in caplog.records if record.levelname == "ERROR"
+            ] == [
                 f"nothing new is taken until there is space: 999 bytes are free in {data_dir}, of which 1,000 are left alone (reserve_bytes)"
             ]
             assert isinstance(await client.answer(before), Done)

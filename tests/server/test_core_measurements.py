@@ -18,12 +18,24 @@ def test_what_was_done_is_counted_and_what_is_there_is_told(model_dir, data_dir)
             assert counted.sampled_tokens == {"everybody": tokens}
             assert counted.prompt_tokens == {"everybody": len(b"hello")}
             assert counted.trained_tokens == {
-                "everybody": sum(datum.model_input.length for datum in gradient(model.model_id).data)
+                "everybody": sum(
+                    datum.model_input.length for datum in gradient(model.model_id).data
+                )
             }
-            assert counted.accepted == {"create_model": 1, "forward_backward": 1, "optim_step": 1, "sample": 1}
+            assert counted.accepted == {
+                "create_model": 1,
+                "forward_backward": 1,
+                "optim_step": 1,
+                "sample": 1,
+            }
             assert counted.answered == {(kind, "done"): 1 for kind in counted.accepted}
             assert (counted.draws, counted.sequences_at_draws) == (1, 2)
-            assert (found.queued, found.sequences, found.waiting_sequences, found.training_operations) == ({}, 0, 0, 0)
+            assert (
+                found.queued,
+                found.sequences,
+                found.waiting_sequences,
+                found.training_operations,
+            ) == ({}, 0, 0, 0)
             assert (found.open_sessions, found.open_models, found.open_samplers) == (1, 1, 1)
             assert found.adapters_in_memory == 1
             assert found.adapter_bytes > 0

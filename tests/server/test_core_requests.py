@@ -1,5 +1,5 @@
-"""What a request is after it was accepted: done although its sender left, told of a failure only when that is on disk, and without a body
-once nobody needs it.
+"""What a request is after it was accepted: done although its sender left, told of a failure only
+when that is on disk, and without a body once nobody needs it.
 """
 
 import asyncio
@@ -35,7 +35,9 @@ def test_what_was_journaled_is_done_although_its_sender_left(model_dir, data_dir
             calls = [
                 core.submit_training(TENANT, 1, gradient(model.model_id)),
                 core.submit_sample(TENANT, 0, sample(sampler)),
-                core.create_model(TENANT, CreateModel(f"{client.session_id}:train:7", BASE, LoraConfig(RANK))),
+                core.create_model(
+                    TENANT, CreateModel(f"{client.session_id}:train:7", BASE, LoraConfig(RANK))
+                ),
             ]
             for call in calls:
                 task = asyncio.create_task(call)
@@ -46,7 +48,11 @@ def test_what_was_journaled_is_done_although_its_sender_left(model_dir, data_dir
                     await task
                 while core.requests.unanswered:
                     await asyncio.sleep(0.01)
-            for request_id in (f"{model.model_id}:1", f"{sampler}:0", f"{client.session_id}:train:7:0"):
+            for request_id in (
+                f"{model.model_id}:1",
+                f"{sampler}:0",
+                f"{client.session_id}:train:7:0",
+            ):
                 assert isinstance(await client.answer(request_id), Done)
 
     run(scenario())
@@ -71,7 +77,9 @@ def test_a_sample_can_be_given_up_before_anything_of_it_was_done(model_dir, data
 
 
 def test_a_failure_is_told_when_it_is_on_disk(model_dir, data_dir, monkeypatch):
-    """After a crash a failed part of a gradient could succeed, and with it a step whose failure its sender was told."""
+    """After a crash a failed part of a gradient could succeed, and with it a step whose failure its
+    sender was told.
+    """
     is_full = False
 
     def refuse(place: str) -> None:
@@ -86,7 +94,10 @@ def test_a_failure_is_told_when_it_is_on_disk(model_dir, data_dir, monkeypatch):
             client = await Client.start(core)
             model = await client.model()
             core.training.is_stopping = True  # until both are on disk
-            bad, step = await model.submit(bad_gradient(model.model_id)), await model.submit(adam(model.model_id))
+            bad, step = (
+                await model.submit(bad_gradient(model.model_id)),
+                await model.submit(adam(model.model_id)),
+            )
             core.training.is_stopping, is_full = False, True
             core.training.wake(core.training.all()[0])
             assert isinstance(await core.result(TENANT, bad, 0.3), TryAgain)
@@ -105,13 +116,17 @@ def test_bodies_go_that_no_replay_needs(model_dir, data_dir):
             await model.run(gradient(model.model_id, forward_only=True))
             await model.step()
             await model.run(SaveWeights(model.model_id, "a"))
-            assert isinstance(await client.answer(await model.submit(bad_gradient(model.model_id))), Failed)
+            assert isinstance(
+                await client.answer(await model.submit(bad_gradient(model.model_id))), Failed
+            )
             await client.sample(await client.sampler())
             while core.requests.queued():
                 await asyncio.sleep(0.01)
             await core._store.write(lambda transaction: None)  # behind all answers
             rows = await core._store.read(
-                lambda db: db.execute("SELECT kind, state FROM requests WHERE body IS NOT NULL ORDER BY seq").fetchall()
+                lambda db: db.execute(
+                    "SELECT kind, state FROM requests WHERE body IS NOT NULL ORDER BY seq"
+                ).fetchall()
             )
             assert [tuple(row) for row in rows] == [
                 (kind, "done") for kind in ("create_model", "forward_backward", "optim_step")
@@ -176,7 +191,9 @@ def test_a_number_is_of_one_model_for_good(model_dir, data_dir):
             path = await model.save("a")
             copied = await core.copy_checkpoint(TENANT, path, client.session_id, 5, None)
             with pytest.raises(BadRequest, match="used before"):
-                await core.create_model(TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK)))
+                await core.create_model(
+                    TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK))
+                )
             assert (await core.checkpoint_info(TENANT, copied)).base_model == BASE
 
     run(scenario())
@@ -209,11 +226,15 @@ def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
                 await core.finish_session(TENANT, client.session_id, "success", None)
             await core._sessions.cleared()
             long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
-            await core._store.write(lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount)
+            await core._store.write(
+                lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
+            )
             await core.retention.round()
             assert list((await core.sessions(TENANT, 10, 0)).items) == [new.session_id]
             assert (await core.training_runs(TENANT, 10, 0)).total == 2
-            left = await core._store.read(lambda db: db.execute("SELECT session FROM samplers").fetchall())
+            left = await core._store.read(
+                lambda db: db.execute("SELECT session FROM samplers").fetchall()
+            )
             assert [row[0] for row in left] == [new.session_id]
 
     run(scenario())
@@ -225,7 +246,9 @@ def test_what_waits_for_a_sampler_that_is_closed_fails_and_leaves_nothing(model_
             client = await Client.start(core)
             sampler = await client.sampler()
             drawing, waiting = [
-                await core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[]))
+                await core.submit_sample(
+                    TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
+                )
                 for seq in range(2)
             ]
             while not core.sampling_gate.used:
@@ -252,7 +275,10 @@ def test_a_request_has_an_answer_whatever_breaks(model_dir, data_dir, monkeypatc
             with monkeypatch.context() as patch:
                 patch.setattr(TrainingSteps, "start", broken)
                 patch.setattr(Replay, "refuse", broken)
-                requests = [await model.submit(gradient(model.model_id)), await model.submit(adam(model.model_id))]
+                requests = [
+                    await model.submit(gradient(model.model_id)),
+                    await model.submit(adam(model.model_id)),
+                ]
                 answers = [await client.answer(request) for request in requests]
             assert answers == [Failed("broken", "server")] * 2
             await model.step()  # the model came back
@@ -288,7 +314,10 @@ def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_d
                 return await readable(*args)
 
             monkeypatch.setattr(CheckpointCatalog, "readable", slow)
-            loads = [asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2)) for _ in range(2)]
+            loads = [
+                asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
+                for _ in range(2)
+            ]
             while not core.training.all()[0].arriving:
                 await asyncio.sleep(0)
             unloading = await core.unload_model(TENANT, model.model_id)
@@ -313,10 +342,14 @@ def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir
             model = await client.model()
             with pytest.raises(ValueError, match="checkpoint path"):
                 await model.submit(LoadWeights(model.model_id, "tinker://x/external_weights/y"))
-            no_token = [Datum(ModelInput.from_ints([2**31]), {"target_tokens": [1], "weights": [1.0]})]
+            no_token = [
+                Datum(ModelInput.from_ints([2**31]), {"target_tokens": [1], "weights": [1.0]})
+            ]
             for _ in range(2):
                 with pytest.raises(ValueError, match="token id"):
-                    await model.submit(ForwardBackward(model.model_id, no_token, "cross_entropy"), 2)
+                    await model.submit(
+                        ForwardBackward(model.model_id, no_token, "cross_entropy"), 2
+                    )
             model.seq = 2
             # The part that is missing fails its step, and nothing waits.
             answer = await client.answer(await model.submit(adam(model.model_id)))

@@ -52,7 +52,9 @@ def test_a_repetition_is_the_same_request_even_without_a_seed(model_dir, data_di
         async with running(model_dir, data_dir) as core:
             client = await Client.start(core)
             sampler = await client.sampler()
-            accepted = await asyncio.gather(*[core.submit_sample(TENANT, 5, sample(sampler)) for _ in range(3)])
+            accepted = await asyncio.gather(
+                *[core.submit_sample(TENANT, 5, sample(sampler)) for _ in range(3)]
+            )
             assert len({one.request_id for one in accepted}) == 1
             await client.done(accepted[0].request_id)
             again = await core.submit_sample(TENANT, 5, sample(sampler))
@@ -97,10 +99,13 @@ def test_samplers_are_made_once(model_dir, data_dir):
                 with pytest.raises(BadRequest, match="in use"):
                     await core.create_sampler(TENANT, other)
             with pytest.raises(UnknownModelError):
-                await core.create_sampler(TENANT, CreateSampler(f"{client.session_id}:sample:1", "some/model"))
+                await core.create_sampler(
+                    TENANT, CreateSampler(f"{client.session_id}:sample:1", "some/model")
+                )
             with pytest.raises(NotFound):
                 await core.create_sampler(
-                    TENANT, CreateSampler(f"{client.session_id}:sample:1", None, "tinker://a/weights/b")
+                    TENANT,
+                    CreateSampler(f"{client.session_id}:sample:1", None, "tinker://a/weights/b"),
                 )
             with pytest.raises(NotFound):
                 await core.create_sampler(TENANT, CreateSampler("other:sample:1", BASE))
@@ -156,12 +161,16 @@ def test_a_sampler_outlives_its_checkpoint(model_dir, data_dir):
 
 def test_many_requests_at_once(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(request_memory_bytes=20_000)) as core:
+        async with running(
+            model_dir, data_dir, ServerSettings(request_memory_bytes=20_000)
+        ) as core:
             client = await Client.start(core)
             sampler = await client.sampler()
             accepted = await asyncio.gather(
                 *[
-                    core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=2, seed=seq % 5))
+                    core.submit_sample(
+                        TENANT, seq, sample(sampler, n=1, max_tokens=2, seed=seq % 5)
+                    )
                     for seq in range(500)
                 ]
             )
@@ -175,13 +184,18 @@ def test_many_requests_at_once(model_dir, data_dir):
 def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model_dir, data_dir):
     async def scenario() -> None:
         keys = {"tml-anna-key": "anna", "tml-ben-key-": "ben"}
-        async with running(model_dir, data_dir, ServerSettings(sampling_slots=4), keys=keys) as core:
+        async with running(
+            model_dir, data_dir, ServerSettings(sampling_slots=4), keys=keys
+        ) as core:
             anna, ben = [await Client.start(core, core.authenticate(key)) for key in keys]
             samplers = [await client.sampler() for client in (anna, ben)]
-            # At once, so that they share a write to the disk and are all there when the first is done.
+            # At once, so that they share a write to the disk and are all there when the first is
+            # done.
             long = await asyncio.gather(
                 *(
-                    core.submit_sample(anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[]))
+                    core.submit_sample(
+                        anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[])
+                    )
                     for seq in range(12)
                 )
             )
@@ -198,7 +212,9 @@ def test_a_request_is_given_up_on_demand(model_dir, data_dir):
             client = await Client.start(core)
             sampler = await client.sampler()
             running_one, waiting = [
-                await core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[]))
+                await core.submit_sample(
+                    TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
+                )
                 for seq in range(2)
             ]
             await asyncio.sleep(0.1)
@@ -224,7 +240,12 @@ def test_what_is_asked_about_a_prompt_is_answered(model_dir, data_dir):
             assert "sampler_weights/s" in path
             sampler = await client.sampler()
             question = Sample(
-                sampler, ModelInput.from_ints([1, 2, 3]), 1, SamplingParams(1), prompt_logprobs=True, prompt_only=True
+                sampler,
+                ModelInput.from_ints([1, 2, 3]),
+                1,
+                SamplingParams(1),
+                prompt_logprobs=True,
+                prompt_only=True,
             )
             accepted = await core.submit_sample(TENANT, 0, question)
             assert len(await client.done(accepted.request_id)) >= 3 * np.dtype(np.float32).itemsize
@@ -329,7 +350,9 @@ def test_what_was_drawn_is_paid_for_although_it_was_given_up(model_dir, data_dir
                 if len(drawn) == 100:
                     loop.call_soon_threadsafe(enough.set)
 
-            operation = replace(sample(await client.sampler(), n=1, max_tokens=2000, stop=[]), on_token=on_token)
+            operation = replace(
+                sample(await client.sampler(), n=1, max_tokens=2000, stop=[]), on_token=on_token
+            )
             drawing = asyncio.create_task(core.draw(TENANT, operation))
             await enough.wait()
             drawing.cancel()

@@ -1,4 +1,6 @@
-"""Tenants: nothing of one can be seen, used or changed by another, and one's limits are not another's."""
+"""Tenants: nothing of one can be seen, used or changed by another, and one's limits are not
+another's.
+"""
 
 import asyncio
 from collections import Counter
@@ -36,11 +38,17 @@ def test_what_is_anothers_is_not_there(model_dir, data_dir):
                 core.finish_session(ben.tenant, anna.session_id, "success", None),
                 core.session(ben.tenant, anna.session_id),
                 core.create_model(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
-                core.create_model(ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)),
+                core.create_model(
+                    ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)
+                ),
                 core.submit_training(ben.tenant, 5, adam(run_id)),
                 core.unload_model(ben.tenant, run_id),
-                core.create_sampler(ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")),
-                core.create_sampler(ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)),
+                core.create_sampler(
+                    ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")
+                ),
+                core.create_sampler(
+                    ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)
+                ),
                 core.submit_sample(ben.tenant, 5, sample(sampler)),
                 core.result(ben.tenant, request_id, 0),
                 core.result(ben.tenant, f"{sampler}:0", 0),
@@ -86,8 +94,13 @@ def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
             await twin.run(LoadWeights(twin.model_id, path))
             await ben.sample(await ben.sampler(None, path))
             assert (await core.checkpoint_info(ben.tenant, path)).checkpoint.public
-            assert "adapter_model.safetensors" in (await core.checkpoint_files(ben.tenant, path)).names
-            for call in (core.delete_checkpoint(ben.tenant, path), core.set_public(ben.tenant, path, False)):
+            assert (
+                "adapter_model.safetensors" in (await core.checkpoint_files(ben.tenant, path)).names
+            )
+            for call in (
+                core.delete_checkpoint(ben.tenant, path),
+                core.set_public(ben.tenant, path, False),
+            ):
                 with pytest.raises(NotFound):
                     await call
             await core.set_public(anna.tenant, path, False)
@@ -107,14 +120,19 @@ def test_a_limit_of_one_tenant_is_not_anothers(model_dir, data_dir):
             anna, ben = await two(core)
             sampler, other = await anna.sampler(), await ben.sampler()
             accepted = [
-                await core.submit_sample(anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[]))
+                await core.submit_sample(
+                    anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[])
+                )
                 for seq in range(3)
             ]
             with pytest.raises(TooManyRequests) as refused:
                 await core.submit_sample(anna.tenant, 3, sample(sampler))
             assert refused.value.retry_after is not None
             assert (
-                await core.submit_sample(anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])) == accepted[1]
+                await core.submit_sample(
+                    anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])
+                )
+                == accepted[1]
             )
             await ben.sample(other)
             for one in accepted:
@@ -146,7 +164,9 @@ def test_a_number_that_met_a_limit_is_not_used_up(model_dir, data_dir):
 
 def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(storage_bytes=150_000), keys=KEYS) as core:
+        async with running(
+            model_dir, data_dir, ServerSettings(storage_bytes=150_000), keys=KEYS
+        ) as core:
             anna, ben = await two(core)
             model, other = await anna.model(), await ben.model()
             await model.save("a")
@@ -162,8 +182,12 @@ def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
     run(scenario())
 
 
-def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_first(model_dir, data_dir):
-    """Each of three tenants asks for 4,000 tokens at once; when half of all are drawn, each has had about a third of them."""
+def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_first(
+    model_dir, data_dir
+):
+    """Each of three tenants asks for 4,000 tokens at once; when half of all are drawn, each has had
+    about a third of them.
+    """
     lengths, wanted = {"long": 400, "middling": 100, "short": 20}, 4000
     keys = {f"tml-{name}-key": name for name in lengths}
 
@@ -195,14 +219,19 @@ def test_a_short_step_waits_for_none_of_the_long_ones_of_three_tenants(model_dir
     names = ("anna", "ben", "carla", "short")
 
     async def scenario() -> None:
-        async with running(model_dir, data_dir, keys={f"tml-{name}-key": name for name in names}) as core:
+        async with running(
+            model_dir, data_dir, keys={f"tml-{name}-key": name for name in names}
+        ) as core:
             models = [await (await Client.start(core, Tenant(name))).model() for name in names]
-            rows = [np.roll(np.arange(500) % 256, first) for first in range(20)]  # without a common beginning
+            # without a common beginning
+            rows = [np.roll(np.arange(500) % 256, first) for first in range(20)]
             inputs = {"target_tokens": rows[0], "weights": np.ones(500, np.float32)}
             data = [Datum(ModelInput.from_ints(row), inputs) for row in rows]
             under_way = []
             for model in models[:3]:
-                under_way.append(await model.submit(ForwardBackward(model.model_id, data, "cross_entropy")))
+                under_way.append(
+                    await model.submit(ForwardBackward(model.model_id, data, "cross_entropy"))
+                )
                 await model.submit(adam(model.model_id))
             while core.training_gate.used < 3:
                 await asyncio.sleep(0.005)
@@ -214,7 +243,9 @@ def test_a_short_step_waits_for_none_of_the_long_ones_of_three_tenants(model_dir
 
 
 class HalfTime(Counter[str]):
-    """Keeps what was counted at the moment in which there were `enough` in all: the test itself may look too late."""
+    """Keeps what was counted at the moment in which there were `enough` in all: the test itself may
+    look too late.
+    """
 
     def __init__(self, enough: int) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Training through the core: in the order of the numbers, each once, with the results of the engine alone."""
+"""Training through the core: in the order of the numbers, each once, with the results of the engine
+alone.
+"""
 
 import asyncio
 from typing import Any
@@ -16,7 +18,14 @@ from planish.server.errors import BadRequest, Gone, NotFound
 from planish.server.records import ModelRow, select
 from planish.server.settings import ServerSettings
 from planish.server.training import Training
-from planish.service import CreateModel, ForwardBackward, LoadWeights, Operation, SaveWeights, SaveWeightsForSampler
+from planish.service import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
 from planish.types import Datum, LoraConfig, ModelInput
 from planish.wire.training import output_from_message
 
@@ -34,15 +43,25 @@ def test_results_are_those_of_the_engine_alone(model_dir, data_dir):
         async with running(model_dir, data_dir) as core:
             model = await (await Client.start(core)).model()
             sent = [
-                [await model.submit(op) for op in (gradient(model.model_id, seed), adam(model.model_id))]
+                [
+                    await model.submit(op)
+                    for op in (gradient(model.model_id, seed), adam(model.model_id))
+                ]
                 for seed in range(3)
             ]
             for (first, second), (ours, ours_too) in zip(sent, alone, strict=True):
                 output = output_from_message(await model.client.done(first))
                 assert output.metrics == ours.result().metrics
-                for datum, expected in zip(output.loss_fn_outputs, ours.result().loss_fn_outputs, strict=True):
-                    np.testing.assert_array_equal(datum["logprobs"].to_numpy(), expected["logprobs"].to_numpy())
-                assert orjson.loads(await model.client.done(second))["metrics"] == ours_too.result().metrics
+                for datum, expected in zip(
+                    output.loss_fn_outputs, ours.result().loss_fn_outputs, strict=True
+                ):
+                    np.testing.assert_array_equal(
+                        datum["logprobs"].to_numpy(), expected["logprobs"].to_numpy()
+                    )
+                assert (
+                    orjson.loads(await model.client.done(second))["metrics"]
+                    == ours_too.result().metrics
+                )
             return await model.save("last")
 
     path = run(scenario())
@@ -62,7 +81,10 @@ def test_requests_run_in_the_order_of_their_numbers(model_dir, data_dir):
                 ids[seq] = await model.submit(operations[seq - 1], seq)
             assert isinstance(await core.result(TENANT, ids[2], 0.2), TryAgain)
             ids[1] = await model.submit(operations[0], 1)
-            steps = [orjson.loads(await model.client.done(ids[seq]))["metrics"]["adam_step"] for seq in (2, 4)]
+            steps = [
+                orjson.loads(await model.client.done(ids[seq]))["metrics"]["adam_step"]
+                for seq in (2, 4)
+            ]
             assert steps == [1, 2]
 
     run(scenario())
@@ -78,9 +100,13 @@ def test_a_repetition_is_the_same_request_and_another_one_is_refused(model_dir, 
             await client.done(both[0].request_id)
             assert await core.create_model(TENANT, create) == both[0]
             with pytest.raises(BadRequest, match="another request"):
-                await core.create_model(TENANT, CreateModel(create.model_id, BASE, LoraConfig(RANK + 1)))
+                await core.create_model(
+                    TENANT, CreateModel(create.model_id, BASE, LoraConfig(RANK + 1))
+                )
             model = Model(client, create.model_id)
-            ids = await asyncio.gather(*[model.submit(gradient(create.model_id), 1) for _ in range(3)])
+            ids = await asyncio.gather(
+                *[model.submit(gradient(create.model_id), 1) for _ in range(3)]
+            )
             assert len(set(ids)) == 1
             with pytest.raises(BadRequest, match="another request"):
                 await model.submit(gradient(create.model_id, 5), 1)
@@ -101,7 +127,10 @@ def test_a_failed_part_of_a_gradient_fails_its_step_and_nothing_else(model_dir, 
         async with running(model_dir, data_dir) as core:
             model = await (await Client.start(core)).model()
             bad = ForwardBackward(model.model_id, BAD, "cross_entropy")
-            ids = [await model.submit(op) for op in (gradient(model.model_id), bad, adam(model.model_id))]
+            ids = [
+                await model.submit(op)
+                for op in (gradient(model.model_id), bad, adam(model.model_id))
+            ]
             answers = [await model.client.answer(request_id) for request_id in ids]
             assert isinstance(answers[0], Done)
             assert isinstance(answers[1], Failed)
@@ -128,8 +157,12 @@ def test_a_body_that_cannot_be_read_uses_its_number_up(model_dir, data_dir):
                 await model.submit(gradient(model.model_id), 2)
             await core.reject(TENANT, model.model_id, 2, BadRequest("again"))
             await core.reject(TENANT, "no:train:0", 1, BadRequest("no model"))
-            await core.reject(TENANT, model.model_id, 4, BadRequest("adam_params is missing"), "optim_step")
-            await core.reject(TENANT, model.model_id, 5, BadRequest("path is missing"), "save_weights")
+            await core.reject(
+                TENANT, model.model_id, 4, BadRequest("adam_params is missing"), "optim_step"
+            )
+            await core.reject(
+                TENANT, model.model_id, 5, BadRequest("path is missing"), "save_weights"
+            )
             model.seq = 5
             assert (await model.step())["adam_step"] == 1
 
@@ -142,7 +175,10 @@ def test_what_waits_for_a_number_that_never_comes_fails(model_dir, data_dir):
             client = await Client.start(core)
             model, other = await client.model(), await client.model()
             await model.run(gradient(model.model_id))
-            late = [await model.submit(adam(model.model_id), 3), await model.submit(gradient(model.model_id), 6)]
+            late = [
+                await model.submit(adam(model.model_id), 3),
+                await model.submit(gradient(model.model_id), 6),
+            ]
             assert (await other.step())["adam_step"] == 1
             for request_id in late:
                 answer = await client.answer(request_id)
@@ -187,7 +223,9 @@ def test_numbers_below_one_and_models_that_are_not_there_are_refused(model_dir, 
             with pytest.raises(NotFound):
                 await core.create_model(TENANT, CreateModel("other:train:0", BASE))
             with pytest.raises(UnknownModelError, match="this server has tiny"):
-                await core.create_model(TENANT, CreateModel(f"{client.session_id}:train:8", "some/hub-model"))
+                await core.create_model(
+                    TENANT, CreateModel(f"{client.session_id}:train:8", "some/hub-model")
+                )
             with pytest.raises(NotFound):
                 await core.result(TENANT, "nothing", 0)
             with pytest.raises(NotFound):
@@ -216,7 +254,9 @@ def test_names_of_checkpoints_are_taken_once(model_dir, data_dir):
             for _ in range(2):  # equal weights may be saved again
                 await model.run(SaveWeightsForSampler(model.model_id, "s"))
             await model.step()
-            other = await model.client.answer(await model.submit(SaveWeightsForSampler(model.model_id, "s")))
+            other = await model.client.answer(
+                await model.submit(SaveWeightsForSampler(model.model_id, "s"))
+            )
             assert isinstance(other, Failed)
 
     run(scenario())
@@ -232,7 +272,12 @@ def test_a_model_is_loaded_from_what_was_saved(model_dir, data_dir):
             path = await model.save("a")
             twin = await client.model(base_model=None, from_path=path, with_optimizer=True)
             await model.step(5)
-            assert orjson.loads(await model.run(LoadWeights(model.model_id, path, with_optimizer=True)))["path"] == path
+            assert (
+                orjson.loads(
+                    await model.run(LoadWeights(model.model_id, path, with_optimizer=True))
+                )["path"]
+                == path
+            )
             assert await model.step(6) == await twin.step(6)
             paths = [await model.save("b"), await twin.save("b")]
             assert state(data_dir, paths[0]) == state(data_dir, paths[1])
@@ -249,7 +294,9 @@ def test_an_unloaded_model_takes_nothing_more(model_dir, data_dir):
         async with running(model_dir, data_dir) as core:
             client = await Client.start(core)
             model = await client.model()
-            step = [await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))]
+            step = [
+                await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))
+            ]
             unload = await core.unload_model(TENANT, model.model_id)
             assert await core.unload_model(TENANT, model.model_id) == unload
             assert isinstance(await client.answer(step[1]), Done)
@@ -264,7 +311,9 @@ def test_an_unloaded_model_takes_nothing_more(model_dir, data_dir):
 
 
 def test_a_model_that_leaves_memory_while_it_is_closed_leaves_no_snapshot(model_dir, data_dir):
-    """Both wait for the snapshot under way; the one that was to be taken behind it would have nobody to remove it."""
+    """Both wait for the snapshot under way; the one that was to be taken behind it would have
+    nobody to remove it.
+    """
 
     async def scenario() -> None:
         async with running(model_dir, data_dir) as core:
@@ -281,7 +330,8 @@ def test_a_model_that_leaves_memory_while_it_is_closed_leaves_no_snapshot(model_
             snapshot = asyncio.create_task(core.training._snapshots.begin(model))
             await asyncio.sleep(0)
             assert model.is_snapshotting
-            model.progress.changes = 1  # what was with the engine when it began is counted when it is answered
+            # what was with the engine when it began is counted when it is answered
+            model.progress.changes = 1
             closing = asyncio.create_task(core.training.close(model, "it was unloaded"))
             await asyncio.sleep(0)
             leaving = asyncio.create_task(core.residency.unload_idle(0))
@@ -302,8 +352,12 @@ def test_a_creation_that_fails_is_told_and_leaves_nothing(model_dir, data_dir):
         async with running(model_dir, data_dir) as core:
             client = await Client.start(core)
             model = await client.model()
-            sampler_path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "s")))["path"]
-            bad = CreateModel(f"{client.session_id}:train:9", from_path=sampler_path, with_optimizer=True)
+            sampler_path = orjson.loads(
+                await model.run(SaveWeightsForSampler(model.model_id, "s"))
+            )["path"]
+            bad = CreateModel(
+                f"{client.session_id}:train:9", from_path=sampler_path, with_optimizer=True
+            )
             accepted = await core.create_model(TENANT, bad)
             answer = await client.answer(accepted.request_id)
             assert isinstance(answer, Failed)
@@ -317,7 +371,9 @@ def test_a_creation_that_fails_is_told_and_leaves_nothing(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(model_dir, data_dir, monkeypatch):
+def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(
+    model_dir, data_dir, monkeypatch
+):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as core:
             client = await Client.start(core)
@@ -337,7 +393,9 @@ def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(model_d
     run(scenario())
 
 
-def test_no_room_is_made_in_memory_for_what_waited_behind_a_creation_that_failed(model_dir, data_dir, monkeypatch):
+def test_no_room_is_made_in_memory_for_what_waited_behind_a_creation_that_failed(
+    model_dir, data_dir, monkeypatch
+):
     loaded = []
     load = Training.load
 

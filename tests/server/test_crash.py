@@ -1,4 +1,6 @@
-"""A few of the kills of crash_run.py: a server that dies while clients work, at places that matter and at a random moment, loses nothing."""
+"""A few of the kills of crash_run.py: a server that dies while clients work, at places that matter
+and at a random moment, loses nothing.
+"""
 
 import asyncio
 
@@ -31,7 +33,11 @@ def test_what_differs_is_named():
     expected = Round([{"step 1": 0.5, "step 2": 0.25}], [{"master": b"12"}])
     assert differences(expected, expected) == []
     seen = Round([{"step 1": 0.5, "step 3": 0.25}], [{"master": b"13"}])
-    assert sorted(differences(seen, expected)) == ["client 0: step 2", "client 0: step 3", "state 0: master"]
+    assert sorted(differences(seen, expected)) == [
+        "client 0: step 2",
+        "client 0: step 3",
+        "state 0: master",
+    ]
 
 
 def test_every_place_gets_its_turn():

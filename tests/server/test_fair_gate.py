@@ -1,4 +1,6 @@
-"""Turns at the engine: within the capacity, in each tenant's order, and to the tenant that has had least."""
+"""Turns at the engine: within the capacity, in each tenant's order, and to the tenant that has had
+least.
+"""
 
 import asyncio
 
@@ -24,7 +26,9 @@ def test_the_tenant_that_had_least_is_next():
             await quiet()
             turn.give_back()
 
-        asked = [asyncio.create_task(ask(name)) for name in ("long", "long", "short", "short", "short")]
+        asked = [
+            asyncio.create_task(ask(name)) for name in ("long", "long", "short", "short", "short")
+        ]
         await quiet()
         assert gate.waiting == 5
         first.give_back()
@@ -142,7 +146,8 @@ def test_one_tenant_does_not_take_all_places_while_others_are_about():
         await quiet()
         assert not more.done()
         async with asyncio.timeout(1):
-            (await gate.turn("third", 4, 1)).give_back()  # it does not wait for those that keep their places
+            # it does not wait for those that keep their places
+            (await gate.turn("third", 4, 1)).give_back()
         assert not more.done()
         held.pop().give_back()
         await more
@@ -154,7 +159,9 @@ def test_one_tenant_does_not_take_all_places_while_others_are_about():
 
 
 def test_long_requests_do_not_take_all_places():
-    """A step that is done in a moment does not wait for those of others, which take minutes, however many these are."""
+    """A step that is done in a moment does not wait for those of others, which take minutes,
+    however many these are.
+    """
 
     async def scenario() -> None:
         gate = FairGate(3, long_capacity=2, long_tokens=100)
@@ -195,7 +202,9 @@ def test_a_first_turn_may_be_larger_than_the_share():
 
 
 def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
-    """Three tenants that always have something to do; one's jobs are a hundred times as long. The device works on what it has by turns."""
+    """Three tenants that always have something to do; one's jobs are a hundred times as long. The
+    device works on what it has by turns.
+    """
     sizes, piece = {"long": 5000, "short": 50, "middling": 400}, 50
 
     async def scenario() -> dict[str, int]:
@@ -210,7 +219,8 @@ def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
                     async with device:
                         await asyncio.sleep(0)
                         served[tenant] += 0 if is_over else piece
-                gate.charge(tenant, sizes[tenant] - sizes[tenant] // 2)  # what was drawn is known behind it
+                # what was drawn is known behind it
+                gate.charge(tenant, sizes[tenant] - sizes[tenant] // 2)
                 turn.give_back()
                 is_over = is_over or sum(served.values()) >= 300_000
 

@@ -27,7 +27,9 @@ MODEL, SAMPLER = "a1:train:3", "a1:sample:4"
 OPERATIONS = [
     adam(MODEL),
     CreateModel(MODEL, "base", LoraConfig(8, 5, train_mlp=False), user_metadata={"a": "b"}),
-    CreateModel(MODEL, None, from_path="tinker://r/weights/w", with_optimizer=True, user_metadata={"a": "b"}),
+    CreateModel(
+        MODEL, None, from_path="tinker://r/weights/w", with_optimizer=True, user_metadata={"a": "b"}
+    ),
     CreateModel(MODEL, "base", from_path="tinker://r/sampler_weights/w"),
     LoadWeights(MODEL, "tinker://r/weights/w", with_optimizer=True),
     SaveWeights(MODEL, "w", 3600, True, {"a": "b"}),
@@ -48,7 +50,9 @@ def test_an_operation_comes_back(operation):
 
 @pytest.mark.parametrize("forward_only", [True, False])
 def test_training_data_come_back(forward_only):
-    operation = replace(gradient(MODEL, 1, forward_only), loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9})
+    operation = replace(
+        gradient(MODEL, 1, forward_only), loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9}
+    )
     journaled = entry(operation, 2**40)
     assert journaled.kind == ("forward" if forward_only else "forward_backward")
     back = operation_of(journaled.kind, journaled.body)
@@ -65,14 +69,26 @@ def test_training_data_come_back(forward_only):
 def test_questions_about_a_prompt_come_back():
     targets = TensorData(np.array([[1, -1], [2, 3]]), "int64", [2, 2])
     operation = Sample(
-        SAMPLER, ModelInput.from_ints([1, 2, 3]), 1, SamplingParams(1, seed=1), True, 2, 3, targets, 4, 5, True
+        SAMPLER,
+        ModelInput.from_ints([1, 2, 3]),
+        1,
+        SamplingParams(1, seed=1),
+        True,
+        2,
+        3,
+        targets,
+        4,
+        5,
+        True,
     )
     journaled = entry(operation, 0)
     back = operation_of(journaled.kind, journaled.body)
     assert isinstance(back, Sample)
     assert back.target_prompt_logprobs is not None
     np.testing.assert_array_equal(back.target_prompt_logprobs.to_numpy(), targets.to_numpy())
-    assert replace(back, target_prompt_logprobs=None) == replace(operation, target_prompt_logprobs=None)
+    assert replace(back, target_prompt_logprobs=None) == replace(
+        operation, target_prompt_logprobs=None
+    )
 
 
 def test_the_digest_is_of_what_was_asked_and_not_of_the_seed_that_was_chosen():
@@ -86,7 +102,10 @@ def test_the_digest_is_of_what_was_asked_and_not_of_the_seed_that_was_chosen():
 
 
 def test_the_digest_tells_requests_apart():
-    digests = {entry(operation, 7).digest for operation in [*OPERATIONS, gradient(MODEL, 1), gradient(MODEL, 2)]}
+    digests = {
+        entry(operation, 7).digest
+        for operation in [*OPERATIONS, gradient(MODEL, 1), gradient(MODEL, 2)]
+    }
     assert len(digests) == len(OPERATIONS) + 2
 
 
@@ -94,7 +113,10 @@ def test_both_wires_have_one_digest():
     operation = gradient(MODEL, 1)
     told = Fields(forward_backward_to_json(operation, 5))
     assert entry(forward_backward_from_json(told, False), 5).digest == entry(operation, 5).digest
-    shuffled = [replace_inputs(datum, dict(reversed(list(datum.loss_fn_inputs.items())))) for datum in operation.data]
+    shuffled = [
+        replace_inputs(datum, dict(reversed(list(datum.loss_fn_inputs.items()))))
+        for datum in operation.data
+    ]
     assert entry(replace(operation, data=shuffled), 5).digest == entry(operation, 5).digest
 
 

@@ -1,4 +1,6 @@
-"""Requests come out of a lane in the order of their numbers, each once, whatever order they came in."""
+"""Requests come out of a lane in the order of their numbers, each once, whatever order they came
+in.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st

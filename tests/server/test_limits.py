@@ -52,7 +52,9 @@ def test_tokens_come_back_with_time():
         limits.check("a", 1)
 
 
-@pytest.mark.parametrize("settings", [{"idle_seconds": 0}, {"training_slots": 1.5}, {"result_bytes": True}])
+@pytest.mark.parametrize(
+    "settings", [{"idle_seconds": 0}, {"training_slots": 1.5}, {"result_bytes": True}]
+)
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(UserError, match=next(iter(settings))):
         ServerSettings(**settings)

@@ -1,4 +1,6 @@
-"""Two thousand requests for samples, on as many connections, at once: all are accepted, and all are answered."""
+"""Two thousand requests for samples, on as many connections, at once: all are accepted, and all are
+answered.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ def test_two_thousand_at_once(tmp_path: Path, model_dir: Path):
     with running_server(tmp_path / "data", model_dir) as server:
         began = time.monotonic()
         accepted = asyncio.run(_everyone(server, _sampler(server)))
-        print(f"\n{COUNT} accepted within {max(accepted):.1f} s, all answered after {time.monotonic() - began:.1f} s")
+        print(
+            f"\n{COUNT} accepted within {max(accepted):.1f} s, all answered after {time.monotonic() - began:.1f} s"
+        )
         assert len(accepted) == COUNT
         assert server.stop() == 0
 
 
 def _sampler(server: ServerProcess) -> str:
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        session = http.post("/api/v1/create_session", json={"tags": [], "sdk_version": "1"}).json()["session_id"]
+        session = http.post("/api/v1/create_session", json={"tags": [], "sdk_version": "1"}).json()[
+            "session_id"
+        ]
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
         return http.post("/api/v1/create_sampling_session", json=body).json()["sampling_session_id"]
 
@@ -43,7 +49,9 @@ async def _everyone(server: ServerProcess, sampler: str) -> list[float]:
     """Seconds until each was accepted."""
     began = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
-        pending = [tasks.create_task(_one(server.url, sampler, number, began)) for number in range(COUNT)]
+        pending = [
+            tasks.create_task(_one(server.url, sampler, number, began)) for number in range(COUNT)
+        ]
     return [task.result() for task in pending]
 
 

@@ -80,13 +80,19 @@ class Served:
     tokenizer: Any
 
     def client(self, key: str = "tml-first", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT, **options)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT, **options
+        )
 
-    def drawn(self, model: str, prompt: list[int], params: SamplingParams, n: int = 1) -> SampleResponse:
+    def drawn(
+        self, model: str, prompt: list[int], params: SamplingParams, n: int = 1
+    ) -> SampleResponse:
         """What the engine draws when it is asked directly."""
         name = f"direct-{time.monotonic_ns()}"
         self.engine.submit(CreateSampler(name, base_model=model)).result(WAIT)
-        return self.engine.submit(Sample(name, ModelInput.from_ints(prompt), n, params)).result(WAIT)
+        return self.engine.submit(Sample(name, ModelInput.from_ints(prompt), n, params)).result(
+            WAIT
+        )
 
     def is_idle(self) -> bool:
         return self.core.sampling_gate.used == 0 and not self.core.limits.queued()
@@ -97,19 +103,25 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
     models: dict[str, Path] = dict.fromkeys((BASE, CHAT, THINKER), model_dir)
     data = tmp_path_factory.mktemp("openai")
     engine = ScriptedEngine(
-        {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32", deterministic=True)
+        {name: str(path) for name, path in models.items()},
+        data,
+        EngineSettings(dtype="float32", deterministic=True),
     )
     core = ServerCore(engine, data, list(models), KEYS)
     more = [*routes_draw.ROUTES, *openai_routes.routes(core, models)]
     app = create_app(core, HttpSettings(tokenizer_directories=models), more)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="warning", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(app, lifespan="on", log_level="warning", timeout_graceful_shutdown=5)
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", core, engine, load_tokenizer(model_dir))
+        yield Served(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", core, engine, load_tokenizer(model_dir)
+        )
         app.state.http.stopping.set()
         server.should_exit = True
         thread.join(30)
@@ -123,7 +135,13 @@ def client(served) -> Iterator[openai.OpenAI]:
 
 def test_a_message_is_what_the_engine_draws(served, client):
     answer = client.chat.completions.create(
-        model=CHAT, messages=HELLO, max_completion_tokens=12, seed=5, temperature=0.8, logprobs=True, top_logprobs=3
+        model=CHAT,
+        messages=HELLO,
+        max_completion_tokens=12,
+        seed=5,
+        temperature=0.8,
+        logprobs=True,
+        top_logprobs=3,
     )
     renderer = get_renderer("qwen3_instruct", served.tokenizer)
     prompt = renderer.build_generation_prompt(HELLO).to_ints()
@@ -144,7 +162,10 @@ def test_a_message_is_what_the_engine_draws(served, client):
 
 def joined(chunks: list[Any], index: int) -> str:
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-    return "".join((choice.delta.content if hasattr(choice, "delta") else choice.text) or "" for choice in choices)
+    return "".join(
+        (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
+        for choice in choices
+    )
 
 
 def test_a_streamed_message_is_the_message(client):
@@ -158,13 +179,19 @@ def test_a_streamed_message_is_the_message(client):
         "top_logprobs": 2,
     }
     whole = client.chat.completions.create(**options)
-    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert len({chunk.id for chunk in chunks}) == 1
     assert len(chunks) > 20
     for choice in whole.choices:
         assert joined(chunks, choice.index) == choice.message.content
         mine = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
-        assert [row for one in mine if one.logprobs for row in one.logprobs.content] == choice.logprobs.content
+        assert [
+            row for one in mine if one.logprobs for row in one.logprobs.content
+        ] == choice.logprobs.content
         assert [one.finish_reason for one in mine if one.finish_reason] == [choice.finish_reason]
     assert whole.choices[0].message.content != whole.choices[1].message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
@@ -172,7 +199,14 @@ def test_a_streamed_message_is_the_message(client):
 
 
 def test_streamed_text_is_the_text(client):
-    options: Any = {"model": BASE, "prompt": ["One", "Two"], "max_tokens": 30, "seed": 3, "n": 2, "logprobs": 2}
+    options: Any = {
+        "model": BASE,
+        "prompt": ["One", "Two"],
+        "max_tokens": 30,
+        "seed": 3,
+        "n": 2,
+        "logprobs": 2,
+    }
     whole = client.completions.create(**options)
     chunks = list(client.completions.create(**options, stream=True))
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
@@ -180,15 +214,23 @@ def test_streamed_text_is_the_text(client):
         assert joined(chunks, choice.index) == choice.text
         mine = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert [x for one in mine for x in getattr(one.logprobs, name)] == getattr(choice.logprobs, name)
+            assert [x for one in mine for x in getattr(one.logprobs, name)] == getattr(
+                choice.logprobs, name
+            )
 
 
 def test_text_goes_on_from_a_prompt(served, client):
     prompt = served.tokenizer.encode("Once upon")
-    sequence = served.drawn(BASE, prompt, SamplingParams(8, seed=1, stop=[EOS_TOKEN_ID], top_p=0.9)).sequences[0]
+    sequence = served.drawn(
+        BASE, prompt, SamplingParams(8, seed=1, stop=[EOS_TOKEN_ID], top_p=0.9)
+    ).sequences[0]
     for given in ("Once upon", prompt, [prompt], ["Once upon"]):
-        answer = client.completions.create(model=BASE, prompt=given, max_tokens=8, seed=1, top_p=0.9)
-        assert answer.choices[0].text == served.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        answer = client.completions.create(
+            model=BASE, prompt=given, max_tokens=8, seed=1, top_p=0.9
+        )
+        assert answer.choices[0].text == served.tokenizer.decode(
+            sequence.tokens, skip_special_tokens=True
+        )
     assert client.completions.create(model=BASE, prompt="a").usage.completion_tokens <= 16
 
 
@@ -203,7 +245,9 @@ def test_a_text_is_scored(served, client):
     assert len(choice.logprobs.tokens) == len(prompt)
     assert choice.logprobs.text_offset[:3] == [0, 1, 2]
     assert answer.usage.completion_tokens == 0
-    one_more = client.completions.create(model=BASE, prompt=text, max_tokens=1, echo=True, logprobs=2).choices[0]
+    one_more = client.completions.create(
+        model=BASE, prompt=text, max_tokens=1, echo=True, logprobs=2
+    ).choices[0]
     assert one_more.logprobs.token_logprobs[: len(prompt)] == choice.logprobs.token_logprobs
     assert one_more.text.startswith(text)
     echoed = client.completions.create(model=BASE, prompt=text, max_tokens=2, echo=True)
@@ -223,7 +267,11 @@ def test_stop_strings_end_the_text_and_are_no_part_of_it(served, client):
 
 def test_a_seed_repeats_a_sample_and_its_absence_does_not(client):
     def text(**options: Any) -> str:
-        return client.completions.create(model=BASE, prompt="x", max_tokens=20, **options).choices[0].text
+        return (
+            client.completions.create(model=BASE, prompt="x", max_tokens=20, **options)
+            .choices[0]
+            .text
+        )
 
     assert text(seed=1) == text(seed=1) != text(seed=2)
     assert text() != text()
@@ -250,30 +298,43 @@ def test_a_checkpoint_is_served_at_once(served, client, trained):
     [listed] = [model for model in client.models.list() if model.id == path]
     assert listed == client.models.retrieve(path)
     assert abs(listed.created - time.time()) < WAIT
-    answer = client.completions.create(model=path, prompt=[5, 6, 7], max_tokens=9, seed=4, logprobs=0)
+    answer = client.completions.create(
+        model=path, prompt=[5, 6, 7], max_tokens=9, seed=4, logprobs=0
+    )
     params = SamplingParams(9, seed=4, stop=[EOS_TOKEN_ID])
     [sequence] = (
-        trained.create_sampling_client(path).sample(ModelInput.from_ints([5, 6, 7]), 1, params).result(WAIT).sequences
+        trained.create_sampling_client(path)
+        .sample(ModelInput.from_ints([5, 6, 7]), 1, params)
+        .result(WAIT)
+        .sequences
     )
     assert answer.choices[0].logprobs.token_logprobs == pytest.approx(sequence.logprobs)
     assert answer.choices[0].text == served.tokenizer.decode(sequence.tokens)
     assert (
         answer.choices[0].text
-        != client.completions.create(model=CHAT, prompt=[5, 6, 7], max_tokens=9, seed=4).choices[0].text
+        != client.completions.create(model=CHAT, prompt=[5, 6, 7], max_tokens=9, seed=4)
+        .choices[0]
+        .text
     )
     # Saved again under its name, it is the new one.
     datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [98, 98, 98]})
     trained.forward_backward([datum], "cross_entropy")
     trained.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
     assert trained.save_weights_for_sampler("now", overwrite=True).result(WAIT).path == path
-    again = client.completions.create(model=path, prompt=[5, 6, 7], max_tokens=9, seed=4, logprobs=0)
+    again = client.completions.create(
+        model=path, prompt=[5, 6, 7], max_tokens=9, seed=4, logprobs=0
+    )
     assert again.choices[0].logprobs.token_logprobs != answer.choices[0].logprobs.token_logprobs
     message = client.chat.completions.create(model=path, messages=HELLO, max_tokens=3)
     assert message.model == path
 
 
 def test_a_checkpoint_says_its_renderer(served, client, trained):
-    path = trained.save_weights_for_sampler("plain", user_metadata={"renderer_name": "role_colon"}).result(WAIT).path
+    path = (
+        trained.save_weights_for_sampler("plain", user_metadata={"renderer_name": "role_colon"})
+        .result(WAIT)
+        .path
+    )
     prompt = get_renderer("role_colon", served.tokenizer).build_generation_prompt(HELLO)
     answer = client.chat.completions.create(model=path, messages=HELLO, max_tokens=2)
     assert answer.usage.prompt_tokens == prompt.length
@@ -307,12 +368,17 @@ def test_other_models_do_not_exist(client, name):
 
 def test_an_endpoint_that_is_not_there_is_named(served, client):
     """What OpenAI's client shows is the message of its own form."""
-    with pytest.raises(openai.NotFoundError, match="there is no endpoint POST /v1/embeddings") as error:
+    with pytest.raises(
+        openai.NotFoundError, match="there is no endpoint POST /v1/embeddings"
+    ) as error:
         client.embeddings.create(model=BASE, input="x")
     assert error.value.type == "not_found_error"
     with (
         openai.OpenAI(base_url=served.url, api_key="tml-first", max_retries=0) as client_without_v1,
-        pytest.raises(openai.NotFoundError, match="POST /chat/completions; those for OpenAI's clients are below /v1"),
+        pytest.raises(
+            openai.NotFoundError,
+            match="POST /chat/completions; those for OpenAI's clients are below /v1",
+        ),
     ):
         client_without_v1.chat.completions.create(model=BASE, messages=HELLO)
 
@@ -320,7 +386,10 @@ def test_an_endpoint_that_is_not_there_is_named(served, client):
 @pytest.mark.parametrize("key", ["tml-third", "x" * 200])
 def test_other_keys_are_refused(served, key):
     with served.client(key) as stranger:
-        for call in (stranger.models.list, lambda: stranger.completions.create(model=BASE, prompt="x")):
+        for call in (
+            stranger.models.list,
+            lambda: stranger.completions.create(model=BASE, prompt="x"),
+        ):
             with pytest.raises(openai.AuthenticationError) as error:
                 call()
             assert error.value.code == "invalid_api_key"
@@ -334,7 +403,10 @@ TOOLS: Any = [
         "function": {
             "name": "add",
             "description": "Adds",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            },
         },
     }
 ]
@@ -344,7 +416,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 def test_a_model_calls_tools(served, client):
     with served.engine.saying(f"Let me see.\n{CALL}\n{CALL}", served.tokenizer):
         choice = client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS).choices[0]
-        chunks = list(client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS, stream=True))
+        chunks = list(
+            client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS, stream=True)
+        )
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."
     assert [call.function.name for call in choice.message.tool_calls] == ["add", "add"]
@@ -356,7 +430,11 @@ def test_a_model_calls_tools(served, client):
 
 def test_a_conversation_goes_on_after_a_call(served, client):
     with served.engine.saying(CALL, served.tokenizer):
-        message = client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS).choices[0].message
+        message = (
+            client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS)
+            .choices[0]
+            .message
+        )
     assert message.content is None
     sent = [
         {"role": "system", "content": "Be exact."},
@@ -370,19 +448,29 @@ def test_a_conversation_goes_on_after_a_call(served, client):
         [
             *renderer.create_conversation_prefix_with_tools([TOOLS[0]["function"]], "Be exact."),
             *HELLO,
-            {"role": "assistant", "content": "", "tool_calls": [call.model_dump() for call in message.tool_calls]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call.model_dump() for call in message.tool_calls],
+            },
             {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"},
         ]
     )
     assert answer.usage.prompt_tokens == expected.length
-    without = client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS, tool_choice="none", max_tokens=2)
+    without = client.chat.completions.create(
+        model=CHAT, messages=HELLO, tools=TOOLS, tool_choice="none", max_tokens=2
+    )
     assert without.usage.prompt_tokens == renderer.build_generation_prompt(HELLO).length
 
 
 def test_thoughts_are_apart(served, client):
     with served.engine.saying("<think>\nHm.\n</think>\n\nYes.", served.tokenizer):
-        message: Any = client.chat.completions.create(model=THINKER, messages=HELLO).choices[0].message
-        chunks: Any = list(client.chat.completions.create(model=THINKER, messages=HELLO, stream=True))
+        message: Any = (
+            client.chat.completions.create(model=THINKER, messages=HELLO).choices[0].message
+        )
+        chunks: Any = list(
+            client.chat.completions.create(model=THINKER, messages=HELLO, stream=True)
+        )
     assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
@@ -390,7 +478,11 @@ def test_thoughts_are_apart(served, client):
     # Clients give back what they got; the format decides which thoughts the model sees again.
     sent = [*HELLO, message.model_dump(), {"role": "user", "content": "Sure?"}]
     thought = {"type": "thinking", "thinking": "Hm."}
-    parts = [*HELLO, {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}, sent[-1]]
+    parts = [
+        *HELLO,
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]},
+        sent[-1],
+    ]
     expected = get_renderer("qwen3", served.tokenizer).build_generation_prompt(parts)
     answer = client.chat.completions.create(model=THINKER, messages=sent, max_tokens=1)
     assert answer.usage.prompt_tokens == expected.length
@@ -468,7 +560,10 @@ def test_texts_that_cannot_be_drawn_are_refused(client, options, param):
 def test_a_body_that_is_none_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="not JSON"):
         client.post(
-            "/completions", cast_to=object, content=b"{", options={"headers": {"content-type": "application/json"}}
+            "/completions",
+            cast_to=object,
+            content=b"{",
+            options={"headers": {"content-type": "application/json"}},
         )
 
 
@@ -483,7 +578,9 @@ def test_an_error_in_the_middle_of_a_stream_is_told(served, client):
 
 def test_a_fault_of_the_server_is_told(served, client):
     with served.engine.saying("Some", served.tokenizer, error=KeyError("secret")):
-        with pytest.raises(openai.InternalServerError, match="fault of the server.*KeyError") as error:
+        with pytest.raises(
+            openai.InternalServerError, match="fault of the server.*KeyError"
+        ) as error:
             client.chat.completions.create(model=CHAT, messages=HELLO)
         assert error.value.type == "server_error"
         with pytest.raises(openai.APIError, match="fault of the server.*KeyError"):
@@ -526,7 +623,9 @@ def test_who_hangs_up_frees_the_work(served, client, caplog):
 
 def test_many_are_served_at_once(served):
     async def main() -> list[str | None]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="tml-second", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="tml-second", max_retries=0
+        ) as client:
             asked = [
                 client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=6, seed=seed)
                 for seed in range(40)
@@ -572,8 +671,12 @@ def test_a_model_that_is_loaded_leaves_threads_to_others(model_dir, data_dir, mo
             served = await models.find(TENANT, core_client.BASE)
             operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
             is_loaded = threading.Event()
-            monkeypatch.setattr(core._engine._service, "check_sample", lambda *_: is_loaded.wait(20))
-            asked = [asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)]
+            monkeypatch.setattr(
+                core._engine._service, "check_sample", lambda *_: is_loaded.wait(20)
+            )
+            asked = [
+                asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)
+            ]
             try:
                 await asyncio.sleep(0.1)
                 assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 5)

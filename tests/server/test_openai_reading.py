@@ -23,7 +23,10 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def renderers(tokenizer) -> dict[str, Renderer]:
-    return {name: get_renderer(name, tokenizer) for name in ("qwen3", "qwen3_instruct", "role_colon", "llama3")}
+    return {
+        name: get_renderer(name, tokenizer)
+        for name in ("qwen3", "qwen3_instruct", "role_colon", "llama3")
+    }
 
 
 def stream(growing: Growing, tokens: Sequence[int]) -> list[Reading]:
@@ -41,7 +44,9 @@ def message(renderer: Renderer, *stops: str) -> Growing:
 
 def joined(deltas: Sequence[Reading]) -> Reading:
     return Reading(
-        "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas), deltas[-1].calls
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        deltas[-1].calls,
     )
 
 
@@ -87,7 +92,9 @@ def test_a_streamed_message_is_the_whole_message(tokenizer, renderers, pieces, c
 
 
 @settings(max_examples=100, deadline=None)
-@given(thought=st.lists(PIECES, max_size=6), text=st.lists(PIECES, max_size=6), closed=st.booleans())
+@given(
+    thought=st.lists(PIECES, max_size=6), text=st.lists(PIECES, max_size=6), closed=st.booleans()
+)
 def test_streamed_reasoning_is_the_whole_reasoning(tokenizer, renderers, thought, text, closed):
     inner = "".join(thought).replace("<tool_call>", "")
     sample = f"<think>{inner}" + (f"</think>{''.join(text)}" if closed else "")

@@ -42,7 +42,9 @@ class Machine:
         while True:
             self.server = CrashServer(self.start)
             status = await self.server.died()
-            assert status in (-signal.SIGTERM, -signal.SIGKILL), f"the server ended by itself, with status {status}"
+            assert status in (-signal.SIGTERM, -signal.SIGKILL), (
+                f"the server ended by itself, with status {status}"
+            )
             self.ends += 1
 
     async def end(self, sig: int = signal.SIGKILL) -> None:
@@ -56,9 +58,13 @@ class Machine:
 
 
 @asynccontextmanager
-async def served(model_dir: Path, data_dir: Path, has_poison: bool) -> AsyncIterator[tuple[Machine, list[CrashClient]]]:
+async def served(
+    model_dir: Path, data_dir: Path, has_poison: bool
+) -> AsyncIterator[tuple[Machine, list[CrashClient]]]:
     """Two tenants at a machine."""
-    machine = Machine(Start(model_dir, data_dir, ServerSettings(), free_port(), KEYS, has_poison=has_poison))
+    machine = Machine(
+        Start(model_dir, data_dir, ServerSettings(), free_port(), KEYS, has_poison=has_poison)
+    )
     wires = [WireClient(f"http://127.0.0.1:{machine.start.port}", key) for key in KEYS]
     running = asyncio.create_task(machine.run())
     try:
@@ -108,12 +114,16 @@ def both(
 
 
 @pytest.mark.timeout(240)
-def test_a_gradient_that_kills_the_server_fails_and_its_model_and_all_others_go_on(model_dir, tmp_path):
+def test_a_gradient_that_kills_the_server_fails_and_its_model_and_all_others_go_on(
+    model_dir, tmp_path
+):
     async def attack(machine: Machine, client: CrashClient) -> None:
         await client.begin()
         model = await client.create(2)
         await model.step(0)
-        sent = await model.send(gradient(model.model_id, 1), poison(model.model_id), adam(model.model_id))
+        sent = await model.send(
+            gradient(model.model_id, 1), poison(model.model_id), adam(model.model_id)
+        )
         part, killing, step = [await client.answer(each) for each in sent]
         assert isinstance(part, Done)
         assert isinstance(killing, Failed)
@@ -139,7 +149,9 @@ def test_a_sample_that_kills_the_server_fails_among_others(model_dir, tmp_path):
         await client.begin()
         base = await client.sampler(0, None)
         asked = [
-            await client.call("submit_sample", seq, sample(base, n=1, max_tokens=200, seed=seq, stop=[]))
+            await client.call(
+                "submit_sample", seq, sample(base, n=1, max_tokens=200, seed=seq, stop=[])
+            )
             for seq in range(20)
         ]
         killing = await client.call("submit_sample", 20, sample(base, bytes(POISON)))
@@ -155,15 +167,21 @@ def test_a_sample_that_kills_the_server_fails_among_others(model_dir, tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_a_model_whose_coming_back_kills_the_server_is_refused_and_its_checkpoint_is_there(model_dir, tmp_path):
+def test_a_model_whose_coming_back_kills_the_server_is_refused_and_its_checkpoint_is_there(
+    model_dir, tmp_path
+):
     async def scenario() -> None:
-        async with served(model_dir, tmp_path / "data", has_poison=False) as (machine, (client, other)):
+        async with served(model_dir, tmp_path / "data", has_poison=False) as (
+            machine,
+            (client, other),
+        ):
             await client.begin()
             model = await client.create(2)
             path = await model.save("before")
             for operation in (poison(model.model_id), adam(model.model_id)):
                 assert isinstance(await model.do(operation), Done)
-            machine.start = replace(machine.start, has_poison=True)  # as if it had less memory than before
+            # as if it had less memory than before
+            machine.start = replace(machine.start, has_poison=True)
             await machine.end()
             work = asyncio.create_task(work_of_another(other))
             refused = await model.do(gradient(model.model_id, 1))

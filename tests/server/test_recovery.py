@@ -1,4 +1,6 @@
-"""After a stop in order, and when adapters leave memory and come back, everything goes on as if nothing had been."""
+"""After a stop in order, and when adapters leave memory and come back, everything goes on as if
+nothing had been.
+"""
 
 import asyncio
 import logging
@@ -7,7 +9,19 @@ from contextlib import closing
 
 import orjson
 import pytest
-from core_client import BASE, TENANT, Client, adam, drawn, gradient, make_core, run, running, sample, state
+from core_client import (
+    BASE,
+    TENANT,
+    Client,
+    adam,
+    drawn,
+    gradient,
+    make_core,
+    run,
+    running,
+    sample,
+    state,
+)
 
 from planish.server.answers import Done, Failed, TryAgain
 from planish.server.errors import Gone, NotFound, Unavailable
@@ -19,7 +33,9 @@ SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes
 
 
 def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
-    async def play(name: str, settings: ServerSettings) -> tuple[list[object], list[dict[str, bytes]]]:
+    async def play(
+        name: str, settings: ServerSettings
+    ) -> tuple[list[object], list[dict[str, bytes]]]:
         data_dir = tmp_path / name
         async with running(model_dir, data_dir, settings) as core:
             client = await Client.start(core)
@@ -31,7 +47,9 @@ def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
                 seen += [await model.step(turn + 50) for model in models]
                 sampler = await models[turn % 2].publish()
                 seen.append(drawn(await client.sample(sampler, turn, seed=turn)))
-                seen.append(drawn(await client.sample(f"{client.session_id}:sample:0", 100 + turn, seed=0)))
+                seen.append(
+                    drawn(await client.sample(f"{client.session_id}:sample:0", 100 + turn, seed=0))
+                )
             return seen, [state(data_dir, await model.save("last")) for model in models]
 
     assert run(play("small", SMALL)) == run(play("large", ServerSettings()))
@@ -63,7 +81,9 @@ def test_a_restart_goes_on_with_everything(model_dir, tmp_path):
         seen.append(await model.step(3))
         saved = await client.sampler(None, path)
         await restart()
-        seen += [drawn(await client.sample(sampler, 1, seed=4)) for sampler in (base, published, saved)]
+        seen += [
+            drawn(await client.sample(sampler, 1, seed=4)) for sampler in (base, published, saved)
+        ]
         await model.run(LoadWeights(model.model_id, path, with_optimizer=True))
         await client.core.delete_checkpoint(TENANT, path)
         await restart()
@@ -84,7 +104,9 @@ def test_a_step_behind_a_failed_part_has_the_same_reason_after_a_restart(model_d
         async with running(model_dir, tmp_path / name) as core:
             client = await Client.start(core)
             model = await client.model()
-            infinite = ForwardBackward(model.model_id, [Datum(tokens, inputs)], "importance_sampling")
+            infinite = ForwardBackward(
+                model.model_id, [Datum(tokens, inputs)], "importance_sampling"
+            )
             answers = [await client.answer(await model.submit(infinite))]
             if not restarts:
                 answers.append(await client.answer(await model.submit(adam(model.model_id))))
@@ -106,11 +128,16 @@ def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
             client = await Client.start(core)
             model = await client.model()
             sampler = await client.sampler()
-            done = [await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))]
+            done = [
+                await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))
+            ]
             before = [await client.answer(request_id) for request_id in done]
             accepted = await core.submit_sample(TENANT, 0, sample(sampler))
             drawn_before = await client.answer(accepted.request_id)
-            bad = Datum(ModelInput.from_ints([1]), {"target_tokens": [2], "logprobs": [-1e4], "advantages": [1.0]})
+            bad = Datum(
+                ModelInput.from_ints([1]),
+                {"target_tokens": [2], "logprobs": [-1e4], "advantages": [1.0]},
+            )
             failing = await (await client.model()).submit(
                 ForwardBackward(f"{client.session_id}:train:1", [bad], "importance_sampling")
             )
@@ -139,7 +166,9 @@ def test_a_stop_refuses_what_comes_and_keeps_what_waits(model_dir, data_dir):
             client = await Client.start(core)
             sampler = await client.sampler()
             accepted = [
-                await core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=300, stop=[], seed=seq))
+                await core.submit_sample(
+                    TENANT, seq, sample(sampler, n=1, max_tokens=300, stop=[], seed=seq)
+                )
                 for seq in range(4)
             ]
             stopping = asyncio.create_task(core.stop(0.3))
@@ -168,7 +197,9 @@ def test_a_stop_waits_for_what_the_engine_has_and_for_no_sample_behind_it(model_
             client = await Client.start(core)
             sampler = await client.sampler()
             accepted = [
-                await core.submit_sample(TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq))
+                await core.submit_sample(
+                    TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq)
+                )
                 for seq in range(5)
             ]
             counters = core._sampling._counters
@@ -197,7 +228,9 @@ def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
             for seed in range(4):
                 await model.step(seed)
         with closing(sqlite3.connect(data_dir / "server.db")) as connection:
-            rows = connection.execute("SELECT seq, body IS NULL FROM requests ORDER BY seq").fetchall()
+            rows = connection.execute(
+                "SELECT seq, body IS NULL FROM requests ORDER BY seq"
+            ).fetchall()
         assert [bool(cut) for _, cut in rows] == [True] * 9
         private = [path.name for path in (data_dir / "checkpoints").glob("*/weights/*")]
         assert private == ["_planish.snapshot.8"]
@@ -218,7 +251,13 @@ def test_files_of_a_kill_are_removed_at_the_next_start(model_dir, data_dir):
             (weights / name).mkdir()
             for file in snapshot.iterdir():
                 (weights / name / file.name).write_bytes(file.read_bytes())
-        lost = Checkpoint("weights/lost", "training", (await listed(model_dir, data_dir))[0].time, kept + "-lost", 1)
+        lost = Checkpoint(
+            "weights/lost",
+            "training",
+            (await listed(model_dir, data_dir))[0].time,
+            kept + "-lost",
+            1,
+        )
         connection = sqlite3.connect(data_dir / "server.db")
         connection.execute(
             "INSERT INTO checkpoints (path, tenant, run, bytes, made, user_metadata) VALUES (?, 'everybody', ?, 1, 1, '{}')",
@@ -296,7 +335,8 @@ def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir,
             await model.run(gradient(model.model_id))  # keeps a snapshot from being taken
         connection = sqlite3.connect(data_dir / "server.db")
         connection.execute(
-            "UPDATE requests SET result = ? WHERE kind = 'optim_step'", (b'{"metrics":{"grad_norm":1.0}}',)
+            "UPDATE requests SET result = ? WHERE kind = 'optim_step'",
+            (b'{"metrics":{"grad_norm":1.0}}',),
         )
         connection.commit()
         connection.close()
@@ -336,15 +376,16 @@ def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
                 for each in (model, other):
                     await each.run(gradient(each.model_id, 2))  # keeps a snapshot from being taken
         with closing(sqlite3.connect(data_dir / "server.db")) as connection:
-            of_gradient = (
-                "SELECT body, body_file FROM requests WHERE owner = ? AND kind = 'forward_backward' ORDER BY seq"
-            )
+            of_gradient = "SELECT body, body_file FROM requests WHERE owner = ? AND kind = 'forward_backward' ORDER BY seq"
             row, name = connection.execute(of_gradient, (model.model_id,)).fetchone()
             if where == "row":
                 change = "UPDATE requests SET body = ? WHERE body = ?"
                 connection.execute(change, (row[:-1] + bytes([row[-1] ^ 1]), row))
                 connection.commit()
-        snapshot = next(data_dir.glob(f"checkpoints/{model.model_id}/weights/_planish.*/optimizer.safetensors"), None)
+        snapshot = next(
+            data_dir.glob(f"checkpoints/{model.model_id}/weights/_planish.*/optimizer.safetensors"),
+            None,
+        )
         place = snapshot or (data_dir / "bodies" / name if name else None)
         before = alter(place) if place else b""
         async with running(model_dir, data_dir, settings) as core:
@@ -366,7 +407,9 @@ def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
         run(scenario())
 
 
-def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(model_dir, data_dir, monkeypatch):
+def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(
+    model_dir, data_dir, monkeypatch
+):
     async def scenario() -> None:
         async with running(model_dir, data_dir, SMALL) as core:
             client = await Client.start(core)

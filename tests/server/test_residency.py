@@ -1,4 +1,6 @@
-"""Adapters in memory: loaded once, kept while they are held, and otherwise let go in the order of their last use."""
+"""Adapters in memory: loaded once, kept while they are held, and otherwise let go in the order of
+their last use.
+"""
 
 import asyncio
 import gc

@@ -13,7 +13,9 @@ from planish.wire.training import forward_backward_to_message, output_from_messa
 def loaded(caller: Caller) -> tuple[str, dict[str, Any]]:
     """A model into which a checkpoint was loaded, and the request that did it."""
     source = caller.model()
-    path = caller.result(caller.post("/save_weights", {"model_id": source, "seq_id": 1, "path": "a"}))["path"]
+    path = caller.result(
+        caller.post("/save_weights", {"model_id": source, "seq_id": 1, "path": "a"})
+    )["path"]
     model = caller.model()
     load = {"model_id": model, "seq_id": 1, "path": path, "optimizer": False}
     assert caller.result(caller.post("/load_weights", load))["path"] == path

@@ -1,6 +1,7 @@
 """The official SDK, unmodified, in a process of its own, against a server process on a real socket.
 
-Every probe of the conformance matrix is a test here, for the SDK that is installed. The other tests are scripts as users write them.
+Every probe of the conformance matrix is a test here, for the SDK that is installed. The other tests
+are scripts as users write them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Serving:
 
     def start(self) -> None:
         options = ("--port", self.port, "--hub-tokenizers", "--model", f"{LLAMA}={self.model}")
-        running = running_server(self.data, self.model, *options, environment={"HF_HOME": str(self.hub)})
+        running = running_server(
+            self.data, self.model, *options, environment={"HF_HOME": str(self.hub)}
+        )
         self.process = self.stack.enter_context(running)
 
 
@@ -76,14 +79,21 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path, hub: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     with ExitStack() as stack:
-        serving = Serving(tmp_path_factory.mktemp("data") / "not" / "there" / "yet", model, hub, port, stack)
+        serving = Serving(
+            tmp_path_factory.mktemp("data") / "not" / "there" / "yet", model, hub, port, stack
+        )
         yield serving
         assert serving.process.stop() == 0
 
 
 def environment(url: str, hub: Path | None = None) -> dict[str, str]:
     """What a user sets, and no network."""
-    found = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-anything", "HF_HUB_OFFLINE": "1"}
+    found = {
+        **os.environ,
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": "tml-anything",
+        "HF_HUB_OFFLINE": "1",
+    }
     return found if hub is None else {**found, "HF_HOME": str(hub)}
 
 
@@ -100,12 +110,17 @@ def outcomes(server: Serving, hub: Path) -> dict[str, Outcome]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {outcome.name: outcome for outcome in (Outcome(**json.loads(line)) for line in done.stdout.splitlines())}
+    return {
+        outcome.name: outcome
+        for outcome in (Outcome(**json.loads(line)) for line in done.stdout.splitlines())
+    }
 
 
 @pytest.mark.parametrize("name", PROBES)
 def test_a_method_of_the_sdk(outcomes: dict[str, Outcome], name: str):
-    expected = NOT_APPLICABLE if name in ONLY_OLDER else REFUSED if PROBES[name].is_refused else WORKS
+    expected = (
+        NOT_APPLICABLE if name in ONLY_OLDER else REFUSED if PROBES[name].is_refused else WORKS
+    )
     assert outcomes[name].status == expected, outcomes[name].note
 
 
@@ -135,7 +150,9 @@ print([loss.hex() for loss in losses], [(s.tokens, s.logprobs) for s in sample.s
 
 
 def test_neither_the_wire_nor_a_restart_changes_a_bit(server: Serving, model: Path):
-    """A script of the SDK, with the server stopped and started again in its middle, and the same on an engine in its own process."""
+    """A script of the SDK, with the server stopped and started again in its middle, and the same on
+    an engine in its own process.
+    """
     script = SETUP + LEARN + "print('half', flush=True); input()" + LEARN
     command = [sys.executable, "-c", script]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -156,9 +173,12 @@ def test_neither_the_wire_nor_a_restart_changes_a_bit(server: Serving, model: Pa
 def _in_this_process(script: str, model: Path) -> str:
     """What the script prints with planish's own client, whose names are the same."""
     script = script.replace(
-        "import tinker\nfrom tinker import types", "import planish as tinker\nimport planish as types"
+        "import tinker\nfrom tinker import types",
+        "import planish as tinker\nimport planish as types",
     )
-    script = script.replace("ServiceClient()", f"ServiceClient(models={{'planish/tiny-model': {str(model)!r}}})")
+    script = script.replace(
+        "ServiceClient()", f"ServiceClient(models={{'planish/tiny-model': {str(model)!r}}})"
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(script + "\nservice.close()\n", {})
@@ -172,7 +192,9 @@ sampler = tinker.ServiceClient().create_sampling_client(base_model={LLAMA!r}).re
 print(sampler.get_tokenizer().encode("a"))
 """
     found = environment(server.url, hub)
-    done = subprocess.run([sys.executable, "-c", script], env=found, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=found, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "[97]\n"), done.stderr[-3000:]
 
 
@@ -196,7 +218,11 @@ rest.delete_checkpoint_from_tinker_path(path).result()
 """
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(server.url), capture_output=True, text=True, check=False
+        [sys.executable, "-c", script],
+        env=environment(server.url),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr[-3000:]
 
@@ -215,7 +241,11 @@ assert all(len(future.result().sequences[0].tokens) in (1, 2) for future in pend
 print(f"2000 samples in {time.monotonic() - began:.1f} s")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(server.url), capture_output=True, text=True, check=False
+        [sys.executable, "-c", script],
+        env=environment(server.url),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)

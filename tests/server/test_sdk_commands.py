@@ -1,4 +1,5 @@
-"""The command `tinker` of the official SDK, as users type it, against a server process on a real socket.
+"""The command `tinker` of the official SDK, as users type it, against a server process on a real
+socket.
 
 All commands run one after another in one process, which needs the SDK alone.
 """
@@ -117,7 +118,12 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     place = tmp_path_factory.mktemp("commands")
     downloads = place / "downloads"
     with running_server(place / "data", tiny_model(place / "model")) as server:
-        user = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-anything", "HOME": str(place), "COLUMNS": "300"}
+        user = {
+            "TINKER_BASE_URL": server.url,
+            "TINKER_API_KEY": "tml-anything",
+            "HOME": str(place),
+            "COLUMNS": "300",
+        }
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, BASE_MODEL, str(downloads)],
             input=LINES,
@@ -128,7 +134,9 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
         )
     assert done.returncode == 0, done.stderr[-3000:]
     outcomes, names, known = json.loads(done.stdout.splitlines()[-1])
-    return Commands({line: Outcome(*outcome) for line, outcome in outcomes.items()}, names, known, downloads)
+    return Commands(
+        {line: Outcome(*outcome) for line, outcome in outcomes.items()}, names, known, downloads
+    )
 
 
 def test_the_server_and_its_models(commands: Commands):
@@ -140,7 +148,9 @@ def test_the_server_and_its_models(commands: Commands):
 
 def test_runs(commands: Commands):
     run = commands.names["run"]
-    table = commands.works("run list --limit 0 -c id,model,owner,lora,updated,status,checkpoint,checkpoint_time")
+    table = commands.works(
+        "run list --limit 0 -c id,model,owner,lora,updated,status,checkpoint,checkpoint_time"
+    )
     for cell in ("1 training run", run, BASE_MODEL, "everybody", "Rank 4", "OK", "weights/state"):
         assert cell in table
     (row,) = json.loads(commands.works("-f json run list"))["runs"]
@@ -157,7 +167,11 @@ def test_checkpoints(commands: Commands):
     listed = json.loads(commands.works("-f json checkpoint list --run-id {run}"))["checkpoints"]
     assert {item["tinker_path"] for item in listed} == set(paths)
     info = json.loads(commands.works("-f json checkpoint info {state}"))
-    assert (info["checkpoint_type"], info["lora_rank"], info["user_metadata"]) == ("training", 4, {"why": "commands"})
+    assert (info["checkpoint_type"], info["lora_rank"], info["user_metadata"]) == (
+        "training",
+        4,
+        {"why": "commands"},
+    )
     assert info["expires_at"] is not None
     assert "not found" in commands.refused("checkpoint info {state}x")
 
@@ -181,7 +195,9 @@ def test_publishing_and_times_to_live(commands: Commands):
 
 def test_downloads(commands: Commands):
     """A training checkpoint is exported through a run of its own, whose export is deleted."""
-    assert "adapter_model.safetensors" in commands.works("checkpoint download {state} -o {directory}")
+    assert "adapter_model.safetensors" in commands.works(
+        "checkpoint download {state} -o {directory}"
+    )
     commands.works("-f json checkpoint download {external} -o {directory}")
     state, external = (
         commands.directory / commands.names[kind].removeprefix("tinker://").replace("/", "_")
@@ -198,7 +214,9 @@ def test_deletions(commands: Commands):
     assert "Deleted 1" in commands.works(
         "checkpoint delete -y --run-id {run} --type external_weights --after 2020-01-01"
     )
-    (left,) = json.loads(commands.works("-f json checkpoint list --run-id {run} --limit 0"))["checkpoints"]
+    (left,) = json.loads(commands.works("-f json checkpoint list --run-id {run} --limit 0"))[
+        "checkpoints"
+    ]
     assert left["tinker_path"] == commands.names["state"]
     assert json.loads(commands.works("-f json checkpoint delete -y --run-id {run}")) == {
         "deleted_count": 1,
@@ -227,4 +245,6 @@ ELSEWHERE = {"auth login", "auth logout", "checkpoint push-hf"}
 def test_every_command_of_the_sdk_is_tried(commands: Commands):
     tried = [line.removeprefix("-f json ") for line in LINES.splitlines()]
     known = {name.strip() for name in commands.known}
-    assert {name for name in known if not any(f"{line} ".startswith(f"{name} ") for line in tried)} == ELSEWHERE
+    assert {
+        name for name in known if not any(f"{line} ".startswith(f"{name} ") for line in tried)
+    } == ELSEWHERE

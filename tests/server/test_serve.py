@@ -32,9 +32,9 @@ class Caller:
 
     def __init__(self, url: str, key: str = ALICE) -> None:
         self._http = httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": key}, timeout=60)
-        self.session = self.post("/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})[
-            "session_id"
-        ]
+        self.session = self.post(
+            "/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+        )["session_id"]
         body = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
         self.sampler = self.post("/create_sampling_session", body)["sampling_session_id"]
 
@@ -53,11 +53,18 @@ class Caller:
         """The id of the request."""
         params = {"max_tokens": max_tokens, "seed": 1, "stop": []}
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-        body = {"sampling_session_id": self.sampler, "seq_id": seq_id, "prompt": prompt, "num_samples": num_samples}
+        body = {
+            "sampling_session_id": self.sampler,
+            "seq_id": seq_id,
+            "prompt": prompt,
+            "num_samples": num_samples,
+        }
         return self.post("/asample", {**body, "sampling_params": params})["request_id"]
 
     def result(self, request_id: str) -> Any:
-        while (answer := self._http.post("/retrieve_future", json={"request_id": request_id})).status_code == 408:
+        while (
+            answer := self._http.post("/retrieve_future", json={"request_id": request_id})
+        ).status_code == 408:
             pass
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -77,9 +84,13 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, keys: Path) -> Iterator[ServerProcess]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, keys: Path
+) -> Iterator[ServerProcess]:
     data = tmp_path_factory.mktemp("data")
-    with running_server(data, model_dir, "--api-key-file", str(keys), "--log-level", "debug") as server:
+    with running_server(
+        data, model_dir, "--api-key-file", str(keys), "--log-level", "debug"
+    ) as server:
         yield server
 
 
@@ -92,7 +103,9 @@ def logged(server: ServerProcess, path: str) -> dict[str, Any]:
     """The newest record of a request, which may come a moment after its answer."""
     give_up = time.monotonic() + 10
     while time.monotonic() < give_up:
-        found = [r for r in records(server) if r["logger"] == "planish.access" and path in r["message"]]
+        found = [
+            r for r in records(server) if r["logger"] == "planish.access" and path in r["message"]
+        ]
         if found:
             return found[-1]
         time.sleep(0.01)
@@ -105,7 +118,9 @@ def metrics(server: ServerProcess, key: str = READER) -> dict[tuple[str, tuple[s
     assert page.status_code == 200, page.text
     assert page.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(page.text)
-    return {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
+    return {
+        (s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples
+    }
 
 
 def test_every_line_is_an_object_and_none_has_a_key(server: ServerProcess, caller: Caller):
@@ -134,13 +149,16 @@ def test_what_clients_repeat_is_logged_at_debug(server: ServerProcess):
 
 
 def test_it_tells_when_it_is_ready_for_work_and_when_not(tmp_path: Path, model_dir: Path):
-    with running_server(tmp_path / "data", model_dir, environment={"PLANISH_HOME": "/proc/nowhere"}) as server:
+    with running_server(
+        tmp_path / "data", model_dir, environment={"PLANISH_HOME": "/proc/nowhere"}
+    ) as server:
         said = set()
         while (answer := httpx.get(f"{server.url}/readyz")).status_code == 503:
             said.add(answer.json()["status"])
         assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
         assert said <= {"loading"}
-        assert any("loaded in" in line["message"] for line in records(server))  # each is an object, of kernels too
+        # each is an object, of kernels too
+        assert any("loaded in" in line["message"] for line in records(server))
     with running_server(tmp_path / "data", model_dir, "--set", "reserve_bytes=1000TiB") as server:
         while (answer := httpx.get(f"{server.url}/readyz")).json() == {"status": "loading"}:
             pass
@@ -191,7 +209,9 @@ def test_a_signal_lets_what_runs_be_finished(tmp_path: Path, model_dir: Path):
         request = caller.sample(0, max_tokens=100)
         assert server.stop(signal.SIGTERM) == 0
     with closing(sqlite3.connect(tmp_path / "data" / "server.db")) as database:
-        assert database.execute("SELECT state FROM requests WHERE id = ?", [request]).fetchone() == ("done",)
+        assert database.execute(
+            "SELECT state FROM requests WHERE id = ?", [request]
+        ).fetchone() == ("done",)
 
 
 def test_a_signal_that_comes_while_it_starts_stops_it_in_order(monkeypatch):
@@ -245,7 +265,9 @@ def test_connections_that_find_no_file_left_are_told_of_once_a_minute():
     try:
         logs.set_up("json", "info", stream)
         for _ in range(3):
-            logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: %s", 1)
+            logging.getLogger("asyncio").error(
+                "socket.accept() out of system resource\nsocket: %s", 1
+            )
         logging.getLogger("asyncio").error("something else")
     finally:
         for logger, handlers, level, propagate in before:

@@ -74,7 +74,9 @@ def test_lists_name_what_was_saved(place: Place, capsys):
     path = saved(place, "listed")
     assert path in said(capsys, "checkpoints", "list", *place.options)
     assert run_of(path) in said(capsys, "runs", *place.options)
-    rows = json.loads(said(capsys, "checkpoints", "list", "--run", run_of(path), "--json", *place.options))
+    rows = json.loads(
+        said(capsys, "checkpoints", "list", "--run", run_of(path), "--json", *place.options)
+    )
     assert [row["tinker_path"] for row in rows] == [path]
     runs = json.loads(said(capsys, "runs", "--json", "--limit", "1", *place.options))
     assert [run["training_run_id"] for run in runs] == [run_of(path)]
@@ -88,7 +90,9 @@ def test_one_run_and_one_checkpoint_are_told_of(place: Place, capsys):
     assert run["base_model"] == shown["base_model"] == BASE_MODEL
     assert run["lora_rank"] == shown["lora_rank"] == 4
     assert shown["size_bytes"] > 0
-    assert not [key for key, value in shown.items() if isinstance(value, dict) and key != "optimizer_config"]
+    assert not [
+        key for key, value in shown.items() if isinstance(value, dict) and key != "optimizer_config"
+    ]
     assert BASE_MODEL in said(capsys, "checkpoints", "show", path, *place.options)
 
 
@@ -96,7 +100,9 @@ def test_a_time_to_live_is_set_and_taken_away(place: Place, capsys):
     path = saved(place, "kept")
 
     def expires() -> str | None:
-        return json.loads(said(capsys, "checkpoints", "show", path, "--json", *place.options))["expires_at"]
+        return json.loads(said(capsys, "checkpoints", "show", path, "--json", *place.options))[
+            "expires_at"
+        ]
 
     said(capsys, "checkpoints", "ttl", path, "7d", *place.options)
     expected = datetime.now(UTC) + timedelta(days=7)
@@ -108,7 +114,9 @@ def test_a_time_to_live_is_set_and_taken_away(place: Place, capsys):
 def test_a_download_has_the_files(place: Place, capsys, tmp_path: Path):
     path = saved(place, "got")
     out = tmp_path / "out"
-    answer = json.loads(said(capsys, "checkpoints", "download", path, "--out", str(out), "--json", *place.options))
+    answer = json.loads(
+        said(capsys, "checkpoints", "download", path, "--out", str(out), "--json", *place.options)
+    )
     assert {Path(file) for file in answer["files"]} == set(out.iterdir())
     with safe_open(out / "adapter_model.safetensors", "pt") as tensors:
         assert any("lora_A" in name for name in tensors.keys())  # noqa: SIM118  (no mapping)
@@ -124,7 +132,9 @@ def test_a_download_works_where_an_event_loop_runs(served: Place, tmp_path: Path
     path, (_, url, _, key) = saved(served, "in-a-notebook"), served.options
 
     async def cell() -> str:
-        return weights.download(tinker_path=path, output_dir=tmp_path / "out", base_url=url, api_key=key)
+        return weights.download(
+            tinker_path=path, output_dir=tmp_path / "out", base_url=url, api_key=key
+        )
 
     assert Path(asyncio.run(cell()), "adapter_model.safetensors").is_file()
 
@@ -168,9 +178,13 @@ def test_what_is_published_can_be_read_with_another_key(served: Place, capsys):
 
 
 @pytest.mark.parametrize("words", [["runs"], ["checkpoints", "list", "--run"]])
-def test_the_directory_of_a_run_is_told_from_its_id(local: Place, capsys, tmp_path, words: list[str]):
+def test_the_directory_of_a_run_is_told_from_its_id(
+    local: Place, capsys, tmp_path, words: list[str]
+):
     path = saved(local, "mine")
-    (tmp_path / "checkpoints.jsonl").write_text(json.dumps({"name": "final", "batch": 1, "state_path": path}) + "\n")
+    (tmp_path / "checkpoints.jsonl").write_text(
+        json.dumps({"name": "final", "batch": 1, "state_path": path}) + "\n"
+    )
     assert main([*words, str(tmp_path), *local.options]) == 1
     assert f"that of its newest checkpoint is {run_of(path)}" in capsys.readouterr().err
 
@@ -185,10 +199,19 @@ def test_nobody_can_be_published_to_here(local: Place, capsys):
     [
         (["runs", "--base-url", "nothing"], "planish: --base-url 'nothing': give"),
         (["runs", "--base-url", "http://127.0.0.1:9"], "no server answers"),
-        (["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"], "and --data-dir is for"),
-        (["runs", "--base-url", "http://127.0.0.1:9", "--api-key", "ключ"], "--api-key holds something that is no key"),
+        (
+            ["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"],
+            "and --data-dir is for",
+        ),
+        (
+            ["runs", "--base-url", "http://127.0.0.1:9", "--api-key", "ключ"],
+            "--api-key holds something that is no key",
+        ),
         (["runs", "--api-key", ALICE], "--api-key is for a server, and --base-url is missing"),
-        (["checkpoints", "delete", "--yes", "weights/a", "--base-url", "http://127.0.0.1:9"], "tinker://"),
+        (
+            ["checkpoints", "delete", "--yes", "weights/a", "--base-url", "http://127.0.0.1:9"],
+            "tinker://",
+        ),
         (["checkpoints", "delete", "--yes", "weights/a"], "tinker://"),
     ],
 )
@@ -206,7 +229,14 @@ def test_the_environment_names_a_server(served: Place, capsys, monkeypatch):
 
 
 def test_durations():
-    assert [duration(text) for text in ("90", "90s", "2m", "12h", "7d", "never")] == [90, 90, 120, 43200, 604800, None]
+    assert [duration(text) for text in ("90", "90s", "2m", "12h", "7d", "never")] == [
+        90,
+        90,
+        120,
+        43200,
+        604800,
+        None,
+    ]
     for text in ("", "0", "-1", "1.5h", "soon", "1w"):
         with pytest.raises(UserError, match="TIME"):
             duration(text)
@@ -219,8 +249,16 @@ def test_durations():
         (size, 999, "999 B"),
         (size, 1536, "1.5 KiB"),
         (size, 20 << 20, "20 MiB"),
-        (lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)), "2026-01-03T00:00:00+00:00", "2 d"),
-        (lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)), "2025-12-31T00:00:00+00:00", "0 s"),
+        (
+            lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)),
+            "2026-01-03T00:00:00+00:00",
+            "2 d",
+        ),
+        (
+            lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)),
+            "2025-12-31T00:00:00+00:00",
+            "0 s",
+        ),
     ],
 )
 def test_cells(write: Callable[..., str], value: object, text: str):

@@ -66,7 +66,9 @@ def test_this_machine_needs_no_keys(host: str):
     assert ServeOptions(host=host).api_key_file is None
 
 
-@pytest.mark.parametrize("host", ["127.example.com", "localhost.example.com", "10.0.0.1", "", "::2"])
+@pytest.mark.parametrize(
+    "host", ["127.example.com", "localhost.example.com", "10.0.0.1", "", "::2"]
+)
 def test_a_name_that_looks_like_this_machine_is_another(host: str):
     assert not is_loopback(host)
 
@@ -90,16 +92,21 @@ def test_a_data_directory_that_cannot_be_made_is_named(model: Path, tmp_path: Pa
         serve.serve(options)
 
 
-def plan_of(models: dict[str, Path], engine: EngineSettings, settings: ServerSettings) -> MemoryPlan:
+def plan_of(
+    models: dict[str, Path], engine: EngineSettings, settings: ServerSettings
+) -> MemoryPlan:
     return memory_plan(models, device_memory(models, engine, settings), settings)
 
 
 def test_the_memory_plan_adds_up(model: Path):
-    engine = EngineSettings(device="cpu", dtype="float32", kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 21)
+    engine = EngineSettings(
+        device="cpu", dtype="float32", kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 21
+    )
     settings = ServerSettings(adapter_memory_bytes=1 << 40)
     whole = plan_of({"a/b": model, "twin": model}, engine, settings)
     plan = whole.models["a/b"]
-    assert abs(plan.weights - (model / "model.safetensors").stat().st_size) < 1 << 14  # but for the file's header
+    # but for the file's header
+    assert abs(plan.weights - (model / "model.safetensors").stat().st_size) < 1 << 14
     assert plan.keys_values == (9 << 17) + (1 << 21)
     assert plan.training > 0
     narrow = plan_of({"a/b": model}, replace(engine, dtype="bfloat16"), settings).models["a/b"]
@@ -141,16 +148,27 @@ def test_a_server_may_go_without_a_prefix_cache():
 
 def test_limits_are_given_by_name():
     settings = options_of(
-        parsed("--set", "storage_bytes=1.5GiB", "--set", "idle_seconds=2.5", "--set", "training_slots=1_0")
+        parsed(
+            "--set",
+            "storage_bytes=1.5GiB",
+            "--set",
+            "idle_seconds=2.5",
+            "--set",
+            "training_slots=1_0",
+        )
     ).settings
     assert settings == ServerSettings(storage_bytes=3 << 29, idle_seconds=2.5, training_slots=10)
 
 
-def test_a_tokenizer_in_the_hubs_cache_is_found_without_a_network(model: Path, tmp_path: Path, monkeypatch):
+def test_a_tokenizer_in_the_hubs_cache_is_found_without_a_network(
+    model: Path, tmp_path: Path, monkeypatch
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     kept = keep_tokenizer("planish/some-model", model, tmp_path)
     assert kept is not None
-    tokenizer = AutoTokenizer.from_pretrained("planish/some-model", cache_dir=tmp_path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        "planish/some-model", cache_dir=tmp_path, local_files_only=True
+    )
     assert tokenizer.encode("hello") == AutoTokenizer.from_pretrained(model).encode("hello")
     assert keep_tokenizer("planish/some-model", model, tmp_path) is None
 

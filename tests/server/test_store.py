@@ -1,4 +1,6 @@
-"""The store: changes whole or absent, many for one sync, large bodies in files, full disks, one owner."""
+"""The store: changes whole or absent, many for one sync, large bodies in files, full disks, one
+owner.
+"""
 
 import asyncio
 import os
@@ -20,7 +22,9 @@ LARGE = bytes(300_000)
 
 
 def put(key: str, value: bytes = b""):
-    return lambda transaction: transaction.execute("INSERT INTO meta VALUES (?, ?)", (key, value)).rowcount
+    return lambda transaction: (
+        transaction.execute("INSERT INTO meta VALUES (?, ?)", (key, value)).rowcount
+    )
 
 
 def keys(connection: sqlite3.Connection) -> set[str]:
@@ -156,7 +160,8 @@ def test_a_full_disk_refuses_what_can_be_refused_and_keeps_what_cannot(tmp_path,
 def test_a_disk_that_cannot_be_written_stays_refused_until_it_can(tmp_path, caplog):
     async def scenario() -> None:
         store = Store(tmp_path)
-        store._connection.execute("PRAGMA query_only = 1")  # as on a file system that became read-only
+        # as on a file system that became read-only
+        store._connection.execute("PRAGMA query_only = 1")
         with pytest.raises(StorageError, match="disk is full or refuses"):
             await store.write(put("a"))
         await asyncio.sleep(1.5)
@@ -295,7 +300,9 @@ def test_a_journal_of_an_earlier_version_is_read(tmp_path):
     async def scenario() -> None:
         old = Store(tmp_path)
         await old.write(journal("a", b"body"))
-        await old.write(lambda transaction: transaction.execute("ALTER TABLE requests DROP COLUMN error_class"))
+        await old.write(
+            lambda transaction: transaction.execute("ALTER TABLE requests DROP COLUMN error_class")
+        )
         await old.write(lambda transaction: transaction.execute("DROP TABLE under_way"))
         await old.write(lambda transaction: transaction.execute("PRAGMA user_version = 1"))
         old.close()
@@ -316,7 +323,9 @@ def test_a_directory_that_cannot_be_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize("left", [None, b""])
-@pytest.mark.parametrize("other", ["bodies/00", "run/weights/_planish.snapshot.3/planish.json", "server.db-wal"])
+@pytest.mark.parametrize(
+    "other", ["bodies/00", "run/weights/_planish.snapshot.3/planish.json", "server.db-wal"]
+)
 def test_a_database_that_is_missing_beside_its_files_is_not_begun_anew(tmp_path, left, other):
     Store(tmp_path).close()
     (tmp_path / DATABASE).unlink()
@@ -333,7 +342,9 @@ def test_a_database_that_is_missing_beside_its_files_is_not_begun_anew(tmp_path,
 def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table, caplog):
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / DATABASE)
-    found = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchone()
+    found = connection.execute(
+        "SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)
+    ).fetchone()
     connection.close()
     content = bytearray((tmp_path / DATABASE).read_bytes())
     begin = (found[0] - 1) * 16384 if found else 0
@@ -344,11 +355,15 @@ def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table, caplog):
         if table == "meta":  # which a start does not read
             store = Store(tmp_path)
             with pytest.raises(StorageError, match="database is damaged"):
-                await store.read(lambda connection: connection.execute("SELECT * FROM meta").fetchall())
+                await store.read(
+                    lambda connection: connection.execute("SELECT * FROM meta").fetchall()
+                )
             with pytest.raises(StorageError, match="database is damaged"):
                 await store.write(put("a"))
             store.close()
-            assert [f"data_dir={tmp_path}: server.db is damaged" in text for text in caplog.messages[:2]] == [
+            assert [
+                f"data_dir={tmp_path}: server.db is damaged" in text for text in caplog.messages[:2]
+            ] == [
                 True,
                 True,
             ]
@@ -384,7 +399,9 @@ def test_room_of_what_was_removed_goes_back_to_the_disk(tmp_path):
         await store.write(put("a", bytes(5_000_000)))
         await store.write(lambda transaction: transaction.execute("DELETE FROM meta"))
         await store.write(lambda transaction: transaction.reclaim(10_000))
-        pages = await store.read(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
+        pages = await store.read(
+            lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]
+        )
         assert pages < 50
         store.close()
 

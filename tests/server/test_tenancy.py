@@ -23,7 +23,8 @@ def test_a_file_of_keys_names_tenants(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "# nothing\n", "short", "a b tml-12345678", "b/c tml-12345678", "x tml-é-12345678"]
+    "content",
+    ["", "# nothing\n", "short", "a b tml-12345678", "b/c tml-12345678", "x tml-é-12345678"],
 )
 def test_a_file_that_is_none_is_refused_by_its_line(tmp_path, content):
     file = tmp_path / "keys"

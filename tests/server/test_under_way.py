@@ -1,4 +1,6 @@
-"""Who is let in beside whom, what is written down of it, and what an end without a stop makes of it."""
+"""Who is let in beside whom, what is written down of it, and what an end without a stop makes of
+it.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -44,7 +46,9 @@ class Life:
         return {key for key, task in self.tasks.items() if _is_in(task)}
 
     async def marked(self) -> set[str]:
-        found = await self.store.read(lambda db: db.execute("SELECT id FROM under_way WHERE is_marked").fetchall())
+        found = await self.store.read(
+            lambda db: db.execute("SELECT id FROM under_way WHERE is_marked").fetchall()
+        )
         return {row[0] for row in found}
 
 
@@ -254,7 +258,10 @@ def test_the_mark_of_what_the_engine_ended_at_stays(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         async with life(tmp_path) as lived:
-            errors: list[Callable[[], Exception]] = [ValueError, lambda: EngineClosedError("a fault")]
+            errors: list[Callable[[], Exception]] = [
+                ValueError,
+                lambda: EngineClosedError("a fault"),
+            ]
             for key, error in zip(("failed", "fault"), errors, strict=True):
                 with pytest.raises(Exception):  # noqa: B017
                     async with lived.under_way.doing(key):
@@ -269,12 +276,17 @@ def test_the_mark_of_what_the_engine_ended_at_stays(tmp_path):
     run(scenario())
 
 
-def test_a_request_that_was_given_up_has_failed_and_a_model_that_could_not_be_made_is_closed(tmp_path):
+def test_a_request_that_was_given_up_has_failed_and_a_model_that_could_not_be_made_is_closed(
+    tmp_path,
+):
     async def scenario() -> None:
         store = Store(tmp_path)
 
         def accept(transaction) -> None:
-            for request_id, kind, seq in (("m:0", "create_model", 0), ("m:1", "forward_backward", 1)):
+            for request_id, kind, seq in (
+                ("m:0", "create_model", 0),
+                ("m:1", "forward_backward", 1),
+            ):
                 row = journal.Row(request_id, "one", kind, "m", seq, "accepted", b"", 1.0, 4)
                 journal.insert(transaction, row, b"body")
             transaction.execute(
@@ -292,9 +304,13 @@ def test_a_request_that_was_given_up_has_failed_and_a_model_that_could_not_be_ma
             assert (row.state, row.category) == ("failed", "server")
             assert row.message is not None
             assert "ended 3 times while it did m:0 and nothing else" in row.message
-            closed = await lived.store.read(lambda db: db.execute("SELECT closed FROM models").fetchone()[0])
+            closed = await lived.store.read(
+                lambda db: db.execute("SELECT closed FROM models").fetchone()[0]
+            )
             assert closed.startswith("it could not be created")
-            kept = await lived.store.read(lambda db: db.execute("SELECT COUNT(*) FROM under_way").fetchone()[0])
+            kept = await lived.store.read(
+                lambda db: db.execute("SELECT COUNT(*) FROM under_way").fetchone()[0]
+            )
             assert kept == 0
 
     run(scenario())

@@ -1,7 +1,8 @@
-"""A client that speaks the protocol over a socket as the SDK does, call by call: what a crash run, a soak run or a load test needs.
+"""A client that speaks the protocol over a socket as the SDK does, call by call: what a crash run,
+a soak run or a load test needs.
 
-`WireClient` raises `Refused` with the status for what the server refuses and `Down` when it is not there; `Patient` repeats, as the SDK
-does, what a server that comes back would take.
+`WireClient` raises `Refused` with the status for what the server refuses and `Down` when it is not
+there; `Patient` repeats, as the SDK does, what a server that comes back would take.
 """
 
 from __future__ import annotations
@@ -45,22 +46,30 @@ class WireClient:
     def __init__(self, url: str, key: str = "tml-anybody") -> None:
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(
-            base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60, limits=limits, trust_env=False
+            base_url=f"{url}/api/v1",
+            headers={"X-API-Key": key},
+            timeout=60,
+            limits=limits,
+            trust_env=False,
         )
 
     async def close(self) -> None:
         await self._http.aclose()
 
     async def create_session(self) -> str:
-        return (await self._post("/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "test"}))[
-            "session_id"
-        ]
+        return (
+            await self._post(
+                "/create_session", {"tags": [], "user_metadata": {}, "sdk_version": "test"}
+            )
+        )["session_id"]
 
     async def heartbeat(self, session_id: str) -> None:
         await self._post("/session_heartbeat", {"session_id": session_id})
 
     async def finish_session(self, session_id: str) -> None:
-        await self._send("POST", f"/sessions/{session_id}/finish", orjson.dumps({"reason": {"type": "success"}}))
+        await self._send(
+            "POST", f"/sessions/{session_id}/finish", orjson.dumps({"reason": {"type": "success"}})
+        )
 
     async def create_model(self, operation: CreateModel) -> Accepted:
         return await self._submit(create_model_request(operation))
@@ -72,7 +81,9 @@ class WireClient:
         return await self._submit(training_request(operation, seq_id))
 
     async def create_sampler(self, operation: CreateSampler) -> str:
-        return orjson.loads((await self._send_posted(create_sampler_request(operation))).content)["sampling_session_id"]
+        return orjson.loads((await self._send_posted(create_sampler_request(operation))).content)[
+            "sampling_session_id"
+        ]
 
     async def submit_sample(self, seq_id: int, operation: Sample) -> Accepted:
         return await self._submit(sample_request(operation, seq_id))
@@ -84,7 +95,9 @@ class WireClient:
         await self._send("DELETE", _checkpoint_url(path))
 
     async def set_ttl(self, path: str, seconds: int | None) -> None:
-        await self._send("PUT", f"{_checkpoint_url(path)}/ttl", orjson.dumps({"ttl_seconds": seconds}))
+        await self._send(
+            "PUT", f"{_checkpoint_url(path)}/ttl", orjson.dumps({"ttl_seconds": seconds})
+        )
 
     async def publish_checkpoint(self, path: str) -> None:
         await self._send("POST", f"{_checkpoint_url(path)}/publish")
@@ -96,7 +109,9 @@ class WireClient:
     async def result(self, request_id: str) -> Outcome:
         """As `ServerCore.result`, without the kinds of JSON results."""
         try:
-            answer = await self._send("POST", "/retrieve_future", orjson.dumps({"request_id": request_id}))
+            answer = await self._send(
+                "POST", "/retrieve_future", orjson.dumps({"request_id": request_id})
+            )
         except Refused as error:
             if error.status != 408:
                 raise
@@ -117,7 +132,9 @@ class WireClient:
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return orjson.loads((await self._send("POST", path, orjson.dumps(body))).content)
 
-    async def _send(self, method: str, path: str, body: bytes = b"", media: str = JSON) -> httpx.Response:
+    async def _send(
+        self, method: str, path: str, body: bytes = b"", media: str = JSON
+    ) -> httpx.Response:
         headers = {"content-type": media, "accept": f"{PROTOBUF}, {JSON}"}
         try:
             answer = await self._http.request(method, path, content=body, headers=headers)
@@ -153,7 +170,9 @@ class Patient:
 
 def _accepted(answer: httpx.Response) -> Accepted:
     fields = orjson.loads(answer.content)
-    return Accepted(fields["request_id"], fields.get("model_id"), fields.get("sample_sequence_ids", ()))
+    return Accepted(
+        fields["request_id"], fields.get("model_id"), fields.get("sample_sequence_ids", ())
+    )
 
 
 def _checkpoint_url(path: str) -> str:

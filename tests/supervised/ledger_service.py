@@ -1,7 +1,9 @@
-"""A service whose "weights" are a digest of everything that was ever trained on, in its order, with each learning rate.
+"""A service whose "weights" are a digest of everything that was ever trained on, in its order, with
+each learning rate.
 
-Two runs end with equal weights only if every datum and every optimizer step was the same. `die_at` ends a run, by an exception
-that nothing catches, before that many operations; what was saved stays, as files would.
+Two runs end with equal weights only if every datum and every optimizer step was the same. `die_at`
+ends a run, by an exception that nothing catches, before that many operations; what was saved stays,
+as files would.
 """
 
 import asyncio
@@ -62,7 +64,9 @@ class LedgerService:
     def weights(self) -> Weights:
         return self.clients[-1].weights
 
-    def create_lora_training_client(self, base_model, rank, seed, user_metadata=None) -> "LedgerClient":
+    def create_lora_training_client(
+        self, base_model, rank, seed, user_metadata=None
+    ) -> "LedgerClient":
         return self._client(Weights())
 
     def create_training_client_from_state(self, path, user_metadata=None) -> "LedgerClient":
@@ -99,7 +103,9 @@ class LedgerClient:
     gradients: int = 0
     """Asked for so far."""
     refuses: ClassVar[tuple[str, int] | None] = None
-    """The gradient or the update of that step, as by an engine that finds it not finite: nothing is applied."""
+    """The gradient or the update of that step, as by an engine that finds it not finite: nothing is
+    applied.
+    """
 
     @property
     def rates(self) -> list[float]:
@@ -166,7 +172,11 @@ def later(value: Any) -> Any:
 
 def scored(data: list[Datum]) -> ForwardBackwardOutput:
     outputs = [
-        {"logprobs": TensorData(np.full(d.model_input.length, LOGPROB), "float32", [d.model_input.length])}
+        {
+            "logprobs": TensorData(
+                np.full(d.model_input.length, LOGPROB), "float32", [d.model_input.length]
+            )
+        }
         for d in data
     ]
     return ForwardBackwardOutput("arrays", outputs, {"loss:sum": 1.0})
@@ -178,5 +188,9 @@ def digest(datum: Datum) -> str:
 
 
 def learned(datum: Datum, tokenizer: Any) -> str:
-    targets, weights = (datum.loss_fn_inputs[name].tolist() for name in ("target_tokens", "weights"))
-    return tokenizer.decode([token for token, weight in zip(targets, weights, strict=True) if weight])
+    targets, weights = (
+        datum.loss_fn_inputs[name].tolist() for name in ("target_tokens", "weights")
+    )
+    return tokenizer.decode(
+        [token for token, weight in zip(targets, weights, strict=True) if weight]
+    )

@@ -22,7 +22,9 @@ class Models:
 
     async def get_server_capabilities_async(self):
         listed = [name for name in self.contexts if name not in self.later]
-        return GetServerCapabilitiesResponse([SupportedModel(name, self.contexts[name]) for name in listed])
+        return GetServerCapabilitiesResponse(
+            [SupportedModel(name, self.contexts[name]) for name in listed]
+        )
 
     async def create_sampling_client_async(self, base_model):
         if base_model in self.later:
@@ -30,7 +32,9 @@ class Models:
 
 
 def config(max_length, path="run", file="chats.jsonl"):
-    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer="tiny", batch_size=4, max_length=max_length)
+    common = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer="tiny", batch_size=4, max_length=max_length
+    )
     builder = FromConversationFileBuilder(common_config=common, file_path=str(file))
     return Config(log_path=str(path), model_name="tiny", dataset_builder=builder)
 

@@ -34,7 +34,9 @@ def test_a_conversation_of_just_max_length_is_whole_and_a_longer_one_is_cut(rend
     [datum] = batch = conversation_to_data(CHAT, renderer, whole - 3)
     assert (batch.truncated, batch.left_out) == (1, 0)
     assert datum.model_input.length == whole - 3
-    assert sum(datum.loss_fn_inputs["weights"].tolist()) == pytest.approx(1.0), "normalised by what is left"
+    assert sum(datum.loss_fn_inputs["weights"].tolist()) == pytest.approx(1.0), (
+        "normalised by what is left"
+    )
 
 
 def test_a_conversation_that_is_too_long_to_reach_its_answer_is_left_out(renderer):
@@ -49,12 +51,16 @@ def test_each_answer_is_trained_after_the_prompt_that_it_is_sampled_from(tokeniz
     first, second = conversation_to_data(THINKING, renderer)
     assert "one" in tokenizer.decode(first.loss_fn_inputs["target_tokens"].tolist())
     assert "one" not in tokenizer.decode(second.loss_fn_inputs["target_tokens"].tolist())
-    last = conversation_to_data(THINKING, renderer, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+    last = conversation_to_data(
+        THINKING, renderer, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE
+    )
     assert len(last) == 1
     assert conversation_to_data(THINKING, renderer, first.model_input.length).left_out == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct", "qwen3_disable_thinking", "role_colon"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_instruct", "qwen3_disable_thinking", "role_colon"]
+)
 @pytest.mark.parametrize(
     "messages",
     [

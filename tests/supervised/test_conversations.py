@@ -13,7 +13,12 @@ CHAT = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": 
     [
         {"messages": CHAT, "prompt": "something else", "prompt_id": 7},
         {"messages": [{**message, "tool_calls": None, "name": None} for message in CHAT]},
-        {"conversations": [{"from": "human", "value": "Hello."}, {"from": "gpt", "value": "Good day."}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "Hello."},
+                {"from": "gpt", "value": "Good day."},
+            ]
+        },
         {
             "conversations": [
                 {"from": "human", "value": "Hello.", "weight": 0},
@@ -29,7 +34,11 @@ def test_each_form_gives_the_messages(row):
 
 
 def test_a_message_of_tool_calls_alone_keeps_its_empty_content():
-    row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]}
+    row = {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+        ]
+    }
     assert conversation_of(row, "here") == row["messages"]
 
 
@@ -42,7 +51,10 @@ def test_a_message_of_tool_calls_alone_keeps_its_empty_content():
         ({"messages": ["Hello."]}, "holds a str"),
         ({"conversations": [{"from": "robot", "value": "Beep."}]}, "'from': 'robot'"),
         ({"conversations": [{"from": "human"}]}, '"value"'),
-        ({"conversations": [{"from": "gpt", "value": "Beep.", "weight": 0}]}, '"weight": 0, .*"trainable"'),
+        (
+            {"conversations": [{"from": "gpt", "value": "Beep.", "weight": 0}]},
+            '"weight": 0, .*"trainable"',
+        ),
         ({"prompt": 5, "completion": "x"}, '"prompt": give a text, or a list'),
     ],
 )

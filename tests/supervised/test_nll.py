@@ -18,10 +18,13 @@ END = 258
 
 
 def scored(targets, weights, logprobs):
-    datum = Datum(ModelInput.from_ints([1] * len(targets)), {"target_tokens": targets, "weights": weights})
+    datum = Datum(
+        ModelInput.from_ints([1] * len(targets)), {"target_tokens": targets, "weights": weights}
+    )
     shape = list(torch.tensor(logprobs).shape)
     output = ForwardBackwardOutput(
-        "arrays", [{"logprobs": TensorData(torch.tensor(logprobs).flatten().tolist(), "float32", shape)}]
+        "arrays",
+        [{"logprobs": TensorData(torch.tensor(logprobs).flatten().tolist(), "float32", shape)}],
     )
     return [datum], output
 
@@ -42,22 +45,30 @@ def test_what_was_not_there_is_not_reported(tokenizer):
 
 
 def test_soft_targets_have_nats_and_no_text(tokenizer):
-    data, output = scored([[65, 66], [67, 68]], [[0.5, 0.5], [1.0, 0.0]], [[-1.0, -3.0], [-2.0, -7.0]])
+    data, output = scored(
+        [[65, 66], [67, 68]], [[0.5, 0.5], [1.0, 0.0]], [[-1.0, -3.0], [-2.0, -7.0]]
+    )
     assert Tally(tokenizer).add(data, output).metrics("nll", "bpb") == {"nll": pytest.approx(2.0)}
 
 
 def test_held_out_data_in_several_calls_are_measured_as_in_one(tmp_path, renderer, monkeypatch):
     data = [
         conversation_to_datum(
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * n}], renderer, reduction="none"
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * n}],
+            renderer,
+            reduction="none",
         )
         for n in range(1, 6)
     ]
     with ServiceClient(data_dir=tmp_path / "data") as service:
-        client = service.create_lora_training_client(base_model=str(tiny_model(tmp_path / "model")), rank=2, seed=0)
+        client = service.create_lora_training_client(
+            base_model=str(tiny_model(tmp_path / "model")), rank=2, seed=0
+        )
         whole = asyncio.run(NLLEvaluator(data, "held_out")(client))
         monkeypatch.setattr(nll, "DATUMS_PER_CALL", 2)
         assert asyncio.run(NLLEvaluator(data, "held_out")(client)) == pytest.approx(whole, rel=1e-5)
     assert set(whole) == {"held_out/nll", "held_out/bpb"}
     uniform = math.log2(272)
-    assert 0.5 * uniform < whole["held_out/bpb"] < 2 * uniform, "a random model knows nothing of bytes"
+    assert 0.5 * uniform < whole["held_out/bpb"] < 2 * uniform, (
+        "a random model knows nothing of bytes"
+    )

@@ -7,7 +7,12 @@ import pytest
 from ledger_service import learned
 
 from planish.errors import UserError
-from planish.supervised.datasets import FromConversationFileBuilder, FromRowsBuilder, RowDataset, row_splits
+from planish.supervised.datasets import (
+    FromConversationFileBuilder,
+    FromRowsBuilder,
+    RowDataset,
+    row_splits,
+)
 from planish.supervised.types import Batch, ChatDatasetBuilderCommonConfig
 
 ROWS = [{"n": n} for n in range(10)]
@@ -23,7 +28,9 @@ def of(rows, batch_size, **options):
 
 
 def config(**changes):
-    return ChatDatasetBuilderCommonConfig(**{"model_name_for_tokenizer": "tiny", "batch_size": 4, **changes})
+    return ChatDatasetBuilderCommonConfig(
+        **{"model_name_for_tokenizer": "tiny", "batch_size": 4, **changes}
+    )
 
 
 def test_each_epoch_has_each_row_at_most_once_in_its_own_order():
@@ -100,7 +107,9 @@ def test_a_hub_without_a_test_split_is_not_asked_for_one(monkeypatch):
 
 
 def test_a_file_of_conversations(chats, tokenizer):
-    train, test = FromConversationFileBuilder(common_config=config(), file_path=str(chats), test_size=3)()
+    train, test = FromConversationFileBuilder(
+        common_config=config(), file_path=str(chats), test_size=3
+    )()
     assert test is not None
     assert (len(train), len(test)) == (2, 1)
     texts = [
@@ -115,7 +124,10 @@ def test_a_file_of_conversations(chats, tokenizer):
 
 BAD = {
     "role": ({"messages": [{"role": "robot", "content": "x"}]}, "train row 2: .*'robot'"),
-    "nothing": ({"messages": [{"role": "user", "content": "x"}]}, "train row 2: .*nothing to train on"),
+    "nothing": (
+        {"messages": [{"role": "user", "content": "x"}]},
+        "train row 2: .*nothing to train on",
+    ),
     "form": ({"text": "x"}, "train row 2: the row has"),
     "reasoning": (
         {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},

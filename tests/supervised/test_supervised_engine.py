@@ -1,4 +1,6 @@
-"""Supervised runs on the real engine with a tiny model: the loss falls, and a resumed run ends with the same bits."""
+"""Supervised runs on the real engine with a tiny model: the loss falls, and a resumed run ends with
+the same bits.
+"""
 
 import asyncio
 from pathlib import Path
@@ -21,10 +23,23 @@ def model(tmp_path_factory):
 
 
 def train(client, model, chats, path, **changes):
-    common = ChatDatasetBuilderCommonConfig(model_name_for_tokenizer=model, batch_size=4, reduction="none")
+    common = ChatDatasetBuilderCommonConfig(
+        model_name_for_tokenizer=model, batch_size=4, reduction="none"
+    )
     builder = FromConversationFileBuilder(common_config=common, file_path=str(chats), test_size=1)
-    options = {"learning_rate": 1e-2, "lora_rank": 4, "num_epochs": 4, "save_every": 3, "eval_every": 12, **changes}
-    return asyncio.run(main(Config(log_path=str(path), model_name=model, dataset_builder=builder, **options), client))
+    options = {
+        "learning_rate": 1e-2,
+        "lora_rank": 4,
+        "num_epochs": 4,
+        "save_every": 3,
+        "eval_every": 12,
+        **changes,
+    }
+    return asyncio.run(
+        main(
+            Config(log_path=str(path), model_name=model, dataset_builder=builder, **options), client
+        )
+    )
 
 
 class StoppedError(Exception):
@@ -33,12 +48,18 @@ class StoppedError(Exception):
 
 def final_tensors(data_dir: Path, path: Path):
     """Every tensor of the last state, by file and name."""
-    [state] = [row["state_path"] for row in read_rows(path / "checkpoints.jsonl") if row.get("final")]
+    [state] = [
+        row["state_path"] for row in read_rows(path / "checkpoints.jsonl") if row.get("final")
+    ]
     run, name = state.split("//")[1].split("/")[0], state.rpartition("/")[2]
-    files = [file for file in data_dir.rglob("*.safetensors") if run in file.parts and name in file.parts]
+    files = [
+        file for file in data_dir.rglob("*.safetensors") if run in file.parts and name in file.parts
+    ]
     assert files
     return {
-        (file.name, file.parent.parent.name, key): value for file in files for key, value in load_file(file).items()
+        (file.name, file.parent.parent.name, key): value
+        for file in files
+        for key, value in load_file(file).items()
     }
 
 

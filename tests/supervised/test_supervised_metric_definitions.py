@@ -17,7 +17,9 @@ def test_no_pattern_hides_behind_an_earlier_one(metric):
 
 def test_the_page_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page, SECTIONS, BEGIN, END) == page, "run: python -m planish.supervised.metric_definitions"
+    assert with_table(page, SECTIONS, BEGIN, END) == page, (
+        "run: python -m planish.supervised.metric_definitions"
+    )
 
 
 def test_what_is_no_metric_has_no_definition():

@@ -17,15 +17,23 @@ from planish.supervised.datasets import FromConversationFileBuilder
 from planish.supervised.loop import Loop
 from planish.supervised.metric_definitions import definition_of
 from planish.supervised.train import main
-from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDataset, SupervisedDatasetBuilder
+from planish.supervised.types import (
+    ChatDatasetBuilderCommonConfig,
+    SupervisedDataset,
+    SupervisedDatasetBuilder,
+)
 
 STEPS = 6
 """Three batches of four of 13 conversations, twice."""
 
 
 def builder(chats, *, test_size=0, **changes):
-    common = ChatDatasetBuilderCommonConfig(**{"model_name_for_tokenizer": "tiny", "batch_size": 4, **changes})
-    return FromConversationFileBuilder(common_config=common, file_path=str(chats), test_size=test_size)
+    common = ChatDatasetBuilderCommonConfig(
+        **{"model_name_for_tokenizer": "tiny", "batch_size": 4, **changes}
+    )
+    return FromConversationFileBuilder(
+        common_config=common, file_path=str(chats), test_size=test_size
+    )
 
 
 def config_of(chats, path, test_size=0, common=None, **changes):
@@ -49,7 +57,10 @@ def train(service, chats, path, **changes):
 def rows_of(path):
     """The rows without what a clock says."""
     timed = ("time/", "tokens_per_second/")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(path / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(timed)}
+        for row in read_rows(path / "metrics.jsonl")
+    ]
 
 
 class Digest(SamplingClientEvaluator):
@@ -93,7 +104,9 @@ def test_a_run_writes_all_its_files(service, chats, tmp_path):
     assert [row["step"] for row in rows if "test/nll" in row] == [0, 2, 4, 6]
     assert [row["num_sequences"] for row in rows[:-1]] == [4] * STEPS
     assert rows[0]["train_mean_nll"] == pytest.approx(0.5)
-    assert rows[0]["num_loss_tokens"] == pytest.approx(4.0), "the weights of each conversation sum to 1"
+    assert rows[0]["num_loss_tokens"] == pytest.approx(4.0), (
+        "the weights of each conversation sum to 1"
+    )
     assert all(row["time/total"] >= row["time/wait"] > 0 for row in rows[:-1])
     records = read_rows(tmp_path / "checkpoints.jsonl")
     assert [(r["name"], r["batch"], r["epoch"]) for r in records] == [
@@ -109,7 +122,9 @@ def test_a_run_writes_all_its_files(service, chats, tmp_path):
 def test_every_metric_is_defined(service, chats, tmp_path, name):
     train(service, chats, tmp_path, **VARIANTS[name])
     keys = {key for row in read_rows(tmp_path / "metrics.jsonl") for key in row}
-    assert [key for key in keys - {"step"} if definition_of(key) is None and not key.endswith("/steps")] == []
+    assert [
+        key for key in keys - {"step"} if definition_of(key) is None and not key.endswith("/steps")
+    ] == []
 
 
 def test_each_epoch_shows_each_conversation_once(service, chats, tmp_path):
@@ -130,18 +145,28 @@ def test_any_number_of_steps_ahead_is_the_same_training(tokenizer, chats, tmp_pa
 
 
 def test_the_optimizer_is_told_all_its_options(service, chats, tmp_path):
-    options = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "weight_decay": 0.1, "grad_clip_norm": 2.0}
+    options = {
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.9,
+        "adam_eps": 1e-6,
+        "weight_decay": 0.1,
+        "grad_clip_norm": 2.0,
+    }
     train(service, chats, tmp_path, max_steps=1, **options)
     (update,) = service.clients[-1].updates
     assert (update.beta1, update.beta2, update.eps) == (0.8, 0.9, 1e-6)
     assert (update.weight_decay, update.grad_clip_norm) == (0.1, 2.0)
 
 
-def test_the_next_step_is_on_its_way_before_the_results_are_there(service, chats, tmp_path, monkeypatch):
+def test_the_next_step_is_on_its_way_before_the_results_are_there(
+    service, chats, tmp_path, monkeypatch
+):
     order = []
     log = RunDirectory.log
     monkeypatch.setattr(
-        RunDirectory, "log", lambda self, step, row: (order.append(f"row {step}"), log(self, step, row))
+        RunDirectory,
+        "log",
+        lambda self, step, row: (order.append(f"row {step}"), log(self, step, row)),
     )
     monkeypatch.setattr(service, "count", order.append)
     train(service, chats, tmp_path, eval_every=0, save_every=0, max_steps=3)
@@ -169,7 +194,8 @@ def killing(service, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS],
 )
 def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, chats, tmp_path, name, monkeypatch):
     whole = LedgerService(tokenizer)
@@ -190,7 +216,9 @@ def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, chats, tmp_path,
         where = whole.operations[die_at]
         assert rows_of(path) == expected, where
         assert service.weights == whole.weights, where
-        assert [row["step"] for row in read_rows(path / "timing_spans.jsonl")] == [row["step"] for row in expected]
+        assert [row["step"] for row in read_rows(path / "timing_spans.jsonl")] == [
+            row["step"] for row in expected
+        ]
         records = read_rows(path / "checkpoints.jsonl")
         assert len({(record["name"], record["batch"]) for record in records}) == len(records)
         assert records[-1] == read_rows(tmp_path / "whole" / "checkpoints.jsonl")[-1]
@@ -204,9 +232,18 @@ def test_what_is_saved_has_seen_the_batches_before_it_and_no_other(tokenizer, ch
 
 
 def test_tests_measure_the_weights_before_their_step(service, chats, tmp_path):
-    train(service, chats, tmp_path, evaluator_builders=[Digest, Steps], submit_ahead=4, infrequent_eval_every=3)
+    train(
+        service,
+        chats,
+        tmp_path,
+        evaluator_builders=[Digest, Steps],
+        submit_ahead=4,
+        infrequent_eval_every=3,
+    )
     found = [
-        (row["step"], row["sampled/steps"], row["trained/steps"]) for row in rows_of(tmp_path) if "sampled/steps" in row
+        (row["step"], row["sampled/steps"], row["trained/steps"])
+        for row in rows_of(tmp_path)
+        if "sampled/steps" in row
     ]
     assert found == [(step, step, step) for step in (0, 2, 4, 6)]
     assert service.operations.count("publish") == 4
@@ -223,7 +260,9 @@ def test_a_metric_that_is_not_finite_is_left_out_and_said(service, chats, tmp_pa
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert all("sampled/steps" not in row for row in rows)
     assert read_rows(tmp_path / "checkpoints.jsonl")[-1]["name"] == "final"
-    assert f"WARNING: sampled/steps is nan in step {STEPS}, and is left out" in capsys.readouterr().out
+    assert (
+        f"WARNING: sampled/steps is nan in step {STEPS}, and is left out" in capsys.readouterr().out
+    )
 
 
 class Covering(SamplingClientEvaluator):
@@ -285,7 +324,9 @@ def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkey
                 train(service, chats, path, **VARIANTS[name])
         done = len([row for row in rows_of(path) if "learning_rate" in row])
         saved = [record["batch"] for record in read_rows(path / "checkpoints.jsonl")]
-        assert (saved[-1] if saved else 0) == done == service.weights.steps, "nothing that was trained is lost"
+        assert (saved[-1] if saved else 0) == done == service.weights.steps, (
+            "nothing that was trained is lost"
+        )
         train(service, chats, path, **VARIANTS[name])
         assert rows_of(path) == rows_of(tmp_path / "whole")
         assert service.weights == whole.weights
@@ -296,7 +337,9 @@ def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkey
     ("broken", "method", "at", "saved"),
     [(Loop, "test", 4, [4]), (Loop, "batch_of", 5, [5]), (RunDirectory, "log_spans", 3, [])],
 )
-def test_an_error_saves_the_steps_before_it(tokenizer, chats, tmp_path, broken, method, at, saved, ahead, monkeypatch):
+def test_an_error_saves_the_steps_before_it(
+    tokenizer, chats, tmp_path, broken, method, at, saved, ahead, monkeypatch
+):
     whole, service = LedgerService(tokenizer), LedgerService(tokenizer)
     options = {"save_every": 0, "submit_ahead": ahead, "evaluator_builders": [Digest]}
     train(whole, chats, tmp_path / "whole", **options)
@@ -320,9 +363,12 @@ def test_an_error_saves_the_steps_before_it(tokenizer, chats, tmp_path, broken, 
 
 
 @pytest.mark.parametrize(
-    ("ahead", "failing", "saved"), [(0, "gradient", [3]), (1, "gradient", [3]), (1, "update", [3]), (3, "update", [])]
+    ("ahead", "failing", "saved"),
+    [(0, "gradient", [3]), (1, "gradient", [3]), (1, "update", [3]), (3, "update", [])],
 )
-def test_a_step_that_fails_saves_those_before_it(tokenizer, chats, tmp_path, ahead, failing, saved, monkeypatch):
+def test_a_step_that_fails_saves_those_before_it(
+    tokenizer, chats, tmp_path, ahead, failing, saved, monkeypatch
+):
     """Not where a later one was submitted behind it, which may be applied."""
     whole, service = LedgerService(tokenizer), LedgerService(tokenizer)
     options = {"save_every": 0, "submit_ahead": ahead}
@@ -331,7 +377,9 @@ def test_a_step_that_fails_saves_those_before_it(tokenizer, chats, tmp_path, ahe
         patch.setattr(LedgerClient, "refuses", (failing, 3))
         with pytest.raises(NonFiniteError, match="step 3"):
             train(service, chats, tmp_path / "run", **options)
-    assert [record["batch"] for record in read_rows(tmp_path / "run" / "checkpoints.jsonl")] == saved
+    assert [
+        record["batch"] for record in read_rows(tmp_path / "run" / "checkpoints.jsonl")
+    ] == saved
     train(service, chats, tmp_path / "run", **options)
     assert service.weights == whole.weights
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
@@ -369,7 +417,9 @@ def test_the_learning_rate_follows_its_schedule(tokenizer, chats, tmp_path):
         ] == pytest.approx(rates)
 
 
-def test_a_finished_run_goes_on_where_the_rate_does_not_depend_on_its_end(tokenizer, chats, tmp_path):
+def test_a_finished_run_goes_on_where_the_rate_does_not_depend_on_its_end(
+    tokenizer, chats, tmp_path
+):
     options = {"lr_schedule": "constant", "test_size": 1}
     train(whole := LedgerService(tokenizer), chats, tmp_path / "whole", **options)
     service = LedgerService(tokenizer)
@@ -392,7 +442,9 @@ def test_starting_from_other_weights(service, chats, tmp_path):
 
 
 class Numbered(SupervisedDataset):
-    """A data set as one writes it for the public cookbooks: plain lists, and an epoch that it is told."""
+    """A data set as one writes it for the public cookbooks: plain lists, and an epoch that it is
+    told.
+    """
 
     def __init__(self, data, empty=()):
         self.data, self.empty, self.epochs = data, empty, []
@@ -432,7 +484,9 @@ def test_a_data_set_that_has_grown_is_not_the_one_of_the_run(service, chats, tmp
     growing.write_text(chats.read_text())
     train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=2)
     growing.write_text(growing.read_text() + chats.read_text().splitlines()[0] + "\n")
-    with pytest.raises(UserError, match=r"data set of size 13, and this one has size 14.*load_checkpoint_path"):
+    with pytest.raises(
+        UserError, match=r"data set of size 13, and this one has size 14.*load_checkpoint_path"
+    ):
         train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=4)
     assert len(rows_of(tmp_path / "run")) == 2
 

@@ -7,4 +7,6 @@ from planish.tokenizer import load_tokenizer
 
 @pytest.fixture(scope="session")
 def renderer(tmp_path_factory):
-    return get_renderer("qwen3_instruct", load_tokenizer(save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+    return get_renderer(
+        "qwen3_instruct", load_tokenizer(save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    )

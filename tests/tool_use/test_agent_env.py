@@ -12,7 +12,13 @@ from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UnsupportedError, UserError
 from planish.renderers import get_renderer
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.rollout_limits import ParseErrorPolicy, RolloutConfig, RolloutLimits, TerminationRewardPolicy, agentic
+from planish.rl.rollout_limits import (
+    ParseErrorPolicy,
+    RolloutConfig,
+    RolloutLimits,
+    TerminationRewardPolicy,
+    agentic,
+)
 from planish.rl.rollouts import do_single_rollout
 from planish.tool_use import AgentToolMessageEnv, ToolResult, build_agent_tool_env, tool
 
@@ -59,9 +65,13 @@ class Scripted(TokenCompleter):
     async def __call__(self, model_input, stop, *, max_tokens=None):
         answer = self.answers[len(self.prompts)]
         self.prompts.append(self.renderer.tokenizer.decode(model_input.to_ints()))
-        tokens = self.renderer.tokenizer.encode(answer.removesuffix("..."), add_special_tokens=False)
+        tokens = self.renderer.tokenizer.encode(
+            answer.removesuffix("..."), add_special_tokens=False
+        )
         await asyncio.sleep(0)
-        return TokensWithLogprobs(tokens, [-1.0] * len(tokens), "length" if answer.endswith("...") else "stop")
+        return TokensWithLogprobs(
+            tokens, [-1.0] * len(tokens), "length" if answer.endswith("...") else "stop"
+        )
 
 
 @dataclass
@@ -99,7 +109,9 @@ def last(trajectory):
 
 def test_an_episode_from_question_to_reward(play, renderer):
     reward = Reward()
-    trajectory, prompts = play(says("Let me see.", ("add", {"a": 2, "b": "3"})), says("It is 5."), reward=reward)
+    trajectory, prompts = play(
+        says("Let me see.", ("add", {"a": 2, "b": "3"})), says("It is 5."), reward=reward
+    )
     assert trajectory.stop_reason == "completed"
     assert [turn.reward for turn in trajectory.transitions] == [0.0, 0.9]
     assert last(trajectory).metrics["graded"] == 1.0
@@ -109,7 +121,9 @@ def test_an_episode_from_question_to_reward(play, renderer):
     assert result == {"role": "tool", "content": "5", "name": "add", "tool_call_id": "call_0"}
     assert answer == {"role": "assistant", "content": "It is 5."}
     assert '"description": "Add two numbers."' in prompts[0]
-    assert prompts[1].endswith("<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert prompts[1].endswith(
+        "<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     [sequence] = trajectory_to_data(trajectory, 1.0)
     sampled = sum(len(turn.ac.tokens) for turn in trajectory.transitions)
     assert sequence.mask_N.sum() == sampled
@@ -126,14 +140,24 @@ def test_calls_written_with_other_blanks_stay_as_they_are(play):
 def test_several_calls_of_a_message(play, execution):
     both = says(("add", {"a": 1, "b": 1}), ("add", {"a": 2, "b": 2}))
     trajectory, prompts = play(both, says("2 and 4"), tool_execution=execution)
-    assert "<tool_response>\n2\n</tool_response>\n<tool_response>\n4\n</tool_response>" in prompts[1]
+    assert (
+        "<tool_response>\n2\n</tool_response>\n<tool_response>\n4\n</tool_response>" in prompts[1]
+    )
     assert trajectory.transitions[0].metrics["tool_calls/add"] == 2
 
 
 def test_metrics_of_a_turn(play):
-    trajectory, _ = play(says(("add", {"a": 1, "b": 1}), ("sub", {})), says(("submit", {"answer": "5"})))
+    trajectory, _ = play(
+        says(("add", {"a": 1, "b": 1}), ("sub", {})), says(("submit", {"answer": "5"}))
+    )
     first, second = (turn.metrics for turn in trajectory.transitions)
-    expected = {"tool_calls": 2, "tool_errors": 1, "tool_calls/add": 1, "tool_calls/submit": 0, "parse_error": 0.0}
+    expected = {
+        "tool_calls": 2,
+        "tool_errors": 1,
+        "tool_calls/add": 1,
+        "tool_calls/submit": 0,
+        "parse_error": 0.0,
+    }
     assert {name: first[name] for name in expected} == expected
     assert (second["tool_calls"], second["tool_errors"], second["submitted"]) == (1, 0, 1)
     assert trajectory.transitions[0].logs["tool_call_0"] == 'add({"a": 1, "b": 1})'
@@ -198,8 +222,13 @@ def test_half_of_a_surrogate_pair_in_a_call_or_a_result_is_answered(play, argume
 
 
 def test_a_readable_call_beside_an_unreadable_one_is_run(play):
-    _, prompts = play(ADD.removesuffix(END) + UNREADABLE, says("5"), parse_error_policy=ParseErrorPolicy())
-    assert "<tool_response>\n5\n</tool_response>\n<tool_response>\nError: the tool call could not" in prompts[1]
+    _, prompts = play(
+        ADD.removesuffix(END) + UNREADABLE, says("5"), parse_error_policy=ParseErrorPolicy()
+    )
+    assert (
+        "<tool_response>\n5\n</tool_response>\n<tool_response>\nError: the tool call could not"
+        in prompts[1]
+    )
 
 
 def test_the_grader_sees_what_a_policy_answered(play):
@@ -215,7 +244,11 @@ def test_reward_functions(play):
         await asyncio.sleep(0)
         return 0.25, {"m": 1}
 
-    for reward, total in ((lambda messages: 0.5, 0.5), (lambda messages: (0.5, {}), 0.5), (patient, 0.25)):
+    for reward, total in (
+        (lambda messages: 0.5, 0.5),
+        (lambda messages: (0.5, {}), 0.5),
+        (patient, 0.25),
+    ):
         assert play(says("5"), reward=reward)[0].step_rewards == total
 
     def faulty(messages):
@@ -230,7 +263,9 @@ def test_a_termination_policy_at_the_grader(play):
     quick = RolloutConfig(termination=TerminationRewardPolicy(grader_timeout_seconds=0.02))
     play(ADD, says("5"), reward=reward, rollout_config=quick)
     assert reward.roles() == "ata"
-    everything = RolloutConfig(termination=TerminationRewardPolicy(pass_all_messages_to_grader=True))
+    everything = RolloutConfig(
+        termination=TerminationRewardPolicy(pass_all_messages_to_grader=True)
+    )
     play(ADD, says("5"), reward=reward, rollout_config=everything)
     assert reward.roles() == "suata"
 
@@ -292,9 +327,13 @@ def test_grading_is_no_part_of_the_time_of_an_episode(play):
 
 
 def test_agentic_in_one_episode(play):
-    """Three calls, two unreadable ones that are answered, then calls until the tenth turn: graded, and worth 0 at most."""
+    """Three calls, two unreadable ones that are answered, then calls until the tenth turn: graded,
+    and worth 0 at most.
+    """
     reward = Reward()
-    trajectory, prompts = play(*[ADD] * 3, *[UNREADABLE] * 2, *[ADD] * 9, reward=reward, rollout_config=agentic())
+    trajectory, prompts = play(
+        *[ADD] * 3, *[UNREADABLE] * 2, *[ADD] * 9, reward=reward, rollout_config=agentic()
+    )
     assert (trajectory.stop_reason, len(prompts)) == ("max_turns", 10)
     assert (trajectory.step_rewards, reward.times) == (0.0, 1)
     assert sum(turn.metrics.get("tool_calls", 0) for turn in trajectory.transitions) == 8
@@ -308,7 +347,9 @@ def test_tools_join_the_system_message(play):
 
 
 def test_tools_that_are_offered_already(play, renderer):
-    offered = renderer.create_conversation_prefix_with_tools([one.to_spec() for one in TOOLS], "Be brief.")
+    offered = renderer.create_conversation_prefix_with_tools(
+        [one.to_spec() for one in TOOLS], "Be brief."
+    )
     _, prompts = play(says("5"), messages=[*offered, *QUESTION])
     assert prompts[0].count('"name": "add"') == 1
     with pytest.raises(UserError, match="give the same to both"):
@@ -322,7 +363,12 @@ def test_a_renderer_without_tools_is_refused(renderer):
 
 
 def test_bad_options_are_refused(renderer):
-    for options in ({"max_turns": 0}, {"max_tool_calls": 0}, {"tool_execution": "both"}, {"tool_timeout_seconds": -1}):
+    for options in (
+        {"max_turns": 0},
+        {"max_tool_calls": 0},
+        {"tool_execution": "both"},
+        {"tool_timeout_seconds": -1},
+    ):
         with pytest.raises(UserError, match=next(iter(options))):
             build_agent_tool_env(renderer, TOOLS, QUESTION, Reward(), **cast(Any, options))
 

@@ -263,7 +263,9 @@ def test_docstrings(text):
 
 
 def test_examples_are_for_the_model_too():
-    read = read_docstring("Add.\n\nArgs:\n    a: first\n\nExample:\n    add(a=1)\n\nRaises:\n    never: really")
+    read = read_docstring(
+        "Add.\n\nArgs:\n    a: first\n\nExample:\n    add(a=1)\n\nRaises:\n    never: really"
+    )
     assert read.description == "Add.\n\nExample:\n    add(a=1)"
     assert read.parameters == {"a": "first"}
 

@@ -67,7 +67,12 @@ def run(*calls: Any, **options: Any) -> Any:
 def test_answers_in_the_order_of_the_calls(execution):
     slow, fast = call("sleep", {"seconds": 0.02}, "a"), call("double", {"x": 4}, "b")
     first, second = run(slow, fast, execution=execution)
-    assert first.message == {"role": "tool", "content": "awake", "name": "sleep", "tool_call_id": "a"}
+    assert first.message == {
+        "role": "tool",
+        "content": "awake",
+        "name": "sleep",
+        "tool_call_id": "a",
+    }
     assert second.message == {"role": "tool", "content": "8", "name": "double", "tool_call_id": "b"}
     assert not first.is_error
     assert first.tool == "sleep"
@@ -93,8 +98,14 @@ def test_parallel_calls_overlap_and_sequential_ones_do_not():
 @pytest.mark.parametrize(
     ("called", "content"),
     [
-        (call("triple"), "Error: there is no tool 'triple'. The tools are: double, explode, sleep, block, leave, long"),
-        (call("double", {"y": 1}), "Error: double: wrong arguments: x is missing; y is unknown. The parameters are: x"),
+        (
+            call("triple"),
+            "Error: there is no tool 'triple'. The tools are: double, explode, sleep, block, leave, long",
+        ),
+        (
+            call("double", {"y": 1}),
+            "Error: double: wrong arguments: x is missing; y is unknown. The parameters are: x",
+        ),
         (
             call("double", "{"),
             "Error: double: the arguments are not JSON (Expecting property name enclosed in double quotes",
@@ -145,7 +156,10 @@ def test_long_results_are_cut_and_say_so():
     content = result.message["content"]
     assert content.startswith("0123456789" * 5 + "\n[... 4900 of 5000 characters left out ...]\n")
     assert content.endswith("\n" + "0123456789" * 5)
-    assert run(call("long", {"length": 100}), max_result_chars=100)[0].message["content"] == "0123456789" * 10
+    assert (
+        run(call("long", {"length": 100}), max_result_chars=100)[0].message["content"]
+        == "0123456789" * 10
+    )
 
 
 @pytest.mark.parametrize("length", [9, 10, 11, 12])
@@ -165,17 +179,30 @@ def test_a_stop_ends_a_sequence():
 
 
 def test_an_unreadable_call_is_answered():
-    result = Toolbox(TOOLS).answer_unparsed({"raw_text": "<tool_call>{", "error": "the call is not closed"})
+    result = Toolbox(TOOLS).answer_unparsed(
+        {"raw_text": "<tool_call>{", "error": "the call is not closed"}
+    )
     assert result.is_error
-    assert "Error: the tool call could not be read: the call is not closed." in result.message["content"]
+    assert (
+        "Error: the tool call could not be read: the call is not closed."
+        in result.message["content"]
+    )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"execution": "both"}, {"timeout_seconds": 0}, {"max_result_chars": 5}, {"tools": [double, double]}],
+    [
+        {"execution": "both"},
+        {"timeout_seconds": 0},
+        {"max_result_chars": 5},
+        {"tools": [double, double]},
+    ],
 )
 def test_bad_options_are_refused(options):
-    with pytest.raises(UserError, match=r"tool_execution|tool_timeout_seconds|max_result_chars|two of the name double"):
+    with pytest.raises(
+        UserError,
+        match=r"tool_execution|tool_timeout_seconds|max_result_chars|two of the name double",
+    ):
         Toolbox(**{"tools": TOOLS, **options})
 
 
@@ -197,7 +224,10 @@ class Given:
 @pytest.mark.parametrize("execution", ["parallel", "sequential"])
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("text", "the tool given gave a str;.*ToolResult"), (ToolResult(cast(Any, 12)), r"given gave ToolResult\(12\)")],
+    [
+        ("text", "the tool given gave a str;.*ToolResult"),
+        (ToolResult(cast(Any, 12)), r"given gave ToolResult\(12\)"),
+    ],
 )
 def test_a_tool_that_gives_no_text_is_named(value, message, execution):
     with pytest.raises(UserError, match=message):
@@ -206,7 +236,9 @@ def test_a_tool_that_gives_no_text_is_named(value, message, execution):
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3)])
 def test_a_tool_that_lets_out_what_is_no_exception_has_failed(raised):
-    """As a client of a tool server does whose own task was cancelled, and a program that calls `exit()`."""
+    """As a client of a tool server does whose own task was cancelled, and a program that calls
+    `exit()`.
+    """
     [result] = asyncio.run(Toolbox([Given(raised)]).run([call("given")]))
     assert result.is_error
     assert type(raised).__name__ in str(result.message["content"])

@@ -8,7 +8,15 @@ from typing import Annotated
 import pytest
 
 from planish.errors import UserError
-from planish.tool_use import FunctionTool, Tool, ToolInput, ToolResult, error_tool_result, simple_tool_result, tool
+from planish.tool_use import (
+    FunctionTool,
+    Tool,
+    ToolInput,
+    ToolResult,
+    error_tool_result,
+    simple_tool_result,
+    tool,
+)
 
 
 @tool
@@ -103,7 +111,9 @@ def test_what_a_function_returns(value, content):
 
 
 def test_results_by_their_known_names():
-    assert simple_tool_result("x", should_stop=True, metrics={"m": 1}) == ToolResult("x", stop=True, metrics={"m": 1})
+    assert simple_tool_result("x", should_stop=True, metrics={"m": 1}) == ToolResult(
+        "x", stop=True, metrics={"m": 1}
+    )
     assert error_tool_result("no") == ToolResult("Error: no", error=True)
 
 

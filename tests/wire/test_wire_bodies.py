@@ -20,7 +20,9 @@ def zstd_without_size(data: bytes) -> bytes:
 PACKERS = {"zstd": zstandard.compress, "gzip": gzip.compress, "identity": bytes}
 
 
-@pytest.mark.parametrize(("encoding", "pack"), [*PACKERS.items(), ("ZSTD", zstd_without_size), ("", bytes)])
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [*PACKERS.items(), ("ZSTD", zstd_without_size), ("", bytes)]
+)
 @pytest.mark.parametrize("size", [0, 1, 1000, LIMIT])
 def test_a_body_is_opened_up_to_the_limit(encoding, pack, size):
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)

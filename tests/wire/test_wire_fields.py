@@ -9,14 +9,18 @@ def of(**values) -> Fields:
     return Fields.of(orjson.dumps(values))
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"x"', b"3", b"\xff", b'{"a": NaN}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"null", b'"x"', b"3", b"\xff", b'{"a": NaN}', b"[" * 100_000]
+)
 def test_a_body_is_one_json_object(body):
     with pytest.raises(UserError, match="the body is"):
         Fields.of(body)
 
 
 @pytest.mark.parametrize("part", [b"[],", b'{"":0},'])
-def test_a_body_of_nothing_but_small_lists_or_objects_is_refused_before_it_is_parsed(monkeypatch, part):
+def test_a_body_of_nothing_but_small_lists_or_objects_is_refused_before_it_is_parsed(
+    monkeypatch, part
+):
     body = b'{"data":[' + (part * 1_100_000)[:-1] + b"]}"
     monkeypatch.setattr("planish.wire.fields.orjson.loads", None)
     with pytest.raises(UserError, match="more than 1,048,576 objects and lists"):
@@ -74,7 +78,10 @@ def test_a_nested_field_is_named_by_its_path():
 
 
 def test_a_field_that_is_set_and_unknown_is_refused():
-    with pytest.raises(UserError, match="new_option='fast' is not known"), of(a=1, new_option="fast") as fields:
+    with (
+        pytest.raises(UserError, match="new_option='fast' is not known"),
+        of(a=1, new_option="fast") as fields,
+    ):
         fields.integer("a")
 
 

@@ -5,7 +5,8 @@ from tinker.proto import tinker_public_pb2 as theirs
 
 from planish.wire import messages
 
-# Two messages of theirs have the same fields, and are one of ours; dimensions of images are not read.
+# Two messages of theirs have the same fields, and are one of ours; dimensions of images are not
+# read.
 RENAMED = {"TokenSpan": "SampledProvenanceSpan"}
 SAME = {"PromptProvenanceSpan": "TokenSpan", "SampledProvenanceSpan": "TokenSpan"}
 LEFT_OUT = {("ImageChunk", "override_dimensions")}
@@ -20,7 +21,15 @@ def fields(descriptor, name):
         type_name = kind and SAME.get(kind.name, kind.name)
         group = field.containing_oneof and field.containing_oneof.name
         entry = fields(kind, name) if kind and kind.name.endswith("Entry") else None
-        found[field.number] = (field.name, field.type, field.is_repeated, field.has_presence, type_name, group, entry)
+        found[field.number] = (
+            field.name,
+            field.type,
+            field.is_repeated,
+            field.has_presence,
+            type_name,
+            group,
+            entry,
+        )
     return found
 
 
@@ -33,4 +42,9 @@ def test_a_message_has_the_fields_of_the_sdk(name: str):
 def test_numbers_of_enums():
     assert (messages.STOP, messages.LENGTH) == (theirs.STOP_REASON_STOP, theirs.STOP_REASON_LENGTH)
     ours = (messages.FLOAT32, messages.INT64, messages.INT32, messages.BFLOAT16)
-    assert ours == (theirs.DTYPE_FLOAT32, theirs.DTYPE_INT64, theirs.DTYPE_INT32, theirs.DTYPE_BFLOAT16)
+    assert ours == (
+        theirs.DTYPE_FLOAT32,
+        theirs.DTYPE_INT64,
+        theirs.DTYPE_INT32,
+        theirs.DTYPE_BFLOAT16,
+    )

@@ -15,7 +15,14 @@ from tinker.types.save_weights_request import SaveWeightsRequest
 from wire_values import wrong_bodies
 
 from planish.errors import UnsupportedError, UserError
-from planish.service import CreateModel, CreateSampler, LoadWeights, PublishSampler, SaveWeights, SaveWeightsForSampler
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    LoadWeights,
+    PublishSampler,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
 from planish.types import GetInfoResponse, LoraConfig, ModelData
 from planish.wire import models
 from planish.wire.fields import Fields
@@ -56,7 +63,10 @@ def test_create_model(lora, metadata):
     operation = CreateModel("s-1:train:4", "org/model", lora, user_metadata=metadata)
     assert models.model_place_from_json(dumped(theirs)) == PLACE
     assert models.create_model_from_json(dumped(theirs)) == operation
-    assert models.create_model_from_json(of(models.create_model_to_json(operation, PLACE))) == operation
+    assert (
+        models.create_model_from_json(of(models.create_model_to_json(operation, PLACE)))
+        == operation
+    )
 
 
 def test_dimuon_is_refused_with_the_remedy():
@@ -88,15 +98,25 @@ def test_load_weights_into_a_model():
 @pytest.mark.parametrize("base_model", [None, "org/other"])
 def test_load_weights_into_a_new_model(base_model):
     theirs = LoadWeightsRequest(
-        session_id="s-1", model_seq_id=4, path=PATH, optimizer=False, base_model=base_model, user_metadata={"a": "b"}
+        session_id="s-1",
+        model_seq_id=4,
+        path=PATH,
+        optimizer=False,
+        base_model=base_model,
+        user_metadata={"a": "b"},
     )
     operation = CreateModel("s-1:train:4", base_model, from_path=PATH, user_metadata={"a": "b"})
     assert models.load_weights_from_json(dumped(theirs)) == operation
-    assert models.load_weights_from_json(of(models.create_from_weights_to_json(operation, PLACE))) == operation
+    assert (
+        models.load_weights_from_json(of(models.create_from_weights_to_json(operation, PLACE)))
+        == operation
+    )
 
 
 def test_an_access_token_is_refused_with_the_remedy():
-    theirs = LoadWeightsRequest(session_id="s", model_seq_id=0, path=PATH, optimizer=False, weights_access_token="t")
+    theirs = LoadWeightsRequest(
+        session_id="s", model_seq_id=0, path=PATH, optimizer=False, weights_access_token="t"
+    )
     with pytest.raises(UnsupportedError, match="published"):
         models.load_weights_from_json(dumped(theirs))
 
@@ -104,7 +124,12 @@ def test_an_access_token_is_refused_with_the_remedy():
 @given(st.one_of(st.none(), st.integers(1, 10**8)), st.booleans(), METADATA)
 def test_save_weights(ttl, overwrite, metadata):
     theirs = SaveWeightsRequest(
-        model_id="m", path="a", seq_id=2, ttl_seconds=ttl, overwrite=overwrite, user_metadata=metadata
+        model_id="m",
+        path="a",
+        seq_id=2,
+        ttl_seconds=ttl,
+        overwrite=overwrite,
+        user_metadata=metadata,
     )
     operation = SaveWeights("m", "a", ttl, overwrite, metadata)
     assert models.save_weights_from_json(dumped(theirs)) == operation
@@ -112,23 +137,36 @@ def test_save_weights(ttl, overwrite, metadata):
 
 
 def test_a_save_without_a_name_is_named_by_its_number():
-    assert models.save_weights_from_json(dumped(SaveWeightsRequest(model_id="m", seq_id=12))).name == "000012"
+    assert (
+        models.save_weights_from_json(dumped(SaveWeightsRequest(model_id="m", seq_id=12))).name
+        == "000012"
+    )
 
 
 @given(st.one_of(st.none(), st.integers(1, 10**8)), METADATA)
 def test_save_weights_for_sampler(ttl, metadata):
-    theirs = SaveWeightsForSamplerRequest(model_id="m", path="a", seq_id=2, ttl_seconds=ttl, user_metadata=metadata)
+    theirs = SaveWeightsForSamplerRequest(
+        model_id="m", path="a", seq_id=2, ttl_seconds=ttl, user_metadata=metadata
+    )
     operation = SaveWeightsForSampler("m", "a", ttl, False, metadata)
     assert models.save_weights_for_sampler_from_json(dumped(theirs)) == operation
-    assert models.save_weights_for_sampler_from_json(of(models.save_to_json(operation, 2))) == operation
+    assert (
+        models.save_weights_for_sampler_from_json(of(models.save_to_json(operation, 2)))
+        == operation
+    )
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "inflight"])
 def test_an_ephemeral_sampler(kind):
-    theirs = SaveWeightsForSamplerRequest(model_id="s-1:train:0", sampling_session_seq_id=4, kind=kind, seq_id=2)
+    theirs = SaveWeightsForSamplerRequest(
+        model_id="s-1:train:0", sampling_session_seq_id=4, kind=kind, seq_id=2
+    )
     operation = PublishSampler("s-1:train:0", "s-1:sample:4")
     assert models.save_weights_for_sampler_from_json(dumped(theirs)) == operation
-    assert models.save_weights_for_sampler_from_json(of(models.publish_to_json(operation, 4, 2))) == operation
+    assert (
+        models.save_weights_for_sampler_from_json(of(models.publish_to_json(operation, 4, 2)))
+        == operation
+    )
 
 
 @pytest.mark.parametrize(("base_model", "model_path"), [("b", None), (None, PATH), ("b", PATH)])
@@ -138,7 +176,10 @@ def test_create_sampler(base_model, model_path):
     )
     operation = CreateSampler("s-1:sample:4", base_model, model_path)
     assert models.create_sampler_from_json(dumped(theirs)) == operation
-    assert models.create_sampler_from_json(of(models.create_sampler_to_json(operation, PLACE))) == operation
+    assert (
+        models.create_sampler_from_json(of(models.create_sampler_to_json(operation, PLACE)))
+        == operation
+    )
 
 
 @pytest.mark.parametrize("tokenizer_id", [None, "org/tokenizer"])
@@ -146,7 +187,10 @@ def test_the_sdk_reads_our_info(tokenizer_id):
     info = GetInfoResponse("m", ModelData("llama", "org/model", tokenizer_id), True, 8)
     body = models.info_to_json(info, tokenizer_id)
     theirs = SdkInfo.model_validate(body)
-    assert (theirs.model_data.model_name, theirs.model_data.tokenizer_id) == ("org/model", tokenizer_id)
+    assert (theirs.model_data.model_name, theirs.model_data.tokenizer_id) == (
+        "org/model",
+        tokenizer_id,
+    )
     assert theirs.lora_rank == 8
     assert models.info_from_json(of(body)) == info
 
@@ -161,15 +205,28 @@ READERS = [
         models.load_weights_from_json,
         models.create_from_weights_to_json(CreateModel("s-1:train:4", "b", from_path=PATH), PLACE),
     ),
-    (models.save_weights_from_json, models.save_to_json(SaveWeights("m", "a", 5, True, {"k": "v"}), 1)),
-    (models.save_weights_for_sampler_from_json, models.save_to_json(SaveWeightsForSampler("m", "a", 5, True), 1)),
-    (models.save_weights_for_sampler_from_json, models.publish_to_json(PublishSampler("m", "s:sample:0"), 0, 1)),
-    (models.create_sampler_from_json, models.create_sampler_to_json(CreateSampler("s-1:sample:4", "b", PATH), PLACE)),
+    (
+        models.save_weights_from_json,
+        models.save_to_json(SaveWeights("m", "a", 5, True, {"k": "v"}), 1),
+    ),
+    (
+        models.save_weights_for_sampler_from_json,
+        models.save_to_json(SaveWeightsForSampler("m", "a", 5, True), 1),
+    ),
+    (
+        models.save_weights_for_sampler_from_json,
+        models.publish_to_json(PublishSampler("m", "s:sample:0"), 0, 1),
+    ),
+    (
+        models.create_sampler_from_json,
+        models.create_sampler_to_json(CreateSampler("s-1:sample:4", "b", PATH), PLACE),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("read", "name", "body"), [(read, *wrong) for read, body in READERS for wrong in wrong_bodies(body, "type")]
+    ("read", "name", "body"),
+    [(read, *wrong) for read, body in READERS for wrong in wrong_bodies(body, "type")],
 )
 def test_a_wrong_field_is_named(read, name, body):
     with pytest.raises(UserError, match=name):

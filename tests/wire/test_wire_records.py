@@ -23,7 +23,9 @@ CHECKPOINTS = st.builds(
     tinker_path=st.just("tinker://m/weights/a"),
     size_bytes=st.one_of(st.none(), st.integers(0, 2**53)),
     public=st.booleans(),
-    user_metadata=st.one_of(st.none(), st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=2)),
+    user_metadata=st.one_of(
+        st.none(), st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=2)
+    ),
     expires_at=st.one_of(st.none(), TIMES),
 )
 
@@ -44,15 +46,24 @@ def test_weights_info():
     lora = LoraConfig(8, train_mlp=False)
     body = records.weights_info_to_json(CheckpointInfo("b", lora, checkpoint))
     theirs = sdk.WeightsInfoResponse.model_validate(body)
-    assert (theirs.base_model, theirs.lora_rank, theirs.train_mlp, theirs.train_attn) == ("b", 8, False, True)
+    assert (theirs.base_model, theirs.lora_rank, theirs.train_mlp, theirs.train_attn) == (
+        "b",
+        8,
+        False,
+        True,
+    )
     assert records.lora_from_weights_info(of(body)) == lora
 
 
 def test_capabilities():
-    ours = GetServerCapabilitiesResponse([SupportedModel("a", 2048), SupportedModel("b", None, trainable=False)])
+    ours = GetServerCapabilitiesResponse(
+        [SupportedModel("a", 2048), SupportedModel("b", None, trainable=False)]
+    )
     body = records.capabilities_to_json(ours)
     theirs = sdk.GetServerCapabilitiesResponse.model_validate(body)
-    assert [vars(model) for model in theirs.supported_models] == [vars(model) for model in ours.supported_models]
+    assert [vars(model) for model in theirs.supported_models] == [
+        vars(model) for model in ours.supported_models
+    ]
     assert records.capabilities_from_json(of(body)) == ours
 
 
@@ -72,7 +83,9 @@ def test_a_time_that_is_none_is_named():
 
 
 def test_external_weights_are_a_samplers():
-    checkpoint = Checkpoint("external_weights/a", "sampler", datetime.now(UTC), "tinker://m/external_weights/a")
+    checkpoint = Checkpoint(
+        "external_weights/a", "sampler", datetime.now(UTC), "tinker://m/external_weights/a"
+    )
     body = {**records.checkpoint_to_json(checkpoint), "checkpoint_type": "external"}
     assert records.checkpoint_from_json(of(body)) == checkpoint
     with pytest.raises(UserError, match="checkpoint_type"):

@@ -16,7 +16,14 @@ from wire_values import MODEL_INPUTS, TOKENS, dense_tensors, plain, wrong_bodies
 from planish.errors import UnsupportedError, UserError
 from planish.service import Sample
 from planish.tensors import TensorData
-from planish.types import ModelInput, PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TopkLogprobs
+from planish.types import (
+    ModelInput,
+    PromptAltTokens,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    TopkLogprobs,
+)
 from planish.wire.fields import Fields
 from planish.wire.sampling import (
     SampleRequest,
@@ -28,7 +35,10 @@ from planish.wire.sampling import (
 )
 
 STOPS = st.one_of(
-    st.none(), st.text(min_size=1), st.lists(TOKENS, max_size=3), st.lists(st.text(min_size=1), max_size=3)
+    st.none(),
+    st.text(min_size=1),
+    st.lists(TOKENS, max_size=3),
+    st.lists(st.text(min_size=1), max_size=3),
 )
 PARAMS = st.builds(
     SamplingParams,
@@ -62,7 +72,11 @@ REQUESTS = st.builds(
 def sdk_body(request: SampleRequest) -> bytes:
     op, params = request.operation, request.operation.sampling_params
     targets = op.target_prompt_logprobs
-    asked = None if targets is None else JsonTensor(data=targets.data, dtype=targets.dtype, shape=targets.shape)
+    asked = (
+        None
+        if targets is None
+        else JsonTensor(data=targets.data, dtype=targets.dtype, shape=targets.shape)
+    )
     stop = params.stop if params.stop is None or isinstance(params.stop, str) else list(params.stop)
     theirs = SdkRequest(
         num_samples=op.num_samples,
@@ -96,9 +110,13 @@ def test_what_the_sdk_encodes_is_what_we_read(request):
 @given(REQUESTS, st.booleans(), st.floats(0, 1))
 def test_request_round_trip(request, prompt_only, min_p):
     params = SamplingParams(**{**vars(request.operation.sampling_params), "min_p": min_p})
-    operation = Sample(**{**vars(request.operation), "prompt_only": prompt_only, "sampling_params": params})
+    operation = Sample(
+        **{**vars(request.operation), "prompt_only": prompt_only, "sampling_params": params}
+    )
     request = SampleRequest(request.seq_id, operation)
-    assert plain(sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))) == plain(request)
+    assert plain(
+        sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
+    ) == plain(request)
 
 
 def floats(count: int) -> np.ndarray:
@@ -114,7 +132,11 @@ def topk(rows: int, k: int, undefined: tuple[int, ...] = ()) -> TopkLogprobs:
 
 @st.composite
 def responses(draw: st.DrawFn) -> SampleResponse:
-    lengths, k, prompt = draw(st.lists(st.integers(1, 5), max_size=3)), draw(st.integers(0, 3)), draw(st.integers(2, 5))
+    lengths, k, prompt = (
+        draw(st.lists(st.integers(1, 5), max_size=3)),
+        draw(st.integers(0, 3)),
+        draw(st.integers(2, 5)),
+    )
     sequences = [
         SampledSequence(
             draw(st.sampled_from(["stop", "length"])),
@@ -151,17 +173,28 @@ def test_the_sdk_reads_our_response(response):
     if theirs.target_prompt_logprobs and response.target_prompt_logprobs:
         assert theirs.target_prompt_logprobs.tolist() == response.target_prompt_logprobs.tolist()
     if theirs.prompt_alt_tokens and response.prompt_alt_tokens:
-        assert theirs.prompt_alt_tokens.tokens.tolist() == response.prompt_alt_tokens.tokens.tolist()
-        assert theirs.prompt_alt_tokens.logprobs.tolist() == response.prompt_alt_tokens.logprobs.tolist()
+        assert (
+            theirs.prompt_alt_tokens.tokens.tolist() == response.prompt_alt_tokens.tokens.tolist()
+        )
+        assert (
+            theirs.prompt_alt_tokens.logprobs.tolist()
+            == response.prompt_alt_tokens.logprobs.tolist()
+        )
     for read, written in zip(theirs.sequences, response.sequences, strict=True):
-        assert (read.stop_reason, read.tokens, read.logprobs) == (written.stop_reason, written.tokens, written.logprobs)
+        assert (read.stop_reason, read.tokens, read.logprobs) == (
+            written.stop_reason,
+            written.tokens,
+            written.logprobs,
+        )
         assert read.topk_logprobs == written.topk_logprobs
 
 
 @given(responses())
 def test_response_round_trip(response):
     ids = [sequence.sequence_id for sequence in response.sequences]
-    assert plain(sample_response_from_message(sample_response_to_message(response), ids)) == plain(response)
+    assert plain(sample_response_from_message(sample_response_to_message(response), ids)) == plain(
+        response
+    )
 
 
 @given(responses())
@@ -176,7 +209,14 @@ def test_json_response_says_the_same(response):
 def test_a_sparse_target_asks_only_for_what_it_lists():
     sparse = TensorData(np.array([5, 7]), "int64", [3, 2], [0, 1, 1, 2], [0, 1])
     request = SampleRequest(
-        0, Sample("s:sample:0", ModelInput.from_ints([1, 2, 3, 4]), 1, SamplingParams(), target_prompt_logprobs=sparse)
+        0,
+        Sample(
+            "s:sample:0",
+            ModelInput.from_ints([1, 2, 3, 4]),
+            1,
+            SamplingParams(),
+            target_prompt_logprobs=sparse,
+        ),
     )
     read = sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
     assert read.operation.target_prompt_logprobs is not None
@@ -186,7 +226,14 @@ def test_a_sparse_target_asks_only_for_what_it_lists():
 def test_a_sparse_target_is_not_filled_up_beyond_its_bound():
     sparse = TensorData(np.zeros(0), "int64", [1, 1 << 23], [0, 0], [])
     request = SampleRequest(
-        0, Sample("s:sample:0", ModelInput.from_ints([1, 2]), 1, SamplingParams(), target_prompt_logprobs=sparse)
+        0,
+        Sample(
+            "s:sample:0",
+            ModelInput.from_ints([1, 2]),
+            1,
+            SamplingParams(),
+            target_prompt_logprobs=sparse,
+        ),
     )
     with pytest.raises(UserError, match="target_prompt_logprobs"):
         sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
@@ -246,7 +293,11 @@ def test_a_number_of_samples_out_of_range_is_named(num_samples):
 
 @pytest.mark.parametrize(
     "chunk",
-    [{"type": "image", "data": "", "format": "png"}, {"type": "image_asset_pointer"}, {"type": "dmel", "dmel": ""}],
+    [
+        {"type": "image", "data": "", "format": "png"},
+        {"type": "image_asset_pointer"},
+        {"type": "dmel", "dmel": ""},
+    ],
 )
 def test_other_chunks_than_text_are_refused(chunk):
     with pytest.raises(UnsupportedError, match=r"prompt.chunks\[0\].*encoded_text"):

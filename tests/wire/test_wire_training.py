@@ -27,14 +27,18 @@ from planish.wire.tensors import MAX_DENSE_ELEMENTS
 
 def sdk_tensor(tensor: TensorData) -> sdk.TensorData:
     values = np.asarray(tensor.data, dtype=tensor.dtype)
-    return sdk.TensorData(values, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices)
+    return sdk.TensorData(
+        values, tensor.dtype, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
+    )
 
 
 def sdk_request(operation: ForwardBackward, seq_id: int) -> sdk.ForwardBackwardRequest:
     data = [
         sdk.Datum(
             model_input=sdk.ModelInput.from_ints(datum.model_input.to_ints()),
-            loss_fn_inputs={name: sdk_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()},
+            loss_fn_inputs={
+                name: sdk_tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()
+            },
         )
         for datum in operation.data
     ]
@@ -55,7 +59,9 @@ def test_what_the_sdk_encodes_is_what_we_read(operation, seq_id):
 def test_what_we_encode_is_what_the_sdk_encodes(operation, seq_id):
     theirs = forward_backward_request_to_proto(sdk_request(operation, seq_id))
     theirs.forward_only = operation.forward_only
-    ours = pb.ForwardBackwardRequest.FromString(training.forward_backward_to_message(operation, seq_id))
+    ours = pb.ForwardBackwardRequest.FromString(
+        training.forward_backward_to_message(operation, seq_id)
+    )
     assert ours == theirs
 
 
@@ -66,7 +72,9 @@ FINITE = st.one_of(dense_tensors("int64"), sparse_tensors())
 def test_json_round_trip(operation, seq_id):
     fields = Fields.of(orjson.dumps(training.forward_backward_to_json(operation, seq_id)))
     assert training.place_from_json(fields) == training.Place(operation.model_id, seq_id)
-    assert plain(training.forward_backward_from_json(fields, operation.forward_only)) == plain(operation)
+    assert plain(training.forward_backward_from_json(fields, operation.forward_only)) == plain(
+        operation
+    )
 
 
 def test_what_the_sdk_of_0_21_sends_is_what_we_read():
@@ -75,7 +83,9 @@ def test_what_the_sdk_of_0_21_sends_is_what_we_read():
         "loss_fn_inputs": {"target_tokens": [2, 3, 4], "weights": [0.5, 1, 0]},
     }
     given_input = JsonInput(
-        data=[{**datum, "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}}],  # type: ignore[list-item]
+        data=[
+            {**datum, "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}}
+        ],  # type: ignore[list-item]
         loss_fn="ppo",
         loss_fn_config={"clip_low_threshold": 0.5},
     )
@@ -98,7 +108,9 @@ OUTPUT_TENSORS = st.integers(1, 3).flatmap(
             lambda v: TensorData(np.array(v, np.float32), "float32", [len(v)])
         ),
         st.integers(0, 3).map(
-            lambda rows: TensorData(np.arange(rows * columns, dtype=np.float32), "float32", [rows, columns])
+            lambda rows: TensorData(
+                np.arange(rows * columns, dtype=np.float32), "float32", [rows, columns]
+            )
         ),
     )
 )
@@ -106,7 +118,9 @@ OUTPUTS = st.builds(
     ForwardBackwardOutput,
     st.sampled_from(["ArrayRecord", "TorchLossReturn"]),
     st.lists(st.fixed_dictionaries({"logprobs": OUTPUT_TENSORS}), max_size=5),
-    st.dictionaries(st.sampled_from(["loss:sum", "tokens:sum", "kl:mean"]), st.floats(allow_nan=False)),
+    st.dictionaries(
+        st.sampled_from(["loss:sum", "tokens:sum", "kl:mean"]), st.floats(allow_nan=False)
+    ),
 )
 
 
@@ -127,7 +141,9 @@ def test_output_round_trip(output):
     assert plain(training.output_from_message(training.output_to_message(output))) == plain(output)
 
 
-@pytest.mark.parametrize("optional", [{}, {"learning_rate": 0.5, "beta1": 0.1, "grad_clip_norm": 1.0}])
+@pytest.mark.parametrize(
+    "optional", [{}, {"learning_rate": 0.5, "beta1": 0.1, "grad_clip_norm": 1.0}]
+)
 def test_what_the_sdk_sends_for_optim_step(optional):
     request = OptimStepRequest(optim_params=sdk.AdamParams(**optional), model_id="m", seq_id=3)
     body = request.model_dump(exclude_none=True, mode="json")
@@ -143,12 +159,18 @@ def test_optim_step_round_trip():
 
 
 def test_dimuon_is_refused_with_the_remedy():
-    request = OptimStepRequest(optim_params=sdk.DimuonParams(learning_rate=1e-3), model_id="m", seq_id=3)
+    request = OptimStepRequest(
+        optim_params=sdk.DimuonParams(learning_rate=1e-3), model_id="m", seq_id=3
+    )
     with pytest.raises(UnsupportedError, match="adam_params"):
-        training.optim_step_from_json(Fields.of(orjson.dumps(request.model_dump(exclude_none=True, mode="json"))))
+        training.optim_step_from_json(
+            Fields.of(orjson.dumps(request.model_dump(exclude_none=True, mode="json")))
+        )
 
 
-@pytest.mark.parametrize("params", [{"learning_rate": -1}, {"beta1": 1.0}, {"momentum": 0.9}, {"eps": "small"}])
+@pytest.mark.parametrize(
+    "params", [{"learning_rate": -1}, {"beta1": 1.0}, {"momentum": 0.9}, {"eps": "small"}]
+)
 def test_a_wrong_adam_parameter_is_named(params):
     body = {"model_id": "m", "seq_id": 1, "adam_params": params}
     with pytest.raises(UserError, match=next(iter(params))):
@@ -161,7 +183,10 @@ BODY = training.forward_backward_to_json(
         [
             Datum(
                 ModelInput.from_ints([1, 2]),
-                {"target_tokens": [2, 3], "weights": TensorData([1.0], "float32", [2, 2], [0, 0, 1], [1])},
+                {
+                    "target_tokens": [2, 3],
+                    "weights": TensorData([1.0], "float32", [2, 2], [0, 0, 1], [1]),
+                },
             )
         ],
         "cross_entropy",
@@ -187,13 +212,19 @@ def test_what_sparse_tensors_would_fill_is_bounded_for_a_whole_body():
         training.forward_backward_from_message(message)
     del message.data[2]
     assert len(training.forward_backward_from_message(message).data) == 2
-    body = orjson.dumps(training.forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1))
+    body = orjson.dumps(
+        training.forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1)
+    )
     with pytest.raises(UserError, match="elements when they are filled up"):
         training.forward_backward_from_json(Fields.of(body), False)
 
 
-@pytest.mark.parametrize(("datums", "chunks", "tensors"), [(101, 0, 0), (1, 101, 0), (1, 1, 101), (21, 3, 1)], ids=str)
-def test_what_is_tiny_and_many_is_refused_before_it_takes_memory(monkeypatch, datums, chunks, tensors):
+@pytest.mark.parametrize(
+    ("datums", "chunks", "tensors"), [(101, 0, 0), (1, 101, 0), (1, 1, 101), (21, 3, 1)], ids=str
+)
+def test_what_is_tiny_and_many_is_refused_before_it_takes_memory(
+    monkeypatch, datums, chunks, tensors
+):
     monkeypatch.setattr(wire_tensors, "MAX_PARTS", 100)
     made = []
 
@@ -202,7 +233,10 @@ def test_what_is_tiny_and_many_is_refused_before_it_takes_memory(monkeypatch, da
         return Datum(model_input, tensors)
 
     monkeypatch.setattr(training, "Datum", datum)
-    one = Datum(ModelInput([EncodedTextChunk([])] * chunks), {f"t{n}": TensorData([], "int64") for n in range(tensors)})
+    one = Datum(
+        ModelInput([EncodedTextChunk([])] * chunks),
+        {f"t{n}": TensorData([], "int64") for n in range(tensors)},
+    )
     operation = ForwardBackward("m", [one] * datums, "cross_entropy")
     message = training.parse_forward_backward(training.forward_backward_to_message(operation, 1))
     with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
@@ -213,11 +247,17 @@ def test_what_is_tiny_and_many_is_refused_before_it_takes_memory(monkeypatch, da
     assert len(made) in (0, 2 * 21)  # the last case is known to be too much when the 21st is made
 
 
-@pytest.mark.parametrize("data", [b"\x1a\x00" * 600_000, b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000])
+@pytest.mark.parametrize(
+    "data", [b"\x1a\x00" * 600_000, b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000]
+)
 def test_a_body_of_nothing_but_empty_messages_is_refused_before_it_is_parsed(monkeypatch, data):
     """Datums, or chunks of one; as messages they take 30 times their bytes."""
-    head = pb.ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn="cross_entropy").SerializeToString()
-    assert training.place_from_message(training.parse_forward_backward_head(head + data)) == training.Place("m", 3)
+    head = pb.ForwardBackwardRequest(
+        model_id="m", seq_id=3, loss_fn="cross_entropy"
+    ).SerializeToString()
+    assert training.place_from_message(
+        training.parse_forward_backward_head(head + data)
+    ) == training.Place("m", 3)
     monkeypatch.setattr(training, "ForwardBackwardRequestMessage", None)
     with pytest.raises(UserError, match="more than 524,288 datums and parts"):
         training.parse_forward_backward(head + data)
@@ -275,7 +315,9 @@ def test_other_chunks_than_text_are_refused(kind):
     elif kind == "dmel":
         chunk.dmel.dmel = b"sound"
     with pytest.raises(UserError, match=r"data\[0\]\.model_input\[0\].*encoded_text"):
-        training.forward_backward_from_message(training.parse_forward_backward(message.SerializeToString()))
+        training.forward_backward_from_message(
+            training.parse_forward_backward(message.SerializeToString())
+        )
 
 
 @pytest.mark.parametrize(("model_id", "seq_id"), [("", 1), ("a/b", 1), ("m", 0), ("m", -1)])
@@ -290,7 +332,9 @@ def test_spans_of_provenance_are_read_past():
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
     datum.model_input_spans.add().sampled_tokens.length = 2
-    operation = training.forward_backward_from_message(training.parse_forward_backward(message.SerializeToString()))
+    operation = training.forward_backward_from_message(
+        training.parse_forward_backward(message.SerializeToString())
+    )
     assert operation.data[0].model_input.to_ints() == [1, 2]
 
 

@@ -31,7 +31,9 @@ def dense_tensors(draw: st.DrawFn, dtype: str | None = None) -> TensorData:
 @st.composite
 def sparse_tensors(draw: st.DrawFn) -> TensorData:
     rows, columns = draw(st.integers(0, 4)), draw(st.integers(0, 5))
-    listed = [sorted(draw(st.sets(st.integers(0, columns - 1)))) if columns else [] for _ in range(rows)]
+    listed = [
+        sorted(draw(st.sets(st.integers(0, columns - 1)))) if columns else [] for _ in range(rows)
+    ]
     crow = np.cumsum([0, *map(len, listed)]).tolist()
     col = [column for row in listed for column in row]
     values = np.array(draw(st.lists(TOKENS, min_size=len(col), max_size=len(col))), dtype=np.int64)
@@ -42,11 +44,15 @@ TENSORS = st.one_of(dense_tensors(), sparse_tensors())
 MODEL_INPUTS = st.lists(TOKENS, max_size=6).map(ModelInput.from_ints)
 DATUMS = st.builds(Datum, MODEL_INPUTS, st.dictionaries(NAMES, TENSORS, max_size=3))
 CONFIGS = st.dictionaries(
-    NAMES, st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5)), max_size=3
+    NAMES,
+    st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5)),
+    max_size=3,
 )
 
 
-def forward_backwards(tensors: st.SearchStrategy[TensorData] = TENSORS) -> st.SearchStrategy[ForwardBackward]:
+def forward_backwards(
+    tensors: st.SearchStrategy[TensorData] = TENSORS,
+) -> st.SearchStrategy[ForwardBackward]:
     datums = st.builds(Datum, MODEL_INPUTS, st.dictionaries(NAMES, tensors, max_size=3))
     return st.builds(
         ForwardBackward,
@@ -70,12 +76,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
-        return type(value).__name__, {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        return type(value).__name__, {
+            name: plain(getattr(value, name)) for name in value.__dataclass_fields__
+        }
     return value
 
 
 def wrong_bodies(body: dict[str, Any], *skipped: str) -> list[tuple[str, dict[str, Any]]]:
-    """`body` with one value, at any depth, replaced by one of another kind; with the name of the field."""
+    """`body` with one value, at any depth, replaced by one of another kind; with the name of the
+    field.
+    """
     found = []
     for path in _paths(body):
         name = next(part for part in reversed(path) if isinstance(part, str))
@@ -91,7 +101,13 @@ def wrong_bodies(body: dict[str, Any], *skipped: str) -> list[tuple[str, dict[st
 
 
 def _paths(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield (*prefix, key)
         yield from _paths(item, (*prefix, key))

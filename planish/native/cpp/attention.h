@@ -9,13 +9,15 @@
 namespace {
 
 template <class By, class X>
-void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, X* out, float* lse, Scratch& scratch) {
+void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, X* out, float* lse,
+                  Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e;
     int64_t shared = 0, own = 0;
     for (int64_t i = 0; i < b.ranges; i++) shared += a.ranges[b.first_range + i].count;
     if (a.own)
         for (int64_t r = 0; r < b.count; r++) own = std::max(own, a.own[b.first + r].count);
-    const int64_t shared_width = (shared + 15) / 16 * 16, width = shared_width + (own + 15) / 16 * 16;
+    const int64_t shared_width = (shared + 15) / 16 * 16,
+                  width = shared_width + (own + 15) / 16 * 16;
     Course course(a, b, head, sizeof(X));
     const typename By::Query* queries = By::queries(a, b, head, q, scratch);
     float* s = scratch.s.of<float>(m * width);
@@ -23,39 +25,48 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
     std::fill(o, o + m * e, 0.0f);
     const X *k[KEYS], *v[KEYS];
     int64_t at = 0;
-    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n)
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
+         at += n)
         By::scores(a, queries, m, k, n, scratch, course, s + at, width);
     for (int64_t r = 0; r < b.count; r++) {
-        for (int64_t g = 0; g < a.group; g++) mask_from(s + (r * a.group + g) * width, a.visible[b.first + r], shared_width);
+        for (int64_t g = 0; g < a.group; g++)
+            mask_from(s + (r * a.group + g) * width, a.visible[b.first + r], shared_width);
         if (!own) continue;
         float* mine_s = s + r * a.group * width;
         int64_t first = shared_width;
         const Range& mine = a.own[b.first + r];
         for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
-            By::scores(a, queries + r * a.group * e, a.group, k, n, scratch, course, mine_s + first, width);
-        for (int64_t g = 0; g < a.group; g++) mask_from(mine_s + g * width + shared_width, mine.count, width - shared_width);
+            By::scores(a, queries + r * a.group * e, a.group, k, n, scratch, course, mine_s + first,
+                       width);
+        for (int64_t g = 0; g < a.group; g++)
+            mask_from(mine_s + g * width + shared_width, mine.count, width - shared_width);
     }
     Totals* totals = scratch.stats.of<Totals>(m);
     for (int64_t i = 0; i < m; i++) {
         float peak = largest(s + i * width, width);
-        if (!(peak > -std::numeric_limits<float>::infinity())) peak = std::isnan(peak) ? peak : 0.0f;
+        if (!(peak > -std::numeric_limits<float>::infinity()))
+            peak = std::isnan(peak) ? peak : 0.0f;
         totals[i] = By::soften(s + i * width, width, peak);
         totals[i].exact = By::log_sum(peak, totals[i].exact);
     }
     at = 0;
-    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n)
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
+         at += n)
         By::weigh_values(a, s, at, width, m, v, n, scratch, course, o);
     if (own)
         for (int64_t r = 0; r < b.count; r++) {
             int64_t first = shared_width;
             const Range& mine = a.own[b.first + r];
             for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
-                By::weigh_values(a, s + r * a.group * width, first, width, a.group, v, n, scratch, course, o + r * a.group * e);
+                By::weigh_values(a, s + r * a.group * width, first, width, a.group, v, n, scratch,
+                                 course, o + r * a.group * e);
         }
     for (int64_t i = 0; i < m; i++) {
-        int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        int64_t row =
+            a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
         V inverse = all(1.0f / totals[i].used);
-        for (int64_t c = 0; c < e; c += LANES) store(out + row * e + c, mul(load(o + i * e + c), inverse));
+        for (int64_t c = 0; c < e; c += LANES)
+            store(out + row * e + c, mul(load(o + i * e + c), inverse));
         if (lse) lse[row] = totals[i].exact;
     }
 }
@@ -69,14 +80,16 @@ void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < n_blocks * a.heads; item++) {
             const Block& block = a.blocks[item / a.heads];
-            shortage.guard([&] { attend_block<Products<X>>(a, block, item % a.heads, q, out, lse, scratch); });
+            shortage.guard(
+                [&] { attend_block<Products<X>>(a, block, item % a.heads, q, out, lse, scratch); });
         }
     }
     shortage.raise();
 }
 
 // to[j * stride + i] = from[i * row + j] for rows i and n columns j, a multiple of 16.
-inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float* to, int64_t stride) {
+inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float* to,
+                 int64_t stride) {
     for (int64_t i = 0; i < rows; i += LANES)
         for (int64_t j = 0; j < n; j += LANES) {
             const Tail there = tail(rows - i);
@@ -88,9 +101,12 @@ inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float*
         }
 }
 
-// Gradients of one block and head: those of its queries are written, those of keys and values added to rows of [T, Hkv, E].
-inline void attend_block_backward(const Attention& a, const Block& b, int64_t head, const float* grad, const float* q, const float* out,
-                                  const float* lse, const float* k0, float* grad_q, float* grad_k, float* grad_v, Scratch& scratch) {
+// Gradients of one block and head: those of its queries are written, those of keys and values added
+// to rows of [T, Hkv, E].
+inline void attend_block_backward(const Attention& a, const Block& b, int64_t head,
+                                  const float* grad, const float* q, const float* out,
+                                  const float* lse, const float* k0, float* grad_q, float* grad_k,
+                                  float* grad_v, Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e;
     float* queries = scratch.q.of<float>(m * e);
     float* g = scratch.g.of<float>(m * e);
@@ -104,9 +120,11 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     gather(a, b, head, grad, 1.0f, g);
     std::fill(dq, dq + m * e, 0.0f);
     for (int64_t i = 0; i < m; i++) {
-        int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        int64_t row =
+            a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
         V inner = zero();
-        for (int64_t c = 0; c < e; c += LANES) inner = fma(load(g + i * e + c), load(out + row * e + c), inner);
+        for (int64_t c = 0; c < e; c += LANES)
+            inner = fma(load(g + i * e + c), load(out + row * e + c), inner);
         stats[i] = lse[row];
         stats[m + i] = sum(inner);
         query_rows[i] = queries + i * e;
@@ -114,7 +132,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     }
     const float *k[KEYS], *v[KEYS];
     int64_t at = 0;
-    for (Walk<float> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
+    for (Walk<float> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
+         at += n) {
         const int64_t padded = (n + 15) / 16 * 16;
         for (int64_t j = 0; j < n; j += LANES) {
             dots(queries, m, e, k + j, s + j, KEYS);
@@ -140,7 +159,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         turn(s + first * KEYS, KEYS, live, padded, column, m);
         turn(ds + first * KEYS, KEYS, live, padded, column + KEYS * m, m);
         for (int64_t j = 0; j < n;) {
-            // Neighbouring keys of one range are neighbours in the gradients too; runs of them share the loads of the queries.
+            // Neighbouring keys of one range are neighbours in the gradients too; runs of them
+            // share the loads of the queries.
             int64_t run = 1;
             const int64_t row_size = a.heads * e;
             while (j + run < n && k[j + run] == k[j + run - 1] + row_size) run++;
@@ -150,7 +170,9 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
                 for (int64_t part = 0; part < live; part += KEYS) {
                     const float *qs[KEYS], *gs[KEYS];
                     const int64_t take = std::min<int64_t>(KEYS, live - part);
-                    for (int64_t i = 0; i < take; i++) qs[i] = query_rows[first + part + i] + c, gs[i] = grad_rows[first + part + i] + c;
+                    for (int64_t i = 0; i < take; i++)
+                        qs[i] = query_rows[first + part + i] + c,
+                        gs[i] = grad_rows[first + part + i] + c;
                     const float* pw = column + j * m + part;
                     const float* dw = column + KEYS * m + j * m + part;
                     if (wide == 64) {
@@ -167,13 +189,17 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         }
     }
     for (int64_t i = 0; i < m; i++) {
-        int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
-        for (int64_t c = 0; c < e; c += LANES) store(grad_q + row * e + c, mul(load(dq + i * e + c), all(a.scale)));
+        int64_t row =
+            a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        for (int64_t c = 0; c < e; c += LANES)
+            store(grad_q + row * e + c, mul(load(dq + i * e + c), all(a.scale)));
     }
 }
 
-// to[j * stride + i] = entries (2i, j) and (2i + 1, j) of rows of bf16, `row` pairs apart, for n columns j, a multiple of 16.
-inline void turn_pairs(const uint32_t* from, int64_t row, int64_t pairs, int64_t n, uint32_t* to, int64_t stride) {
+// to[j * stride + i] = entries (2i, j) and (2i + 1, j) of rows of bf16, `row` pairs apart, for n
+// columns j, a multiple of 16.
+inline void turn_pairs(const uint32_t* from, int64_t row, int64_t pairs, int64_t n, uint32_t* to,
+                       int64_t stride) {
     for (int64_t i = 0; i < pairs; i += LANES)
         for (int64_t j = 0; j < n; j += LANES) {
             I x[LANES];
@@ -189,9 +215,11 @@ inline void turn_pairs(const uint32_t* from, int64_t row, int64_t pairs, int64_t
         }
 }
 
-// One query's weights p = exp(score - lse), in the place of s as pairs of bf16 that add up to them, and in the place of dp its gradients of
-// scores, scale * p * (dp - the mean of dp by p), as bf16, side by side; 0 from `seen` on. n is a multiple of 16. The mean is taken of these
-// very numbers, lane by lane, then over lanes: nearer to the truth than the product of the output, which was rounded, with its gradient.
+// One query's weights p = exp(score - lse), in the place of s as pairs of bf16 that add up to them,
+// and in the place of dp its gradients of scores, scale * p * (dp - the mean of dp by p), as bf16,
+// side by side; 0 from `seen` on. n is a multiple of 16. The mean is taken of these very numbers,
+// lane by lane, then over lanes: nearer to the truth than the product of the output, which was
+// rounded, with its gradient.
 void slopes(float* s, float* dp, int64_t seen, int64_t n, float lse, float scale) {
     V total = zero();
     for (int64_t j = 0; j < seen; j += LANES) {
@@ -211,22 +239,29 @@ void slopes(float* s, float* dp, int64_t seen, int64_t n, float lse, float scale
     }
 }
 
-// Adds to rows of gradients, which lie like the keys `k` of a tile from k0 on, the rows that `values` holds, weighted by columns.
-inline void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values, int64_t pairs, int64_t e, const uint16_t* const* k,
-                       int64_t n, const uint16_t* k0, float* out, int64_t row_size) {
+// Adds to rows of gradients, which lie like the keys `k` of a tile from k0 on, the rows that
+// `values` holds, weighted by columns.
+inline void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values,
+                       int64_t pairs, int64_t e, const uint16_t* const* k, int64_t n,
+                       const uint16_t* k0, float* out, int64_t row_size) {
     for (int64_t j = 0; j < n;) {
-        // Neighbouring keys of one range are neighbours in the gradients too; runs of them share the loads of the values.
+        // Neighbouring keys of one range are neighbours in the gradients too; runs of them share
+        // the loads of the values.
         int64_t run = 1;
         while (j + run < n && k[j + run] == k[j + run - 1] + row_size) run++;
-        weigh(Laid(columns + j * stride, stride, run, pairs, values, e), run, pairs, e, out + (k[j] - k0), row_size);
+        weigh(Laid(columns + j * stride, stride, run, pairs, values, e), run, pairs, e,
+              out + (k[j] - k0), row_size);
         j += run;
     }
 }
 
-// The same by pairs. Gradients of scores are rounded to bf16; weights, of which errors would reach the values' gradients undiminished, are two
-// bf16 each. Over queries, rows of a block (or pairs of them) are added one after another.
-inline void attend_block_backward(const Attention& a, const Block& b, int64_t head, const uint16_t* grad, const uint16_t* q, const float* lse,
-                                  const uint16_t* k0, uint16_t* grad_q, float* grad_k, float* grad_v, Scratch& scratch) {
+// The same by pairs. Gradients of scores are rounded to bf16; weights, of which errors would reach
+// the values' gradients undiminished, are two bf16 each. Over queries, rows of a block (or pairs of
+// them) are added one after another.
+inline void attend_block_backward(const Attention& a, const Block& b, int64_t head,
+                                  const uint16_t* grad, const uint16_t* q, const float* lse,
+                                  const uint16_t* k0, uint16_t* grad_q, float* grad_k,
+                                  float* grad_v, Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e, even = m + m % 2, row_size = a.heads * e;
     int64_t width = 0;
     for (int64_t i = 0; i < b.ranges; i++) width += a.ranges[b.first_range + i].count;
@@ -239,45 +274,54 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     std::fill(ds + m * width, ds + even * width, 0.0f);
     const uint16_t *k[KEYS], *v[KEYS];
     int64_t at = 0;
-    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
+    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
+         at += n) {
         Pairs::many_dots(queries, m, e, k, n, a.scale * Pairs::PER_LN, scratch, s + at, width);
         Pairs::many_dots(g, m, e, v, n, 1.0f, scratch, ds + at, width);
     }
     std::vector<const uint16_t*> pairs(even), twice(2 * m);
     for (int64_t i = 0; i < even; i++) pairs[i] = queries + i * e;
     for (int64_t i = 0; i < m; i++) {
-        const int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
-        slopes(s + i * width, ds + i * width, std::min(a.visible[b.first + i / a.group], at), width, lse[row], a.scale);
+        const int64_t row =
+            a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        slopes(s + i * width, ds + i * width, std::min(a.visible[b.first + i / a.group], at), width,
+               lse[row], a.scale);
         twice[2 * i] = twice[2 * i + 1] = g + i * e;
     }
-    const uint32_t* of_queries = laid(pairs.data(), even, e, scratch.pairs.of<uint32_t>(even / 2 * e));
+    const uint32_t* of_queries =
+        laid(pairs.data(), even, e, scratch.pairs.of<uint32_t>(even / 2 * e));
     const uint32_t* of_grads = laid(twice.data(), 2 * m, e, scratch.twice.of<uint32_t>(m * e));
     const int64_t stride = (m + LANES - 1) / LANES * LANES;
     uint32_t* columns = scratch.v.of<uint32_t>(KEYS * stride);
     float* dq = scratch.o.of<float>(m * e);
     std::fill(dq, dq + m * e, 0.0f);
     at = 0;
-    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v); at += n) {
+    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
+         at += n) {
         int64_t first = m;  // queries before it see nothing of this tile
         while (first && a.visible[b.first + (first - 1) / a.group] > at) first--;
         if (first == m) continue;
         const int64_t padded = (n + 15) / 16 * 16, blind = first / 2;
         const uint32_t* d = (const uint32_t*)ds + at / 2;
         const uint32_t* keys = laid(k, n, e, scratch.k.of<uint32_t>(KEYS / 2 * e));
-        weigh(Laid(d + first * width, width, m - first, (n + 1) / 2, keys, e), m - first, (n + 1) / 2, e, dq + first * e, e);
+        weigh(Laid(d + first * width, width, m - first, (n + 1) / 2, keys, e), m - first,
+              (n + 1) / 2, e, dq + first * e, e);
         turn(s + first * width + at, width, m - first, padded, (float*)columns, stride);
         weigh_keys(columns, stride, of_grads + first * e, m - first, e, k, n, k0, grad_v, row_size);
         turn_pairs(d + 2 * blind * width, width, even / 2 - blind, padded, columns, stride);
-        weigh_keys(columns, stride, of_queries + blind * e, even / 2 - blind, e, k, n, k0, grad_k, row_size);
+        weigh_keys(columns, stride, of_queries + blind * e, even / 2 - blind, e, k, n, k0, grad_k,
+                   row_size);
     }
     for (int64_t i = 0; i < m; i++) {
-        const int64_t row = a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
+        const int64_t row =
+            a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
         for (int64_t c = 0; c < e; c += LANES) store(grad_q + row * e + c, load(dq + i * e + c));
     }
 }
 
 // Which of T keys the blocks first .. last - 1 read.
-inline std::vector<uint8_t> read_by(const Attention& a, int64_t first, int64_t last, const void* k0, int64_t key_bytes, int64_t keys) {
+inline std::vector<uint8_t> read_by(const Attention& a, int64_t first, int64_t last, const void* k0,
+                                    int64_t key_bytes, int64_t keys) {
     std::vector<uint8_t> found(keys);
     for (int64_t b = first; b < last; b++)
         for (int64_t i = 0; i < a.blocks[b].ranges; i++) {
@@ -288,15 +332,18 @@ inline std::vector<uint8_t> read_by(const Attention& a, int64_t first, int64_t l
     return found;
 }
 
-// `parts` runs of blocks, each with sums of its own for keys and values [parts, 2, T, Hkv, E], added up in their order: so bits do not
-// depend on the number of threads. Of the memory for sums, which need not be zeros, only what a part's keys need is touched.
+// `parts` runs of blocks, each with sums of its own for keys and values [parts, 2, T, Hkv, E],
+// added up in their order: so bits do not depend on the number of threads. Of the memory for sums,
+// which need not be zeros, only what a part's keys need is touched.
 template <class X>
-void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts, const X* grad, const X* q, const X* out,
-                     const float* lse, const X* k0, X* grad_q, X* grad_k, X* grad_v, float* sums, int64_t size, int threads) {
+void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts, const X* grad,
+                     const X* q, const X* out, const float* lse, const X* k0, X* grad_q, X* grad_k,
+                     X* grad_v, float* sums, int64_t size, int threads) {
     const int64_t row = a.heads * a.e, keys = size / row;
     std::vector<std::vector<uint8_t>> read;
     for (int64_t part = 0; part < parts; part++)
-        read.push_back(read_by(a, part ? part_ends[part - 1] : 0, part_ends[part], k0, row * sizeof(X), keys));
+        read.push_back(
+            read_by(a, part ? part_ends[part - 1] : 0, part_ends[part], k0, row * sizeof(X), keys));
     Shortage shortage;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -307,13 +354,16 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
             float *gk = sums + part * 2 * size, *gv = gk + size;
             for (int64_t t = 0; t < keys; t++)
                 if (read[part][t])
-                    for (float* to : {gk, gv}) std::fill(to + t * row + head * a.e, to + t * row + (head + 1) * a.e, 0.0f);
+                    for (float* to : {gk, gv})
+                        std::fill(to + t * row + head * a.e, to + t * row + (head + 1) * a.e, 0.0f);
             for (int64_t b = part ? part_ends[part - 1] : 0; b < part_ends[part]; b++)
                 shortage.guard([&] {
                     if constexpr (sizeof(X) == 2)
-                        attend_block_backward(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk, gv, scratch);
+                        attend_block_backward(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk,
+                                              gv, scratch);
                     else
-                        attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q, gk, gv, scratch);
+                        attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q,
+                                              gk, gv, scratch);
                 });
         }
 #pragma omp for schedule(static)
@@ -332,10 +382,11 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
     shortage.raise();
 }
 
-// New keys and values [T, H, E], whose rows lie apart, to the last position of each entry's own range.
+// New keys and values [T, H, E], whose rows lie apart, to the last position of each entry's own
+// range.
 template <class X>
-void keep(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride, int64_t heads,
-          int64_t e) {
+void keep(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride,
+          const X* v, int64_t v_stride, int64_t heads, int64_t e) {
     for (int64_t i = 0; i < n; i++)
         for (int64_t h = 0; h < heads; h++) {
             int64_t offset = (own[i].count - 1) * own[i].row + h * own[i].head;

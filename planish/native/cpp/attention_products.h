@@ -1,5 +1,5 @@
-// The products of attention, of float32 and of pairs of bf16: scores of queries and keys, sums of values weighted by them. What is given are
-// addresses of rows, which lie in ranges.
+// The products of attention, of float32 and of pairs of bf16: scores of queries and keys, sums of
+// values weighted by them. What is given are addresses of rows, which lie in ranges.
 
 #pragma once
 
@@ -9,14 +9,16 @@
 
 namespace {
 
-// Keys and values of consecutive positions, in the queries' type: `row` elements from one to the next, `head` from one head to the next.
+// Keys and values of consecutive positions, in the queries' type: `row` elements from one to the
+// next, `head` from one head to the next.
 struct Range {
     const void* k;
     const void* v;
     int64_t count, row, head;
 };
 
-// Rows that share key ranges, one behind the other: entries first .. first + count - 1 of the row lists.
+// Rows that share key ranges, one behind the other: entries first .. first + count - 1 of the row
+// lists.
 struct Block {
     int64_t first, count, first_range, ranges;
 };
@@ -31,8 +33,9 @@ struct Attention {
     const Range* own;  // one for each entry, behind the shared positions; or null
 };
 
-// Asks for the rows of one block and head some way before they are read: keys, then values, each the shared ones, then every row's own.
-// They mostly come from memory, in pieces too short for the CPU to foresee.
+// Asks for the rows of one block and head some way before they are read: keys, then values, each
+// the shared ones, then every row's own. They mostly come from memory, in pieces too short for the
+// CPU to foresee.
 class Course {
     static constexpr int64_t AHEAD = 64;
     const Attention& a;
@@ -44,7 +47,8 @@ class Course {
         const int64_t of_own = a.own ? b.count : 0, segments = b.ranges + of_own;
         for (; !left && segment < 2 * segments; segment++) {
             const int64_t i = segment % segments;
-            const Range& range = i < b.ranges ? a.ranges[b.first_range + i] : a.own[b.first + i - b.ranges];
+            const Range& range =
+                i < b.ranges ? a.ranges[b.first_range + i] : a.own[b.first + i - b.ranges];
             left = range.count;
             step = range.row * size;
             at = (const char*)(segment < segments ? range.k : range.v) + head * range.head * size;
@@ -52,7 +56,8 @@ class Course {
     }
 
   public:
-    Course(const Attention& a, const Block& b, int64_t head, int64_t size) : a(a), b(b), head(head), size(size), row_bytes(a.e * size) {
+    Course(const Attention& a, const Block& b, int64_t head, int64_t size)
+        : a(a), b(b), head(head), size(size), row_bytes(a.e * size) {
         fetch(AHEAD);
     }
     void fetch(int64_t rows) {
@@ -68,9 +73,11 @@ class Course {
     }
 };
 
-// out[i * stride ...] = dot(q_i, key_j) for N rows of q and 16 keys: lanes of 16 elements, then their tree. E is a multiple of 16.
+// out[i * stride ...] = dot(q_i, key_j) for N rows of q and 16 keys: lanes of 16 elements, then
+// their tree. E is a multiple of 16.
 template <int N>
-inline void dots16(const float* q, int64_t e, const float* const* keys, float* out, int64_t stride) {
+inline void dots16(const float* q, int64_t e, const float* const* keys, float* out,
+                   int64_t stride) {
     V found[N][LANES];
     for (int j = 0; j < LANES; j += 4) {
         V acc[N][4];
@@ -90,19 +97,24 @@ inline void dots16(const float* q, int64_t e, const float* const* keys, float* o
     for (int i = 0; i < N; i++) store(out + i * stride, sums16(found[i]));
 }
 
-inline void dots(const float* q, int64_t rows, int64_t e, const float* const* keys, float* out, int64_t stride) {
+inline void dots(const float* q, int64_t rows, int64_t e, const float* const* keys, float* out,
+                 int64_t stride) {
     int64_t i = 0;
     for (; i + 4 <= rows; i += 4) dots16<4>(q + i * e, e, keys, out + i * stride, stride);
     switch (rows - i) {
-        case 3: return dots16<3>(q + i * e, e, keys, out + i * stride, stride);
-        case 2: return dots16<2>(q + i * e, e, keys, out + i * stride, stride);
-        case 1: return dots16<1>(q + i * e, e, keys, out + i * stride, stride);
+        case 3:
+            return dots16<3>(q + i * e, e, keys, out + i * stride, stride);
+        case 2:
+            return dots16<2>(q + i * e, e, keys, out + i * stride, stride);
+        case 1:
+            return dots16<1>(q + i * e, e, keys, out + i * stride, stride);
     }
 }
 
 // out[i] += sum over j of w[i * stride + j] * values_j, in the order of j; N rows, C * 16 columns.
 template <int N, int C>
-inline void weighted(const float* w, int64_t stride, const float* const* values, int64_t n, float* out, int64_t e) {
+inline void weighted(const float* w, int64_t stride, const float* const* values, int64_t n,
+                     float* out, int64_t e) {
     V acc[N][C];
     for (int i = 0; i < N; i++)
         for (int c = 0; c < C; c++) acc[i][c] = load(out + i * e + c * LANES);
@@ -119,20 +131,25 @@ inline void weighted(const float* w, int64_t stride, const float* const* values,
 }
 
 template <int C>
-inline void weighted_rows(const float* w, int64_t stride, int64_t rows, const float* const* values, int64_t n, float* out, int64_t e) {
+inline void weighted_rows(const float* w, int64_t stride, int64_t rows, const float* const* values,
+                          int64_t n, float* out, int64_t e) {
     int64_t i = 0;
     for (; i + 4 <= rows; i += 4) weighted<4, C>(w + i * stride, stride, values, n, out + i * e, e);
     switch (rows - i) {
-        case 3: return weighted<3, C>(w + i * stride, stride, values, n, out + i * e, e);
-        case 2: return weighted<2, C>(w + i * stride, stride, values, n, out + i * e, e);
-        case 1: return weighted<1, C>(w + i * stride, stride, values, n, out + i * e, e);
+        case 3:
+            return weighted<3, C>(w + i * stride, stride, values, n, out + i * e, e);
+        case 2:
+            return weighted<2, C>(w + i * stride, stride, values, n, out + i * e, e);
+        case 1:
+            return weighted<1, C>(w + i * stride, stride, values, n, out + i * e, e);
     }
 }
 
 constexpr int KEYS = 64;  // keys of a tile
 
 // weighted_rows over all columns, 64 at a time.
-inline void add_weighted(const float* w, int64_t stride, int64_t rows, const float* const* values, int64_t n, float* out, int64_t e) {
+inline void add_weighted(const float* w, int64_t stride, int64_t rows, const float* const* values,
+                         int64_t n, float* out, int64_t e) {
     const float* shifted[KEYS];
     int64_t c = 0;
     for (; c + 64 <= e; c += 64) {
@@ -153,7 +170,8 @@ struct Walk {
 
     Walk(const Range* ranges, int64_t n) : range(ranges), left(n) {}
 
-    // Where the keys and values of the next positions lie, at most KEYS; the last is repeated up to a multiple of 16. How many there are.
+    // Where the keys and values of the next positions lie, at most KEYS; the last is repeated up to
+    // a multiple of 16. How many there are.
     int64_t next(int64_t head, const X** k, const X** v) {
         int64_t n = 0;
         while (n < KEYS && left) {
@@ -171,41 +189,52 @@ struct Walk {
     }
 };
 
-// Dot products of pairs are added one after another, in one sum, whatever the number of rows; there are no sums over lanes.
+// Dot products of pairs are added one after another, in one sum, whatever the number of rows; there
+// are no sums over lanes.
 
-// A tile of at most KEYS rows [E], in sixteens, so that a pair of columns lies side by side for all: [E/2][KEYS] pairs.
+// A tile of at most KEYS rows [E], in sixteens, so that a pair of columns lies side by side for
+// all: [E/2][KEYS] pairs.
 inline void turned(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
     for (int64_t j = 0; j < n; j += LANES)
         for (int64_t c = 0; c < e; c += 2 * LANES) {
             I x[LANES];
             for (int i = 0; i < LANES; i++) x[i] = load_words(rows[j + i] + c, e - c);
             turn16(x);
-            for (int i = 0; i < std::min<int64_t>(LANES, (e - c) / 2); i++) store_words(to + (c / 2 + i) * KEYS + j, x[i]);
+            for (int i = 0; i < std::min<int64_t>(LANES, (e - c) / 2); i++)
+                store_words(to + (c / 2 + i) * KEYS + j, x[i]);
         }
 }
 
 template <int R, int C>
-void pair_dots_tile(const Operand<uint16_t>& queries, int64_t row, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
+void pair_dots_tile(const Operand<uint16_t>& queries, int64_t row, int64_t e, const uint32_t* keys,
+                    float scale, float* out, int64_t stride) {
     Sums<R, C> sums;
     queries.multiply(row, (const uint16_t*)keys, 2 * KEYS, 0, e, sums);
-    sums.each([=](int r, int c, V sum) { store(out + r * stride + c * LANES, mul(sum, all(scale))); });
+    sums.each(
+        [=](int r, int c, V sum) { store(out + r * stride + c * LANES, mul(sum, all(scale))); });
 }
 
 template <int C>
-void pair_dots(const uint16_t* q, int64_t rows, int64_t e, const uint32_t* keys, float scale, float* out, int64_t stride) {
+void pair_dots(const uint16_t* q, int64_t rows, int64_t e, const uint32_t* keys, float scale,
+               float* out, int64_t stride) {
     const Operand<uint16_t> queries(q, e, rows, e);
     by_tiles(rows, [&](int64_t r, auto size) {
         constexpr int R = size, W = std::min(C, tile_vectors(R));
         float* to = out + r * stride;
         int c = 0;
-        for (; c + W <= C; c += W) pair_dots_tile<R, W>(queries, r, e, keys + c * LANES, scale, to + c * LANES, stride);
-        if constexpr (C % W) pair_dots_tile<R, C % W>(queries, r, e, keys + c * LANES, scale, to + c * LANES, stride);
+        for (; c + W <= C; c += W)
+            pair_dots_tile<R, W>(queries, r, e, keys + c * LANES, scale, to + c * LANES, stride);
+        if constexpr (C % W)
+            pair_dots_tile<R, C % W>(queries, r, e, keys + c * LANES, scale, to + c * LANES,
+                                     stride);
     });
 }
 
-// The same for R queries and G * 16 keys, too few queries to be worth laying keys out for: these are turned in registers.
+// The same for R queries and G * 16 keys, too few queries to be worth laying keys out for: these
+// are turned in registers.
 template <int R, int G>
-inline void few_dots_tile(const uint16_t* q, int64_t e, const uint16_t* const* keys, float scale, float* out, int64_t stride) {
+inline void few_dots_tile(const uint16_t* q, int64_t e, const uint16_t* const* keys, float scale,
+                          float* out, int64_t stride) {
     Sums<R, G> sums;
     for (int64_t c = 0; c < e; c += LANES) {
         I k[G][LANES / 2];
@@ -217,11 +246,13 @@ inline void few_dots_tile(const uint16_t* q, int64_t e, const uint16_t* const* k
             sums.add([=](int r) { return q + r * e + c + 2 * i; }, words);
         }
     }
-    sums.each([=](int r, int g, V sum) { store(out + r * stride + g * LANES, mul(sum, all(scale))); });
+    sums.each(
+        [=](int r, int g, V sum) { store(out + r * stride + g * LANES, mul(sum, all(scale))); });
 }
 
 template <int R>
-void few_dots(const uint16_t* q, int64_t e, const uint16_t* const* keys, int64_t n, float scale, float* out, int64_t stride, Course& course) {
+void few_dots(const uint16_t* q, int64_t e, const uint16_t* const* keys, int64_t n, float scale,
+              float* out, int64_t stride, Course& course) {
     constexpr int G = std::min(2, tile_vectors(R));
     int64_t j = 0;
     for (; j + (G - 1) * LANES < n; j += G * LANES) {
@@ -241,12 +272,14 @@ class Apart {
     const uint16_t* const* rows;
 
   public:
-    Apart(const uint32_t* w, int64_t stride, const uint16_t* const* rows) : w(w), stride(stride), rows(rows) {}
+    Apart(const uint32_t* w, int64_t stride, const uint16_t* const* rows)
+        : w(w), stride(stride), rows(rows) {}
 
     template <int R, int C>
     ALWAYS_INLINE void multiply(int64_t row, int64_t pairs, int64_t c, Sums<R, C>& sums) const {
         for (int64_t j = 0; j < pairs; j++)
-            sums.add([=](int r) { return w + (row + r) * stride + j; }, [=](I* to) { two_rows<C>(rows[2 * j], rows[2 * j + 1], c, to); });
+            sums.add([=](int r) { return w + (row + r) * stride + j; },
+                     [=](I* to) { two_rows<C>(rows[2 * j], rows[2 * j + 1], c, to); });
     }
 };
 
@@ -257,7 +290,8 @@ class Laid {
     int64_t e;
 
   public:
-    Laid(const uint32_t* w, int64_t stride, int64_t rows, int64_t pairs, const uint32_t* at, int64_t e)
+    Laid(const uint32_t* w, int64_t stride, int64_t rows, int64_t pairs, const uint32_t* at,
+         int64_t e)
         : w((const uint16_t*)w, 2 * stride, rows, 2 * pairs), at(at), e(e) {}
 
     template <int R, int C>
@@ -276,23 +310,28 @@ inline const uint32_t* laid(const uint16_t* const* rows, int64_t n, int64_t e, u
     return to;
 }
 
-// out[r * out_stride + ...] += sum over j of w_rj * value_j for pairs of j one after another: R rows of weights by C * 16 columns from `c` on.
+// out[r * out_stride + ...] += sum over j of w_rj * value_j for pairs of j one after another: R
+// rows of weights by C * 16 columns from `c` on.
 template <int R, int C, class Weighted>
-void weigh_tile(const Weighted& values, int64_t row, int64_t pairs, int64_t c, float* out, int64_t out_stride) {
+void weigh_tile(const Weighted& values, int64_t row, int64_t pairs, int64_t c, float* out,
+                int64_t out_stride) {
     Sums<R, C> sums(out + c, out_stride);
     values.multiply(row, pairs, c, sums);
     sums.each([=](int r, int i, V sum) { store(out + r * out_stride + c + i * LANES, sum); });
 }
 
 template <class Weighted>
-void weigh(const Weighted& values, int64_t rows, int64_t pairs, int64_t e, float* out, int64_t out_stride) {
+void weigh(const Weighted& values, int64_t rows, int64_t pairs, int64_t e, float* out,
+           int64_t out_stride) {
     by_tiles(rows, [&](int64_t r, auto size) {
         constexpr int R = size, W = tile_vectors(R);
         float* to = out + r * out_stride;
         int64_t c = 0;
-        for (; c + W * LANES <= e; c += W * LANES) weigh_tile<R, W>(values, r, pairs, c, to, out_stride);
+        for (; c + W * LANES <= e; c += W * LANES)
+            weigh_tile<R, W>(values, r, pairs, c, to, out_stride);
         if constexpr (W > 2)
-            for (; c + 2 * LANES <= e; c += 2 * LANES) weigh_tile<R, 2>(values, r, pairs, c, to, out_stride);
+            for (; c + 2 * LANES <= e; c += 2 * LANES)
+                weigh_tile<R, 2>(values, r, pairs, c, to, out_stride);
         if constexpr (W > 1)
             if (c < e) weigh_tile<R, 1>(values, r, pairs, c, to, out_stride);
     });
@@ -302,12 +341,16 @@ struct Scratch {
     Room q, s, o, g, d, stats, k, v, pairs, twice;
 };
 
-// Queries of a block's rows for one key head, row by row, each with its group: scaled [count * group, E].
-inline void gather(const Attention& a, const Block& b, int64_t head, const float* x, float scale, float* to) {
+// Queries of a block's rows for one key head, row by row, each with its group: scaled [count *
+// group, E].
+inline void gather(const Attention& a, const Block& b, int64_t head, const float* x, float scale,
+                   float* to) {
     for (int64_t r = 0; r < b.count; r++)
         for (int64_t g = 0; g < a.group; g++) {
-            const float* from = x + (a.rows[b.first + r] * a.heads * a.group + head * a.group + g) * a.e;
-            for (int64_t i = 0; i < a.e; i += LANES) store(to + (r * a.group + g) * a.e + i, mul(load(from + i), all(scale)));
+            const float* from =
+                x + (a.rows[b.first + r] * a.heads * a.group + head * a.group + g) * a.e;
+            for (int64_t i = 0; i < a.e; i += LANES)
+                store(to + (r * a.group + g) * a.e + i, mul(load(from + i), all(scale)));
         }
 }
 
@@ -318,10 +361,12 @@ inline float largest(const float* w, int64_t n) {
 }
 
 inline void mask_from(float* s, int64_t first, int64_t n) {
-    for (int64_t j = std::max<int64_t>(first, 0); j < n; j++) s[j] = -std::numeric_limits<float>::infinity();
+    for (int64_t j = std::max<int64_t>(first, 0); j < n; j++)
+        s[j] = -std::numeric_limits<float>::infinity();
 }
 
-// Sums of a row of weights: as they are multiplied with values, and before they were rounded for it.
+// Sums of a row of weights: as they are multiplied with values, and before they were rounded for
+// it.
 struct Totals {
     float used, exact;
 };
@@ -331,20 +376,22 @@ struct Floats {
     using Query = float;
 
     // Scaled.
-    static const float* queries(const Attention& a, const Block& b, int64_t head, const float* q, Scratch& scratch) {
+    static const float* queries(const Attention& a, const Block& b, int64_t head, const float* q,
+                                Scratch& scratch) {
         float* to = scratch.q.of<float>(b.count * a.group * a.e);
         gather(a, b, head, q, a.scale, to);
         return to;
     }
 
     // out[i * stride + j] = score of query i and key j, for a tile of n keys.
-    static void scores(const Attention& a, const float* q, int64_t rows, const float* const* keys, int64_t n, Scratch&, Course& course, float* out,
-                       int64_t stride) {
+    static void scores(const Attention& a, const float* q, int64_t rows, const float* const* keys,
+                       int64_t n, Scratch&, Course& course, float* out, int64_t stride) {
         course.fetch(n);
         for (int64_t j = 0; j < n; j += LANES) dots(q, rows, a.e, keys + j, out + j, stride);
     }
 
-    // s[0 .. n) become weights exp(s - peak), summed lane by lane, then over lanes. n is a multiple of 16.
+    // s[0 .. n) become weights exp(s - peak), summed lane by lane, then over lanes. n is a multiple
+    // of 16.
     static Totals soften(float* s, int64_t n, float peak) {
         V total = zero();
         for (int64_t j = 0; j < n; j += LANES) {
@@ -357,44 +404,56 @@ struct Floats {
     static float log_sum(float peak, float total) { return peak + std::log(total); }
 
     // Adds to out [rows, E] the n values weighted by entries first .. of each row of weights.
-    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride, int64_t rows, const float* const* values, int64_t n,
-                             Scratch&, Course& course, float* out) {
+    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride,
+                             int64_t rows, const float* const* values, int64_t n, Scratch&,
+                             Course& course, float* out) {
         course.fetch(n);
         add_weighted(s + first, stride, rows, values, n, out, a.e);
     }
 };
 
-// The same of bf16, by pairs: of elements for scores, of positions for sums of values, whose weights are rounded to
-// bf16 for it (in the place of the scores: a row of weights begins where its scores began). Few queries and many have the same bits.
+// The same of bf16, by pairs: of elements for scores, of positions for sums of values, whose
+// weights are rounded to bf16 for it (in the place of the scores: a row of weights begins where its
+// scores began). Few queries and many have the same bits.
 struct Pairs {
     using Query = uint16_t;
     static constexpr float PER_LN = 1.44269504088896341f;  // scores are in powers of 2
-    static constexpr int FEW = 6;  // queries for which it does not pay to lay out a tile of keys or values
+    static constexpr int FEW =
+        6;  // queries for which it does not pay to lay out a tile of keys or values
 
-    static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q, Scratch& scratch) {
+    static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q,
+                             Scratch& scratch) {
         return of_rows(a, b, head, q, scratch.q.of<uint16_t>(b.count * a.group * a.e));
     }
 
-    static uint16_t* of_rows(const Attention& a, const Block& b, int64_t head, const uint16_t* x, uint16_t* to) {
+    static uint16_t* of_rows(const Attention& a, const Block& b, int64_t head, const uint16_t* x,
+                             uint16_t* to) {
         for (int64_t r = 0; r < b.count; r++)
-            std::memcpy(to + r * a.group * a.e, x + (a.rows[b.first + r] * a.heads + head) * a.group * a.e, 2 * a.group * a.e);
+            std::memcpy(to + r * a.group * a.e,
+                        x + (a.rows[b.first + r] * a.heads + head) * a.group * a.e,
+                        2 * a.group * a.e);
         return to;
     }
 
-    static void scores(const Attention& a, const uint16_t* q, int64_t rows, const uint16_t* const* keys, int64_t n, Scratch& scratch,
-                       Course& course, float* out, int64_t stride) {
-        using Few = void (*)(const uint16_t*, int64_t, const uint16_t* const*, int64_t, float, float*, int64_t, Course&);
-        constexpr Few few[] = {few_dots<1>, few_dots<2>, few_dots<3>, few_dots<4>, few_dots<5>, few_dots<6>};
-        if (rows <= FEW) return few[rows - 1](q, a.e, keys, n, a.scale * PER_LN, out, stride, course);
+    static void scores(const Attention& a, const uint16_t* q, int64_t rows,
+                       const uint16_t* const* keys, int64_t n, Scratch& scratch, Course& course,
+                       float* out, int64_t stride) {
+        using Few = void (*)(const uint16_t*, int64_t, const uint16_t* const*, int64_t, float,
+                             float*, int64_t, Course&);
+        constexpr Few few[] = {few_dots<1>, few_dots<2>, few_dots<3>,
+                               few_dots<4>, few_dots<5>, few_dots<6>};
+        if (rows <= FEW)
+            return few[rows - 1](q, a.e, keys, n, a.scale * PER_LN, out, stride, course);
         course.fetch(n);
         many_dots(q, rows, a.e, keys, n, a.scale * PER_LN, scratch, out, stride);
     }
 
-    static void many_dots(const uint16_t* q, int64_t rows, int64_t e, const uint16_t* const* keys, int64_t n, float scale, Scratch& scratch,
-                          float* out, int64_t stride) {
+    static void many_dots(const uint16_t* q, int64_t rows, int64_t e, const uint16_t* const* keys,
+                          int64_t n, float scale, Scratch& scratch, float* out, int64_t stride) {
         uint32_t* room = scratch.k.of<uint32_t>(KEYS * e / 2);
         turned(keys, n, e, room);
-        using Many = void (*)(const uint16_t*, int64_t, int64_t, const uint32_t*, float, float*, int64_t);
+        using Many =
+            void (*)(const uint16_t*, int64_t, int64_t, const uint32_t*, float, float*, int64_t);
         constexpr Many many[] = {pair_dots<1>, pair_dots<2>, pair_dots<3>, pair_dots<4>};
         many[(n - 1) / LANES](q, rows, e, room, scale, out, stride);
     }
@@ -412,8 +471,9 @@ struct Pairs {
     }
     static float log_sum(float peak, float total) { return (peak + std::log2(total)) / PER_LN; }
 
-    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride, int64_t rows, const uint16_t* const* values,
-                             int64_t n, Scratch& scratch, Course& course, float* out) {
+    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride,
+                             int64_t rows, const uint16_t* const* values, int64_t n,
+                             Scratch& scratch, Course& course, float* out) {
         const uint32_t* w = (const uint32_t*)s + first / 2;
         course.fetch(n);
         const int64_t pairs = (n + 1) / 2;

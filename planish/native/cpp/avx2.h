@@ -1,11 +1,13 @@
-// The names of vectors.h (avx512.h has them first, and says what they mean) for CPUs with AVX2 and FMA: a vector of 16 is two of 8.
-// There is no instruction for pairs of bf16; widened they cost as many multiplications as float32, and half its memory.
+// The names of vectors.h (avx512.h has them first, and says what they mean) for CPUs with AVX2 and
+// FMA: a vector of 16 is two of 8. There is no instruction for pairs of bf16; widened they cost as
+// many multiplications as float32, and half its memory.
 
 #pragma once
 
 #include <immintrin.h>
-#include <cstdint>
+
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 #include "room.h"
@@ -31,45 +33,66 @@ constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 
 inline Tail tail(int64_t left) { return {left >= LANES ? LANES : left > 0 ? (int)left : 0}; }
 
-#define EACH(call_low, call_high) \
-    { (call_low), (call_high) }
+#define EACH(call_low, call_high) {(call_low), (call_high)}
 inline V zero() { return EACH(_mm256_setzero_ps(), _mm256_setzero_ps()); }
 inline V all(float x) { return EACH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
 inline V add(V a, V b) { return EACH(_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)); }
 inline V sub(V a, V b) { return EACH(_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)); }
 inline V mul(V a, V b) { return EACH(_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)); }
 inline V div(V a, V b) { return EACH(_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)); }
-inline V fma(V a, V b, V c) { return EACH(_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)); }
-inline V fnma(V a, V b, V c) { return EACH(_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)); }
-inline V larger(V a, V b) { return EACH(_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)); }
-inline V smaller(V a, V b) { return EACH(_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)); }
+inline V fma(V a, V b, V c) {
+    return EACH(_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high));
+}
+inline V fnma(V a, V b, V c) {
+    return EACH(_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high));
+}
+inline V larger(V a, V b) {
+    return EACH(_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high));
+}
+inline V smaller(V a, V b) {
+    return EACH(_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high));
+}
 inline V nearest(V x) {
     constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return EACH(_mm256_round_ps(x.low, NEAREST), _mm256_round_ps(x.high, NEAREST));
 }
-// In two steps, of which only the second can round, as the exponent of one number goes no further than 2^-126.
+// In two steps, of which only the second can round, as the exponent of one number goes no further
+// than 2^-126.
 inline __m256 times_power(__m256 x, __m256 n) {
-    const __m256i whole = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
-    auto power = [=](__m256i by) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(by, bias), 23)); };
+    const __m256i whole = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(whole, 1),
+                  bias = _mm256_set1_epi32(127);
+    auto power = [=](__m256i by) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(by, bias), 23));
+    };
     return _mm256_mul_ps(_mm256_mul_ps(x, power(first)), power(_mm256_sub_epi32(whole, first)));
 }
-inline V times_power(V x, V n) { return EACH(times_power(x.low, n.low), times_power(x.high, n.high)); }
+inline V times_power(V x, V n) {
+    return EACH(times_power(x.low, n.low), times_power(x.high, n.high));
+}
 inline V unless_below(V x, V bar, V y) {
     return EACH(_mm256_andnot_ps(_mm256_cmp_ps(x.low, bar.low, _CMP_LT_OQ), y.low),
                 _mm256_andnot_ps(_mm256_cmp_ps(x.high, bar.high, _CMP_LT_OQ), y.high));
 }
 inline V only(Tail m, V x, V otherwise) {
     if (m.whole()) return x;
-    const __m256i count = _mm256_set1_epi32(m.count), lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i low = _mm256_cmpgt_epi32(count, lane), high = _mm256_cmpgt_epi32(count, _mm256_add_epi32(lane, _mm256_set1_epi32(HALF_LANES)));
-    return EACH(_mm256_blendv_ps(otherwise.low, x.low, _mm256_castsi256_ps(low)), _mm256_blendv_ps(otherwise.high, x.high, _mm256_castsi256_ps(high)));
+    const __m256i count = _mm256_set1_epi32(m.count),
+                  lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i low = _mm256_cmpgt_epi32(count, lane),
+                  high = _mm256_cmpgt_epi32(count,
+                                            _mm256_add_epi32(lane, _mm256_set1_epi32(HALF_LANES)));
+    return EACH(_mm256_blendv_ps(otherwise.low, x.low, _mm256_castsi256_ps(low)),
+                _mm256_blendv_ps(otherwise.high, x.high, _mm256_castsi256_ps(high)));
 }
 inline V only(Tail m, V x) { return only(m, x, zero()); }
 inline __m256 low_half(V x) { return x.low; }
 inline __m256 high_half(V x) { return x.high; }
 
-inline __m256 widened(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
-inline V widened(H x) { return EACH(widened(_mm256_castsi256_si128(x)), widened(_mm256_extracti128_si256(x, 1))); }
+inline __m256 widened(__m128i x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+inline V widened(H x) {
+    return EACH(widened(_mm256_castsi256_si128(x)), widened(_mm256_extracti128_si256(x, 1)));
+}
 // Words of which the upper half is the number.
 inline __m256i rounded(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x);
@@ -79,7 +102,8 @@ inline __m256i rounded(__m256 x) {
     return _mm256_blendv_epi8(up, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
 inline H narrowed(V x) {
-    const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(rounded(x.low), 16), _mm256_srli_epi32(rounded(x.high), 16));
+    const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(rounded(x.low), 16),
+                                               _mm256_srli_epi32(rounded(x.high), 16));
     return _mm256_permute4x64_epi64(packed, 0xd8);
 }
 inline H narrowed_fast(V x) { return narrowed(x); }
@@ -121,7 +145,9 @@ inline void store(X* p, V x, Tail m) {
 }
 
 inline I no_words() { return EACH(_mm256_setzero_si256(), _mm256_setzero_si256()); }
-inline I load_words(const void* p) { return EACH(_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)); }
+inline I load_words(const void* p) {
+    return EACH(_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1));
+}
 inline I load_words(const uint16_t* p, int64_t left) {
     if (left >= 2 * LANES) return load_words(p);
     uint16_t there[2 * LANES] = {};
@@ -143,15 +169,20 @@ inline void stream_words(void* p, I x) {
     _mm256_stream_si256((__m256i*)p + 1, x.high);
 }
 inline I joined(H even, H odd) {
-    const __m256i first = _mm256_unpacklo_epi16(even, odd), second = _mm256_unpackhi_epi16(even, odd);
-    return EACH(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31));
+    const __m256i first = _mm256_unpacklo_epi16(even, odd),
+                  second = _mm256_unpackhi_epi16(even, odd);
+    return EACH(_mm256_permute2x128_si256(first, second, 0x20),
+                _mm256_permute2x128_si256(first, second, 0x31));
 }
-inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) { return joined(load_narrow(even, m), load_narrow(odd, n)); }
+inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) {
+    return joined(load_narrow(even, m), load_narrow(odd, n));
+}
 
 template <int C>
 inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
     for (int i = 0; i < C; i++, c += LANES)
-        to[i] = joined(_mm256_loadu_si256((const __m256i*)(first + c)), _mm256_loadu_si256((const __m256i*)(second + c)));
+        to[i] = joined(_mm256_loadu_si256((const __m256i*)(first + c)),
+                       _mm256_loadu_si256((const __m256i*)(second + c)));
 }
 
 // Vectors of 8 as members rather than in an array, which the compiler would keep in memory.
@@ -161,14 +192,21 @@ struct Vectors {
     Vectors<N - 1> rest;
 
     ALWAYS_INLINE void clear() { first = _mm256_setzero_ps(), rest.clear(); }
-    ALWAYS_INLINE void load(const float* from) { first = _mm256_loadu_ps(from), rest.load(from + HALF_LANES); }
+    ALWAYS_INLINE void load(const float* from) {
+        first = _mm256_loadu_ps(from), rest.load(from + HALF_LANES);
+    }
     ALWAYS_INLINE void even_of(const __m256i* words) {
-        first = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(words), 16)), rest.even_of(words + 1);
+        first = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(words), 16)),
+        rest.even_of(words + 1);
     }
     ALWAYS_INLINE void odd_of(const __m256i* words) {
-        first = _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(words), _mm256_set1_epi32(0xffff0000))), rest.odd_of(words + 1);
+        first = _mm256_castsi256_ps(
+            _mm256_and_si256(_mm256_loadu_si256(words), _mm256_set1_epi32(0xffff0000))),
+        rest.odd_of(words + 1);
     }
-    ALWAYS_INLINE void add(__m256 same, const Vectors& x) { first = _mm256_fmadd_ps(same, x.first, first), rest.add(same, x.rest); }
+    ALWAYS_INLINE void add(__m256 same, const Vectors& x) {
+        first = _mm256_fmadd_ps(same, x.first, first), rest.add(same, x.rest);
+    }
     template <class F>
     ALWAYS_INLINE void each(int r, int c, F f) const {
         f(r, c, V{first, rest.first}), rest.rest.each(r, c + 1, f);
@@ -190,7 +228,9 @@ struct Matrix {
     Matrix<R - 1, N> rest;
 
     ALWAYS_INLINE void clear() { row.clear(), rest.clear(); }
-    ALWAYS_INLINE void load(const float* from, int64_t stride) { row.load(from), rest.load(from + stride, stride); }
+    ALWAYS_INLINE void load(const float* from, int64_t stride) {
+        row.load(from), rest.load(from + stride, stride);
+    }
     // number_of(r): what row r multiplies the vectors with.
     template <class F>
     ALWAYS_INLINE void add(int r, F number_of, const Vectors<N>& x) {
@@ -231,9 +271,20 @@ class Sums {
         Vectors<2 * W> x;
         words(w);
         x.even_of((const __m256i*)w);
-        sums.add(0, [=](int r) { return _mm256_castsi256_ps(_mm256_slli_epi32(same_words(pair_of(r)), 16)); }, x);
+        sums.add(
+            0,
+            [=](int r) {
+                return _mm256_castsi256_ps(_mm256_slli_epi32(same_words(pair_of(r)), 16));
+            },
+            x);
         x.odd_of((const __m256i*)w);
-        sums.add(0, [=](int r) { return _mm256_castsi256_ps(_mm256_and_si256(same_words(pair_of(r)), _mm256_set1_epi32(0xffff0000))); }, x);
+        sums.add(
+            0,
+            [=](int r) {
+                return _mm256_castsi256_ps(
+                    _mm256_and_si256(same_words(pair_of(r)), _mm256_set1_epi32(0xffff0000)));
+            },
+            x);
     }
     ALWAYS_INLINE void add(const float* number, int64_t stride, const float* vectors) {
         Vectors<2 * W> x;
@@ -255,7 +306,8 @@ class Sums {
     }
 };
 
-// The rows are widened, once for all weights. In memory of the thread's own: until it makes the next one.
+// The rows are widened, once for all weights. In memory of the thread's own: until it makes the
+// next one.
 template <class X>
 class Operand;
 template <>
@@ -265,20 +317,24 @@ class Operand<uint16_t> {
     const float* x;
 
   public:
-    Operand(const uint16_t* from, int64_t row_stride, int64_t rows, int64_t columns) : stride((columns + LANES - 1) / LANES * LANES + LANES) {
+    Operand(const uint16_t* from, int64_t row_stride, int64_t rows, int64_t columns)
+        : stride((columns + LANES - 1) / LANES * LANES + LANES) {
         static thread_local Room room;
         float* to = room.of<float>(rows * stride);
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < columns; i += LANES) store(to + r * stride + i, load(from + r * row_stride + i, tail(columns - i)));
+            for (int64_t i = 0; i < columns; i += LANES)
+                store(to + r * stride + i, load(from + r * row_stride + i, tail(columns - i)));
         x = to;
     }
 
     template <int R, int W>
-    ALWAYS_INLINE void multiply(int64_t row, const uint16_t* weight, int64_t step, int64_t first, int64_t last, Sums<R, W>& sums) const {
+    ALWAYS_INLINE void multiply(int64_t row, const uint16_t* weight, int64_t step, int64_t first,
+                                int64_t last, Sums<R, W>& sums) const {
         const float* from = x + row * stride;
         const uint16_t* words = weight + first / 2 * step;
         for (int64_t i = first; i < last; i += 2, words += step) {
-            for (int c = 0; c < W; c++) _mm_prefetch((const char*)(words + AHEAD * step + c * 2 * LANES), _MM_HINT_T0);
+            for (int c = 0; c < W; c++)
+                _mm_prefetch((const char*)(words + AHEAD * step + c * 2 * LANES), _MM_HINT_T0);
             sums.add(from + i, stride, (const __m256i*)words);
         }
     }
@@ -320,14 +376,16 @@ ALWAYS_INLINE void turn16(I* x) {
 
 ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
     __m256i part[2][HALF_LANES];
-    for (int i = 0; i < LANES; i++) part[i / HALF_LANES][i % HALF_LANES] = _mm256_loadu_si256((const __m256i*)(rows[i] + c));
+    for (int i = 0; i < LANES; i++)
+        part[i / HALF_LANES][i % HALF_LANES] = _mm256_loadu_si256((const __m256i*)(rows[i] + c));
     for (auto& matrix : part) turn8(matrix);
     for (int i = 0; i < HALF_LANES; i++) to[i] = EACH(part[0][i], part[1][i]);
 }
 
 inline V sums16(V* x) {
     auto neighbours = [](V v) {
-        return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_hadd_ps(v.low, v.high)), 0xd8));
+        return _mm256_castpd_ps(
+            _mm256_permute4x64_pd(_mm256_castps_pd(_mm256_hadd_ps(v.low, v.high)), 0xd8));
     };
     for (int n = 8; n; n /= 2)
         for (int i = 0; i < n; i++) x[i] = EACH(neighbours(x[2 * i]), neighbours(x[2 * i + 1]));
@@ -337,7 +395,9 @@ inline V sums16(V* x) {
 class Ordered {
     __m256i low = _mm256_set1_epi16(-32768), high = low;
 
-    static __m256i ordered(__m256i bits) { return _mm256_xor_si256(bits, _mm256_srli_epi16(_mm256_srai_epi16(bits, 15), 1)); }
+    static __m256i ordered(__m256i bits) {
+        return _mm256_xor_si256(bits, _mm256_srli_epi16(_mm256_srai_epi16(bits, 15), 1));
+    }
 
   public:
     static constexpr int COUNT = 32;
@@ -362,7 +422,8 @@ class Ordered {
     }
     uint32_t at_least(int16_t bar) const {
         const __m256i limit = _mm256_set1_epi16(bar);
-        const __m256i below = _mm256_packs_epi16(_mm256_cmpgt_epi16(limit, low), _mm256_cmpgt_epi16(limit, high));
+        const __m256i below =
+            _mm256_packs_epi16(_mm256_cmpgt_epi16(limit, low), _mm256_cmpgt_epi16(limit, high));
         return ~(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(below, 0xd8));
     }
 };

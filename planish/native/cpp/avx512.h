@@ -1,8 +1,10 @@
-// The names of vectors.h for CPUs with AVX-512: F, BW, VL, DQ and BF16, whose VDPBF16PS does twice the multiplications of float32.
+// The names of vectors.h for CPUs with AVX-512: F, BW, VL, DQ and BF16, whose VDPBF16PS does twice
+// the multiplications of float32.
 
 #pragma once
 
 #include <immintrin.h>
+
 #include <cstdint>
 
 namespace {
@@ -17,7 +19,9 @@ constexpr int LANES = 16;
 constexpr int TILE_ROWS = 6;
 constexpr int tile_vectors(int) { return 4; }  // for so many rows
 
-inline Tail tail(int64_t left) { return left >= LANES ? (Tail)0xffff : left > 0 ? (Tail)((1u << left) - 1) : (Tail)0; }
+inline Tail tail(int64_t left) {
+    return left >= LANES ? (Tail)0xffff : left > 0 ? (Tail)((1u << left) - 1) : (Tail)0;
+}
 
 inline V zero() { return _mm512_setzero_ps(); }
 inline V all(float x) { return _mm512_set1_ps(x); }
@@ -30,15 +34,21 @@ inline V fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
 // Where one is NaN: the second.
 inline V larger(V a, V b) { return _mm512_max_ps(a, b); }
 inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }
-inline V nearest(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline V nearest(V x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 inline V times_power(V x, V n) { return _mm512_scalef_ps(x, n); }  // x 2^n, n whole
-inline V unless_below(V x, V bar, V y) { return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, bar, _CMP_LT_OQ), zero()); }
+inline V unless_below(V x, V bar, V y) {
+    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, bar, _CMP_LT_OQ), zero());
+}
 inline V only(Tail m, V x) { return _mm512_maskz_mov_ps(m, x); }
 inline V only(Tail m, V x, V otherwise) { return _mm512_mask_mov_ps(otherwise, m, x); }
 inline __m256 low_half(V x) { return _mm512_castps512_ps256(x); }
 inline __m256 high_half(V x) { return _mm512_extractf32x8_ps(x, 1); }
 
-inline V widened(H x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline V widened(H x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
 inline H narrowed(V x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -70,7 +80,10 @@ inline I load_words(const uint16_t* p, int64_t left) {
 inline void store_words(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline void store_words(void* p, I x, Tail m) { _mm512_mask_storeu_epi32(p, m, x); }
 inline void stream_words(void* p, I x) { _mm512_stream_si512((__m512i*)p, x); }
-inline I joined(H even, H odd) { return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)); }
+inline I joined(H even, H odd) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(even),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+}
 // Numbers that lie apart, those of the second beside those of the first.
 inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) {
     return joined(_mm256_maskz_loadu_epi16(m, even), _mm256_maskz_loadu_epi16(n, odd));
@@ -79,8 +92,8 @@ inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) 
 // Two rows, joined, for C * 16 columns from `c` on.
 template <int C>
 inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,
-                                         34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     if constexpr (C == 1) {
         const __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(first + c)));
         const __m512i y = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(second + c)));
@@ -88,7 +101,8 @@ inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I
     } else {
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
         for (int i = 0; i < C; i += 2) {
-            const __m512i x = _mm512_loadu_si512(first + c + i * LANES), y = _mm512_loadu_si512(second + c + i * LANES);
+            const __m512i x = _mm512_loadu_si512(first + c + i * LANES),
+                          y = _mm512_loadu_si512(second + c + i * LANES);
             to[i] = _mm512_permutex2var_epi16(x, low, y);
             to[i + 1] = _mm512_permutex2var_epi16(x, high, y);
         }
@@ -102,7 +116,8 @@ ALWAYS_INLINE I both(const void* pair) {
     return _mm512_set1_epi32(word);
 }
 
-// Sums of products, one after another, of pairs in the instruction's own order within each: of R rows by W vectors.
+// Sums of products, one after another, of pairs in the instruction's own order within each: of R
+// rows by W vectors.
 template <int R, int W>
 class Sums {
     V sums[R][W];
@@ -116,17 +131,20 @@ class Sums {
         for (int r = 0; r < R; r++)
             for (int c = 0; c < W; c++) sums[r][c] = load(from + r * stride + c * LANES);
     }
-    // pair_of(row): where its pair is. words(to): puts the vectors' pairs there; it may be called more than once.
+    // pair_of(row): where its pair is. words(to): puts the vectors' pairs there; it may be called
+    // more than once.
     template <class P, class F>
     ALWAYS_INLINE void add(P pair_of, F words) {
         I w[W];
         words(w);
         for (int r = 0; r < R; r++) {
             const I pair = both(pair_of(r));
-            for (int c = 0; c < W; c++) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], (__m512bh)pair, (__m512bh)w[c]);
+            for (int c = 0; c < W; c++)
+                sums[r][c] = _mm512_dpbf16_ps(sums[r][c], (__m512bh)pair, (__m512bh)w[c]);
         }
     }
-    // Of float32: row r's number lies r * stride behind the first one's; the vectors lie side by side.
+    // Of float32: row r's number lies r * stride behind the first one's; the vectors lie side by
+    // side.
     ALWAYS_INLINE void add(const float* number, int64_t stride, const float* vectors) {
         V w[W];
         for (int c = 0; c < W; c++) w[c] = load(vectors + c * LANES);
@@ -143,7 +161,8 @@ class Sums {
     }
 };
 
-// Rows of numbers, `row_stride` apart, to be multiplied with weights: of bf16, a pair of columns lies side by side for each of the outputs.
+// Rows of numbers, `row_stride` apart, to be multiplied with weights: of bf16, a pair of columns
+// lies side by side for each of the outputs.
 template <class X>
 class Operand;
 template <>
@@ -154,9 +173,11 @@ class Operand<uint16_t> {
   public:
     Operand(const uint16_t* x, int64_t row_stride, int64_t, int64_t) : x(x), stride(row_stride) {}
 
-    // Adds the products of rows `row` .. and columns first .. last - 1; the next pair's weights are `step` numbers on.
+    // Adds the products of rows `row` .. and columns first .. last - 1; the next pair's weights are
+    // `step` numbers on.
     template <int R, int W>
-    ALWAYS_INLINE void multiply(int64_t row, const uint16_t* weight, int64_t step, int64_t first, int64_t last, Sums<R, W>& sums) const {
+    ALWAYS_INLINE void multiply(int64_t row, const uint16_t* weight, int64_t step, int64_t first,
+                                int64_t last, Sums<R, W>& sums) const {
         const uint16_t* from = x + row * stride;
         const uint16_t* words = weight + first / 2 * step;
         for (int64_t i = first; i < last; i += 2, words += step)
@@ -204,7 +225,8 @@ ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
     for (int i = 0; i < HALF_LANES; i++) {
         const int row = i / 4 * 8 + i % 4;
         const __m256i low = _mm256_loadu_si256((const __m256i*)(rows[row] + c));
-        x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256((const __m256i*)(rows[row + 4] + c)), 1);
+        x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low),
+                                  _mm256_loadu_si256((const __m256i*)(rows[row + 4] + c)), 1);
     }
     turn_quarters<HALF_LANES>(x);
     for (int i = 0; i < 4; i++) {
@@ -213,9 +235,11 @@ ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
     }
 }
 
-// Neighbours of sixteen vectors added up: lane j of the result is the sum over the lanes of x[j], by a tree over lanes.
+// Neighbours of sixteen vectors added up: lane j of the result is the sum over the lanes of x[j],
+// by a tree over lanes.
 inline V sums16(V* x) {
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i even =
+        _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     for (int n = 8; n; n /= 2)
         for (int i = 0; i < n; i++)
@@ -224,7 +248,8 @@ inline V sums16(V* x) {
     return x[0];
 }
 
-// bf16 as whole numbers of the same order: -0 is below 0, and NaNs are beyond the infinities. 32 of them.
+// bf16 as whole numbers of the same order: -0 is below 0, and NaNs are beyond the infinities. 32 of
+// them.
 class Ordered {
     __m512i x = _mm512_set1_epi16(-32768);
 
@@ -235,11 +260,14 @@ class Ordered {
     Ordered(const uint16_t* p, int64_t left) {
         const __mmask32 there = left >= COUNT ? (__mmask32)~0u : (__mmask32)((1u << left) - 1);
         const __m512i bits = _mm512_maskz_loadu_epi16(there, p);
-        x = _mm512_mask_mov_epi16(x, there, _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1)));
+        x = _mm512_mask_mov_epi16(
+            x, there, _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1)));
     }
     void rise(const Ordered& other) { x = _mm512_max_epi16(x, other.x); }
     void to(int16_t* p) const { _mm512_storeu_si512(p, x); }
-    uint32_t at_least(int16_t bar) const { return _mm512_cmpge_epi16_mask(x, _mm512_set1_epi16(bar)); }
+    uint32_t at_least(int16_t bar) const {
+        return _mm512_cmpge_epi16_mask(x, _mm512_set1_epi16(bar));
+    }
 };
 
 }  // namespace

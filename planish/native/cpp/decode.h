@@ -12,15 +12,17 @@
 
 namespace {
 
-// Frozen weights of a decoder layer: norms, and products as panels with their biases, which may be null. Norms of heads likewise.
+// Frozen weights of a decoder layer: norms, and products as panels with their biases, which may be
+// null. Norms of heads likewise.
 template <class X>
 struct Layer {
     const float *input_norm, *mlp_norm, *q_norm, *k_norm;
     const X *qkv, *qkv_bias, *o, *o_bias, *gate_up, *gate_up_bias, *down, *down_bias;
 };
 
-// New rows of running samples through all layers. Attention and adapters [layers, SITES, n_adapters] are those of the first layer; ranges, and
-// ranges of their own, of the next layer lie `layer_ranges` and `entries` further. cos, sin: [positions, E/2].
+// New rows of running samples through all layers. Attention and adapters [layers, SITES,
+// n_adapters] are those of the first layer; ranges, and ranges of their own, of the next layer lie
+// `layer_ranges` and `entries` further. cos, sin: [positions, E/2].
 template <class X>
 struct Pass {
     int64_t layers, rows, hidden, inner;
@@ -38,13 +40,15 @@ constexpr int64_t SITES = 4;
 
 // Heads [T, heads, E], whose rows are `stride` apart, become their norms.
 template <class X>
-void norm_heads(X* x, int64_t stride, const float* weight, float eps, int64_t rows, int64_t heads, int64_t e, int threads) {
+void norm_heads(X* x, int64_t stride, const float* weight, float eps, int64_t rows, int64_t heads,
+                int64_t e, int threads) {
     parallel(rows, rows * heads * e, threads, [=](int64_t a, int64_t b) {
         std::vector<float> wide(e);
         for (int64_t t = a; t < b; t++)
             for (int64_t h = 0; h < heads; h++) {
                 X* head = x + t * stride + h * e;
-                for (int64_t i = 0; i < e; i += LANES) store(wide.data() + i, load(head + i, tail(e - i)), tail(e - i));
+                for (int64_t i = 0; i < e; i += LANES)
+                    store(wide.data() + i, load(head + i, tail(e - i)), tail(e - i));
                 rms_norm<X, X>(wide.data(), nullptr, weight, eps, nullptr, head, nullptr, 1, e, 1);
             }
     });
@@ -53,41 +57,54 @@ void norm_heads(X* x, int64_t stride, const float* weight, float eps, int64_t ro
 // out [T, D]: hidden states after the final norm. Call by call the same as model/decoder.py.
 template <class X>
 void decode(const Pass<X>& p, X* out, int threads) {
-    const int64_t rows = p.rows, e = p.attention.e, heads = p.attention.heads, q_size = heads * p.attention.group * e, k_size = heads * e;
+    const int64_t rows = p.rows, e = p.attention.e, heads = p.attention.heads,
+                  q_size = heads * p.attention.group * e, k_size = heads * e;
     const int64_t qkv_size = q_size + 2 * k_size;
-    static thread_local Room wide_room, narrow_room;  // kept from pass to pass: fresh pages would cost as much as what is written to them
+    static thread_local Room wide_room, narrow_room;  // kept from pass to pass: fresh pages would
+                                                      // cost as much as what is written to them
     float* x = wide_room.of<float>(rows * (p.hidden + e));
     float *cos = x + rows * p.hidden, *sin = cos + rows * (e / 2);
     X* h = narrow_room.of<X>(rows * (2 * p.hidden + qkv_size + 2 * q_size + k_size + 3 * p.inner));
-    X *more = h + rows * p.hidden, *qkv = more + rows * p.hidden, *q = qkv + rows * qkv_size, *attended = q + rows * q_size;
-    X *k = attended + rows * q_size, *gate_up = k + rows * k_size, *act = gate_up + rows * 2 * p.inner;
+    X *more = h + rows * p.hidden, *qkv = more + rows * p.hidden, *q = qkv + rows * qkv_size,
+      *attended = q + rows * q_size;
+    X *k = attended + rows * q_size, *gate_up = k + rows * k_size,
+      *act = gate_up + rows * 2 * p.inner;
     for (int64_t t = 0; t < rows; t++) {
         const X* from = p.embedding + p.tokens[t] * p.hidden;
-        for (int64_t i = 0; i < p.hidden; i += LANES) store(x + t * p.hidden + i, load(from + i, tail(p.hidden - i)), tail(p.hidden - i));
+        for (int64_t i = 0; i < p.hidden; i += LANES)
+            store(x + t * p.hidden + i, load(from + i, tail(p.hidden - i)), tail(p.hidden - i));
         std::memcpy(cos + t * (e / 2), p.cos + p.positions[t] * (e / 2), 2 * e);
         std::memcpy(sin + t * (e / 2), p.sin + p.positions[t] * (e / 2), 2 * e);
     }
-    if (p.entries < rows) std::fill(attended, attended + rows * q_size, 0);  // rows that attend to nothing
-    auto linear = [&](const X* panels, const X* bias, const X* from, int64_t in, X* to, std::initializer_list<int64_t> sizes, int64_t site) {
+    if (p.entries < rows)
+        std::fill(attended, attended + rows * q_size, 0);  // rows that attend to nothing
+    auto linear = [&](const X* panels, const X* bias, const X* from, int64_t in, X* to,
+                      std::initializer_list<int64_t> sizes, int64_t site) {
         int64_t size = 0;
         for (int64_t part : sizes) size += part;
         product(panels, from, bias, to, rows, size, in, threads);
-        if (p.n_adapters) add_lora<X>(p.adapters + site * p.n_adapters, p.n_adapters, from, in, to, sizes.begin(), sizes.size(), nullptr, threads);
+        if (p.n_adapters)
+            add_lora<X>(p.adapters + site * p.n_adapters, p.n_adapters, from, in, to, sizes.begin(),
+                        sizes.size(), nullptr, threads);
     };
     Attention attention = p.attention;
     for (int64_t l = 0; l < p.layers; l++) {
         const Layer<X>& own = p.layer[l];
-        rms_norm<X, X>(x, l ? more : nullptr, own.input_norm, p.eps, x, h, nullptr, rows, p.hidden, threads);
+        rms_norm<X, X>(x, l ? more : nullptr, own.input_norm, p.eps, x, h, nullptr, rows, p.hidden,
+                       threads);
         linear(own.qkv, own.qkv_bias, h, p.hidden, qkv, {q_size, k_size, k_size}, l * SITES);
         if (own.q_norm) norm_heads(qkv, qkv_size, own.q_norm, p.eps, rows, q_size / e, e, threads);
-        if (own.k_norm) norm_heads(qkv + q_size, qkv_size, own.k_norm, p.eps, rows, heads, e, threads);
+        if (own.k_norm)
+            norm_heads(qkv + q_size, qkv_size, own.k_norm, p.eps, rows, heads, e, threads);
         rotate(qkv, qkv_size, cos, sin, 1.0f, q, rows, q_size / e, e, threads);
         rotate(qkv + q_size, qkv_size, cos, sin, 1.0f, k, rows, heads, e, threads);
-        keep(attention.own, attention.rows, p.entries, k, k_size, qkv + q_size + k_size, qkv_size, heads, e);
+        keep(attention.own, attention.rows, p.entries, k, k_size, qkv + q_size + k_size, qkv_size,
+             heads, e);
         attend(attention, p.blocks, q, attended, nullptr, threads);
         linear(own.o, own.o_bias, attended, q_size, more, {p.hidden}, l * SITES + 1);
         rms_norm<X, X>(x, more, own.mlp_norm, p.eps, x, h, nullptr, rows, p.hidden, threads);
-        linear(own.gate_up, own.gate_up_bias, h, p.hidden, gate_up, {p.inner, p.inner}, l * SITES + 2);
+        linear(own.gate_up, own.gate_up_bias, h, p.hidden, gate_up, {p.inner, p.inner},
+               l * SITES + 2);
         swiglu(gate_up, act, rows, p.inner, threads);
         linear(own.down, own.down_bias, act, p.inner, more, {p.hidden}, l * SITES + 3);
         attention.ranges += p.layer_ranges;

@@ -6,10 +6,11 @@
 
 namespace {
 
-// Norm of rows [T, D]: sum of squares lane by lane, then over lanes. y (any) is added to x first if given, and x keeps the sum in x_out.
+// Norm of rows [T, D]: sum of squares lane by lane, then over lanes. y (any) is added to x first if
+// given, and x keeps the sum in x_out.
 template <class Y, class O>
-void rms_norm(const float* x, const Y* y, const float* w, float eps, float* x_out, O* out, float* scale, int64_t rows, int64_t d,
-              int threads) {
+void rms_norm(const float* x, const Y* y, const float* w, float eps, float* x_out, O* out,
+              float* scale, int64_t rows, int64_t d, int threads) {
     parallel(rows, rows * d, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++) {
             const float* xs = x + t * d;
@@ -37,8 +38,8 @@ void rms_norm(const float* x, const Y* y, const float* w, float eps, float* x_ou
 
 // d/dx of the norm: scale * (g w - x * scale^2 * mean(g w x)), added to `more` if given.
 template <class G>
-void rms_norm_backward(const G* g, const float* x, const float* w, const float* scale, const float* more, float* out, int64_t rows,
-                       int64_t d, int threads) {
+void rms_norm_backward(const G* g, const float* x, const float* w, const float* scale,
+                       const float* more, float* out, int64_t rows, int64_t d, int threads) {
     parallel(rows, rows * d, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++) {
             V s = zero();
@@ -58,10 +59,11 @@ void rms_norm_backward(const G* g, const float* x, const float* w, const float* 
     });
 }
 
-// Pairs (x[e], x[e + E/2]) turned by their row's angles; cos, sin [T, E/2]; `sign` -1 turns back. Rows of x are x_stride apart.
+// Pairs (x[e], x[e + E/2]) turned by their row's angles; cos, sin [T, E/2]; `sign` -1 turns back.
+// Rows of x are x_stride apart.
 template <class X>
-void rotate(const X* x, int64_t x_stride, const float* cos, const float* sin, float sign, X* out, int64_t rows, int64_t heads, int64_t e,
-            int threads) {
+void rotate(const X* x, int64_t x_stride, const float* cos, const float* sin, float sign, X* out,
+            int64_t rows, int64_t heads, int64_t e, int threads) {
     int64_t half = e / 2;
     parallel(rows, rows * heads * e, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++)
@@ -70,7 +72,8 @@ void rotate(const X* x, int64_t x_stride, const float* cos, const float* sin, fl
                 X* to = out + (t * heads + h) * e;
                 for (int64_t i = 0; i < half; i += LANES) {
                     Tail m = tail(half - i);
-                    V c = load(cos + t * half + i, m), s = mul(load(sin + t * half + i, m), all(sign));
+                    V c = load(cos + t * half + i, m),
+                      s = mul(load(sin + t * half + i, m), all(sign));
                     V p = load(from + i, m), q = load(from + half + i, m);
                     store(to + i, fnma(q, s, mul(p, c)), m);
                     store(to + half + i, fma(p, s, mul(q, c)), m);
@@ -93,7 +96,8 @@ void swiglu(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
 }
 
 template <class X>
-void swiglu_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
+void swiglu_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d,
+                     int threads) {
     parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++)
             for (int64_t i = 0; i < d; i += LANES) {

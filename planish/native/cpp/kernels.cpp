@@ -1,10 +1,13 @@
-// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, SwiGLU, attention, products with frozen weights and with adapters. Every
-// function has a twin in torch, which the tests compare.
+// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, SwiGLU, attention, products
+// with frozen weights and with adapters. Every function has a twin in torch, which the tests
+// compare.
 //
-// A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how they are cut into blocks, nor on the
-// number of threads. So every sum has one order, written where it is made, and every multiply-add is an explicit instruction.
+// A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how
+// they are cut into blocks, nor on the number of threads. So every sum has one order, written where
+// it is made, and every multiply-add is an explicit instruction.
 //
-// bf16 is uint16_t here, widened exactly, rounded to nearest even. All rows are contiguous unless a stride is given.
+// bf16 is uint16_t here, widened exactly, rounded to nearest even. All rows are contiguous unless a
+// stride is given.
 
 #include <cpuid.h>
 #include <sys/mman.h>
@@ -28,82 +31,112 @@ Told told(F f) {
 
 // One name for each type: `_f` float32, `_h` bf16.
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#define FOR_TYPES(S, X)                                                                                                                      \
-    EXPORT Told rms_norm_##S(const float* x, const X* y, const float* w, float eps, float* x_out, X* out, float* scale, int64_t rows,       \
-                             int64_t d, int threads) {                                                                                       \
-        return told([&] { rms_norm<X, X>(x, y, w, eps, x_out, out, scale, rows, d, threads); });                                             \
-    }                                                                                                                                        \
-    EXPORT Told rms_norm_backward_##S(const X* g, const float* x, const float* w, const float* scale, const float* add, float* out,         \
-                                      int64_t rows, int64_t d, int threads) {                                                                \
-        return told([&] { rms_norm_backward<X>(g, x, w, scale, add, out, rows, d, threads); });                                              \
-    }                                                                                                                                        \
-    EXPORT Told rotate_##S(const X* x, int64_t stride, const float* cos, const float* sin, float sign, X* out, int64_t rows, int64_t heads, \
-                           int64_t e, int threads) {                                                                                         \
-        return told([&] { rotate<X>(x, stride, cos, sin, sign, out, rows, heads, e, threads); });                                            \
-    }                                                                                                                                        \
-    EXPORT Told swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                                                 \
-        return told([&] { swiglu<X>(gate_up, out, rows, d, threads); });                                                                     \
-    }                                                                                                                                        \
-    EXPORT Told swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {                        \
-        return told([&] { swiglu_backward<X>(grad, gate_up, out, rows, d, threads); });                                                      \
-    }                                                                                                                                        \
-    EXPORT Told normalizers_##S(const X* logits, const int64_t* tokens, const float* exact, int64_t k, const float* temperature,            \
-                                float* weights, float* out, int64_t rows, int64_t v, int threads) {                                          \
-        return told([&] { normalizers<X>(logits, tokens, exact, k, temperature, weights, out, rows, v, threads); });                         \
-    }                                                                                                                                        \
-    EXPORT Told normalizers_backward_##S(X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature,                \
-                                         const float* log_total, const int64_t* first, const int64_t* targets, const float* grads,          \
-                                         int64_t rows, int64_t v, int threads) {                                                             \
-        return told(                                                                                                                         \
-            [&] { normalizers_backward<X>(logits, tokens, exact, k, temperature, log_total, first, targets, grads, rows, v, threads); });    \
-    }                                                                                                                                        \
-    EXPORT Told keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k, int64_t k_stride, const X* v, int64_t v_stride,       \
-                         int64_t heads, int64_t e, int) {                                                                                    \
-        return told([&] { keep<X>(own, rows, n, k, k_stride, v, v_stride, heads, e); });                                                     \
-    }                                                                                                                                        \
-    EXPORT Told attend_##S(const Attention* a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {                             \
-        return told([&] { attend<X>(*a, n_blocks, q, out, lse, threads); });                                                                 \
-    }                                                                                                                                        \
-    EXPORT Told attend_backward_##S(const Attention* a, const int64_t* part_ends, int64_t parts, const X* grad,                             \
-                                    const X* q, const X* out, const float* lse, const X* k0, X* grad_q, X* grad_k, X* grad_v,           \
-                                    float* sums, int64_t size, int threads) {                                                                \
-        return told([&] { attend_backward<X>(*a, part_ends, parts, grad, q, out, lse, k0, grad_q, grad_k, grad_v, sums, size, threads); });\
-    }                                                                                                                                       \
-    EXPORT Told pack_panels_##S(const Packing<X>* matrices, int64_t count, int64_t turned, int threads) {                                   \
-        return told([&] { pack_panels(matrices, count, turned, threads); });                                                                \
-    }                                                                                                                                       \
-    EXPORT Told product_##S(const X* panels, const X* x, const X* bias, X* out, int64_t rows, int64_t n, int64_t k, int threads) {          \
-        return told([&] { product(panels, x, bias, out, rows, n, k, threads); });                                                           \
-    }                                                                                                                                       \
-    EXPORT Told add_lora_##S(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in, X* out, const int64_t* sizes, int64_t linears, \
-                             X* low, int threads) {                                                                                         \
-        return told([&] { add_lora(adapters, n, x, in, out, sizes, linears, low, threads); });                                              \
-    }                                                                                                                                       \
-    EXPORT Told lora_backward_##S(const LoraRows<X>* adapters, int64_t n, const X* grad, const int64_t* sizes, int64_t linears, X* low_grad,\
-                                  X* grad_x, int64_t in, int threads) {                                                                     \
-        return told([&] { lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads); });                              \
-    }                                                                                                                                       \
-    EXPORT Told lora_gradients_##S(const X* x, int64_t in, const X* low, const X* grad, const int64_t* sizes, int64_t linears,              \
-                                   const X* low_grad, int64_t rank, float* grad_a, float* grad_bs, int64_t rows, int threads) {             \
-        return told([&] { lora_gradients(x, in, low, grad, sizes, linears, low_grad, rank, grad_a, grad_bs, rows, threads); });             \
-    }                                                                                                                                       \
-    EXPORT Told head_low_##S(const HeadRows<X>* adapters, int64_t n, const X* x, int64_t in, X* low, int64_t low_stride, int64_t rows,      \
-                             int threads) {                                                                                                 \
-        return told([&] { head_low(adapters, n, x, in, low, low_stride, rows, threads); });                                                 \
-    }                                                                                                                                       \
-    EXPORT Told add_head_##S(const HeadRows<X>* adapters, int64_t n, const X* low, int64_t low_stride, X* logits, int64_t v, int threads) { \
-        return told([&] { add_head(adapters, n, low, low_stride, logits, v, threads); });                                                   \
-    }                                                                                                                                       \
-    EXPORT Told decode_##S(const Pass<X>* pass, X* out, int threads) { return told([&] { decode(*pass, out, threads); }); }
+#define FOR_TYPES(S, X)                                                                            \
+    EXPORT Told rms_norm_##S(const float* x, const X* y, const float* w, float eps, float* x_out,  \
+                             X* out, float* scale, int64_t rows, int64_t d, int threads) {         \
+        return told([&] { rms_norm<X, X>(x, y, w, eps, x_out, out, scale, rows, d, threads); });   \
+    }                                                                                              \
+    EXPORT Told rms_norm_backward_##S(const X* g, const float* x, const float* w,                  \
+                                      const float* scale, const float* add, float* out,            \
+                                      int64_t rows, int64_t d, int threads) {                      \
+        return told([&] { rms_norm_backward<X>(g, x, w, scale, add, out, rows, d, threads); });    \
+    }                                                                                              \
+    EXPORT Told rotate_##S(const X* x, int64_t stride, const float* cos, const float* sin,         \
+                           float sign, X* out, int64_t rows, int64_t heads, int64_t e,             \
+                           int threads) {                                                          \
+        return told([&] { rotate<X>(x, stride, cos, sin, sign, out, rows, heads, e, threads); });  \
+    }                                                                                              \
+    EXPORT Told swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {       \
+        return told([&] { swiglu<X>(gate_up, out, rows, d, threads); });                           \
+    }                                                                                              \
+    EXPORT Told swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows,         \
+                                    int64_t d, int threads) {                                      \
+        return told([&] { swiglu_backward<X>(grad, gate_up, out, rows, d, threads); });            \
+    }                                                                                              \
+    EXPORT Told normalizers_##S(const X* logits, const int64_t* tokens, const float* exact,        \
+                                int64_t k, const float* temperature, float* weights, float* out,   \
+                                int64_t rows, int64_t v, int threads) {                            \
+        return told([&] {                                                                          \
+            normalizers<X>(logits, tokens, exact, k, temperature, weights, out, rows, v, threads); \
+        });                                                                                        \
+    }                                                                                              \
+    EXPORT Told normalizers_backward_##S(                                                          \
+        X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature,        \
+        const float* log_total, const int64_t* first, const int64_t* targets, const float* grads,  \
+        int64_t rows, int64_t v, int threads) {                                                    \
+        return told([&] {                                                                          \
+            normalizers_backward<X>(logits, tokens, exact, k, temperature, log_total, first,       \
+                                    targets, grads, rows, v, threads);                             \
+        });                                                                                        \
+    }                                                                                              \
+    EXPORT Told keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k,             \
+                         int64_t k_stride, const X* v, int64_t v_stride, int64_t heads, int64_t e, \
+                         int) {                                                                    \
+        return told([&] { keep<X>(own, rows, n, k, k_stride, v, v_stride, heads, e); });           \
+    }                                                                                              \
+    EXPORT Told attend_##S(const Attention* a, int64_t n_blocks, const X* q, X* out, float* lse,   \
+                           int threads) {                                                          \
+        return told([&] { attend<X>(*a, n_blocks, q, out, lse, threads); });                       \
+    }                                                                                              \
+    EXPORT Told attend_backward_##S(const Attention* a, const int64_t* part_ends, int64_t parts,   \
+                                    const X* grad, const X* q, const X* out, const float* lse,     \
+                                    const X* k0, X* grad_q, X* grad_k, X* grad_v, float* sums,     \
+                                    int64_t size, int threads) {                                   \
+        return told([&] {                                                                          \
+            attend_backward<X>(*a, part_ends, parts, grad, q, out, lse, k0, grad_q, grad_k,        \
+                               grad_v, sums, size, threads);                                       \
+        });                                                                                        \
+    }                                                                                              \
+    EXPORT Told pack_panels_##S(const Packing<X>* matrices, int64_t count, int64_t turned,         \
+                                int threads) {                                                     \
+        return told([&] { pack_panels(matrices, count, turned, threads); });                       \
+    }                                                                                              \
+    EXPORT Told product_##S(const X* panels, const X* x, const X* bias, X* out, int64_t rows,      \
+                            int64_t n, int64_t k, int threads) {                                   \
+        return told([&] { product(panels, x, bias, out, rows, n, k, threads); });                  \
+    }                                                                                              \
+    EXPORT Told add_lora_##S(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in,       \
+                             X* out, const int64_t* sizes, int64_t linears, X* low, int threads) { \
+        return told([&] { add_lora(adapters, n, x, in, out, sizes, linears, low, threads); });     \
+    }                                                                                              \
+    EXPORT Told lora_backward_##S(const LoraRows<X>* adapters, int64_t n, const X* grad,           \
+                                  const int64_t* sizes, int64_t linears, X* low_grad, X* grad_x,   \
+                                  int64_t in, int threads) {                                       \
+        return told([&] {                                                                          \
+            lora_backward(adapters, n, grad, sizes, linears, low_grad, grad_x, in, threads);       \
+        });                                                                                        \
+    }                                                                                              \
+    EXPORT Told lora_gradients_##S(const X* x, int64_t in, const X* low, const X* grad,            \
+                                   const int64_t* sizes, int64_t linears, const X* low_grad,       \
+                                   int64_t rank, float* grad_a, float* grad_bs, int64_t rows,      \
+                                   int threads) {                                                  \
+        return told([&] {                                                                          \
+            lora_gradients(x, in, low, grad, sizes, linears, low_grad, rank, grad_a, grad_bs,      \
+                           rows, threads);                                                         \
+        });                                                                                        \
+    }                                                                                              \
+    EXPORT Told head_low_##S(const HeadRows<X>* adapters, int64_t n, const X* x, int64_t in,       \
+                             X* low, int64_t low_stride, int64_t rows, int threads) {              \
+        return told([&] { head_low(adapters, n, x, in, low, low_stride, rows, threads); });        \
+    }                                                                                              \
+    EXPORT Told add_head_##S(const HeadRows<X>* adapters, int64_t n, const X* low,                 \
+                             int64_t low_stride, X* logits, int64_t v, int threads) {              \
+        return told([&] { add_head(adapters, n, low, low_stride, logits, v, threads); });          \
+    }                                                                                              \
+    EXPORT Told decode_##S(const Pass<X>* pass, X* out, int threads) {                             \
+        return told([&] { decode(*pass, out, threads); });                                         \
+    }
 
 FOR_TYPES(f, float)
 FOR_TYPES(h, uint16_t)
 
-// Whether the CPU multiplies pairs of bf16; one with AMX by that, or not at all: oneDNN is faster then.
+// Whether the CPU multiplies pairs of bf16; one with AMX by that, or not at all: oneDNN is faster
+// then.
 EXPORT int multiplies_bf16() { return tiles::there_are() == uses_tiles; }
 EXPORT int has_tiles() { return tiles::there_are(); }
 EXPORT void use_tiles(int used) { uses_tiles = used && tiles::there_are(); }
-// Whether tiles and vectors multiply whole numbers to the same products, which are exact in both; 16 and more rows, ends of all kinds.
+// Whether tiles and vectors multiply whole numbers to the same products, which are exact in both;
+// 16 and more rows, ends of all kinds.
 EXPORT int tiles_agree() {
     uint32_t state = 1;
     auto fill = [&](std::vector<uint16_t>& x) {
@@ -141,20 +174,26 @@ EXPORT int tiles_agree() {
 // Asks for pages of 2 MB for memory that nobody has written to yet.
 EXPORT void on_huge_pages(uintptr_t address, int64_t bytes) {
     constexpr uintptr_t PAGE = 1 << 21;
-    const uintptr_t first = (address + PAGE - 1) / PAGE * PAGE, last = (address + bytes) / PAGE * PAGE;
+    const uintptr_t first = (address + PAGE - 1) / PAGE * PAGE,
+                    last = (address + bytes) / PAGE * PAGE;
     if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
 }
-EXPORT Told invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows, int64_t v, int64_t k, int threads) {
+EXPORT Told invert_f(const float* weights, const double* uniforms, int64_t* tokens, int64_t rows,
+                     int64_t v, int64_t k, int threads) {
     return told([&] { invert(weights, uniforms, tokens, rows, v, k, threads); });
 }
-EXPORT Told draw_f(const float* logits, const int64_t* rows, const float* temperature, const double* uniforms, int64_t* tokens, float* normalizer,
-                   int64_t n, int64_t v, int threads) {
-    return told([&] { draw(logits, rows, temperature, uniforms, tokens, normalizer, n, v, threads); });
+EXPORT Told draw_f(const float* logits, const int64_t* rows, const float* temperature,
+                   const double* uniforms, int64_t* tokens, float* normalizer, int64_t n, int64_t v,
+                   int threads) {
+    return told(
+        [&] { draw(logits, rows, temperature, uniforms, tokens, normalizer, n, v, threads); });
 }
-EXPORT Told likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_t k, int64_t* tokens, float* values, float* wide, int64_t rows,
-                        int64_t v, int threads) {
+EXPORT Told likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_t k,
+                        int64_t* tokens, float* values, float* wide, int64_t rows, int64_t v,
+                        int threads) {
     return told([&] { likeliest(*exact, logits, k, tokens, values, wide, rows, v, threads); });
 }
-EXPORT Told single_logits_h(const ExactLogits* exact, const int64_t* rows, const int64_t* tokens, float* out, int64_t pairs, int threads) {
+EXPORT Told single_logits_h(const ExactLogits* exact, const int64_t* rows, const int64_t* tokens,
+                            float* out, int64_t pairs, int threads) {
     return told([&] { single_logits(*exact, rows, tokens, out, pairs, threads); });
 }

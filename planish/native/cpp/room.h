@@ -15,8 +15,8 @@ struct TooLittle : std::bad_alloc {
     explicit TooLittle(int64_t bytes) : bytes(bytes) {}
 };
 
-// Of work that several threads share: an exception may not leave a parallel region, nor a function that Python calls. What lacks memory is
-// noted here, and what would begin after it is left undone.
+// Of work that several threads share: an exception may not leave a parallel region, nor a function
+// that Python calls. What lacks memory is noted here, and what would begin after it is left undone.
 class Shortage {
     std::atomic<int64_t> missing{0};
 
@@ -39,7 +39,8 @@ class Shortage {
     int64_t bytes() const { return missing; }
 };
 
-// Memory that grows, from the beginning of a cache line on: vectors that lie across two of them are read half as fast.
+// Memory that grows, from the beginning of a cache line on: vectors that lie across two of them are
+// read half as fast.
 class Room {
     void* at = nullptr;
     int64_t bytes = 0;

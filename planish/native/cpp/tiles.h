@@ -1,7 +1,8 @@
-// Products of bf16 by AMX: tiles of 16 rows of 64 bytes, of which one instruction multiplies two and adds the outcome to a third.
+// Products of bf16 by AMX: tiles of 16 rows of 64 bytes, of which one instruction multiplies two
+// and adds the outcome to a third.
 //
-// EMULATED_TILES compiles the same with the instructions written out, after Intel's description of them, for machines that lack them;
-// what an instruction would refuse ends the process there.
+// EMULATED_TILES compiles the same with the instructions written out, after Intel's description of
+// them, for machines that lack them; what an instruction would refuse ends the process there.
 
 #pragma once
 
@@ -16,8 +17,9 @@
 
 namespace tiles {
 
-constexpr int ROWS = 16, PAIRS = 16, OUTPUTS = 16;  // of a tile: rows of x, pairs of columns, outputs
-constexpr int BLOCK = 32;                           // rows, and outputs, of a block of two by two tiles
+constexpr int ROWS = 16, PAIRS = 16,
+              OUTPUTS = 16;  // of a tile: rows of x, pairs of columns, outputs
+constexpr int BLOCK = 32;    // rows, and outputs, of a block of two by two tiles
 
 struct alignas(64) Shapes {
     uint8_t palette = 0, start = 0, reserved[14] = {};
@@ -40,7 +42,9 @@ inline void need(bool holds) {
 }
 inline void configure(const Shapes& to) {
     need(to.palette <= 1);
-    for (int t = 0; t < 16; t++) need(to.rows[t] <= (t < 8 ? 16 : 0) && to.bytes[t] <= (t < 8 ? 64 : 0) && (to.rows[t] == 0) == (to.bytes[t] == 0));
+    for (int t = 0; t < 16; t++)
+        need(to.rows[t] <= (t < 8 ? 16 : 0) && to.bytes[t] <= (t < 8 ? 64 : 0) &&
+             (to.rows[t] == 0) == (to.bytes[t] == 0));
     shapes = to;
     std::memset(tile, 0, sizeof tile);
 }
@@ -52,11 +56,13 @@ inline void TILE_ZERO(int t) {
 }
 inline void TILE_LOAD(int t, const void* from, int64_t stride) {
     there(t);
-    for (int r = 0; r < shapes.rows[t]; r++) std::memcpy(tile[t].data[r], (const uint8_t*)from + r * stride, shapes.bytes[t]);
+    for (int r = 0; r < shapes.rows[t]; r++)
+        std::memcpy(tile[t].data[r], (const uint8_t*)from + r * stride, shapes.bytes[t]);
 }
 inline void TILE_STORE(int t, void* to, int64_t stride) {
     there(t);
-    for (int r = 0; r < shapes.rows[t]; r++) std::memcpy((uint8_t*)to + r * stride, tile[t].data[r], shapes.bytes[t]);
+    for (int r = 0; r < shapes.rows[t]; r++)
+        std::memcpy((uint8_t*)to + r * stride, tile[t].data[r], shapes.bytes[t]);
 }
 inline float wide(uint16_t x) {
     const uint32_t bits = (uint32_t)x << 16;
@@ -66,13 +72,16 @@ inline float wide(uint16_t x) {
 }
 inline void TILE_DOT(int c, int a, int b) {
     there(a), there(b), there(c);
-    need(shapes.rows[c] == shapes.rows[a] && shapes.bytes[c] == shapes.bytes[b] && shapes.bytes[a] == 4 * shapes.rows[b]);
+    need(shapes.rows[c] == shapes.rows[a] && shapes.bytes[c] == shapes.bytes[b] &&
+         shapes.bytes[a] == 4 * shapes.rows[b]);
     for (int m = 0; m < shapes.rows[c]; m++)
         for (int n = 0; n < shapes.bytes[c] / 4; n++) {
             float even = 0, odd = 0;
             for (int k = 0; k < shapes.rows[b]; k++) {
-                even += wide(((uint16_t*)tile[a].data[m])[2 * k]) * wide(((uint16_t*)tile[b].data[k])[2 * n]);
-                odd += wide(((uint16_t*)tile[a].data[m])[2 * k + 1]) * wide(((uint16_t*)tile[b].data[k])[2 * n + 1]);
+                even += wide(((uint16_t*)tile[a].data[m])[2 * k]) *
+                        wide(((uint16_t*)tile[b].data[k])[2 * n]);
+                odd += wide(((uint16_t*)tile[a].data[m])[2 * k + 1]) *
+                       wide(((uint16_t*)tile[b].data[k])[2 * n + 1]);
             }
             ((float*)tile[c].data[m])[n] += even + odd;
         }
@@ -82,7 +91,8 @@ inline bool there_are() { return true; }
 #else
 
 #define TILES __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,fma")))
-// Compilers' headers say of these instructions that they read and write less memory than they do; hence what stands beside them.
+// Compilers' headers say of these instructions that they read and write less memory than they do;
+// hence what stands beside them.
 TILES inline void configure(const Shapes& to) {
     asm volatile("" : : "r"(&to) : "memory");
     _tile_loadconfig(&to);
@@ -101,7 +111,8 @@ TILES inline void configuration(Shapes& to) {
 inline bool there_are() {
     static const bool found = [] {
         unsigned a, b, c, d;
-        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return false;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1))
+            return false;
         constexpr int ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
         return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
     }();
@@ -113,7 +124,8 @@ inline bool there_are() { return false; }  // every CPU with AMX has AVX-512
 
 #endif
 
-// While it lives, this thread's tiles are ours; then they have the shapes that they had, which other libraries may count on.
+// While it lives, this thread's tiles are ours; then they have the shapes that they had, which
+// other libraries may count on.
 class Use {
   public:
     explicit Use(bool used) : used(used) {
@@ -125,7 +137,8 @@ class Use {
     }
     Use(const Use&) = delete;
 
-    // Of what the tiles of this thread have the shapes: rows of the first and the second, and pairs of columns.
+    // Of what the tiles of this thread have the shapes: rows of the first and the second, and pairs
+    // of columns.
     static int& current() {
         static thread_local int found = 0;
         return found;
@@ -149,10 +162,12 @@ inline void shape(int first, int second, int pairs) {
     Use::current() = wanted;
 }
 
-// out [BLOCK, BLOCK]: products of x's columns [0, k) with outputs of weights whose pairs of columns lie `weight_stride` numbers apart. One or
-// two tiles of rows, and of outputs; k is a multiple of `pairs` pairs.
+// out [BLOCK, BLOCK]: products of x's columns [0, k) with outputs of weights whose pairs of columns
+// lie `weight_stride` numbers apart. One or two tiles of rows, and of outputs; k is a multiple of
+// `pairs` pairs.
 template <bool TWO, bool WIDE>
-TILES void add_up(const uint16_t* weight, int64_t weight_stride, const uint16_t* x, int64_t x_stride, int64_t k, int pairs, float* out) {
+TILES void add_up(const uint16_t* weight, int64_t weight_stride, const uint16_t* x,
+                  int64_t x_stride, int64_t k, int pairs, float* out) {
     asm volatile("" : : : "memory");
     TILE_ZERO(0);
     if constexpr (WIDE) TILE_ZERO(1);
@@ -177,19 +192,25 @@ TILES void add_up(const uint16_t* weight, int64_t weight_stride, const uint16_t*
     if constexpr (TWO && WIDE) TILE_STORE(3, out + ROWS * BLOCK + OUTPUTS, 4 * BLOCK);
 }
 
-// out [BLOCK, BLOCK] for at most so many rows of x, and 16 or 32 outputs, within a `Use`. Of each sum, runs of 32 columns one after another in the
-// instruction's own order; then, what is left of k beyond its last whole run by itself.
-inline void block(const uint16_t* weight, int64_t weight_stride, int outputs, const uint16_t* x, int64_t x_stride, int64_t rows, int64_t k, float* out) {
+// out [BLOCK, BLOCK] for at most so many rows of x, and 16 or 32 outputs, within a `Use`. Of each
+// sum, runs of 32 columns one after another in the instruction's own order; then, what is left of k
+// beyond its last whole run by itself.
+inline void block(const uint16_t* weight, int64_t weight_stride, int outputs, const uint16_t* x,
+                  int64_t x_stride, int64_t rows, int64_t k, float* out) {
     const int first = rows < ROWS ? rows : ROWS, second = rows - first;
     const int64_t whole = k / (2 * PAIRS) * (2 * PAIRS);
     const int left = (k - whole) / 2;
     const bool wide = outputs > OUTPUTS;
-    const auto sums = second ? wide ? add_up<true, true> : add_up<true, false> : wide ? add_up<false, true> : add_up<false, false>;
-    if (whole || !left) shape(first, second, PAIRS), sums(weight, weight_stride, x, x_stride, whole, PAIRS, out);
+    const auto sums = second ? wide ? add_up<true, true> : add_up<true, false>
+                      : wide ? add_up<false, true>
+                             : add_up<false, false>;
+    if (whole || !left)
+        shape(first, second, PAIRS), sums(weight, weight_stride, x, x_stride, whole, PAIRS, out);
     if (!left) return;
     alignas(64) float more[BLOCK * BLOCK];
     shape(first, second, left);
-    sums(weight + whole / 2 * weight_stride, weight_stride, x + whole, x_stride, k - whole, left, whole ? more : out);
+    sums(weight + whole / 2 * weight_stride, weight_stride, x + whole, x_stride, k - whole, left,
+         whole ? more : out);
     if (whole)
         for (int64_t r = 0; r < rows; r++)
             for (int c = 0; c < outputs; c++) out[r * BLOCK + c] += more[r * BLOCK + c];

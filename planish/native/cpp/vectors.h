@@ -1,6 +1,8 @@
-// Sixteen numbers at a time: loads and stores of float32 and bf16, sums over lanes, powers; and work shared out among threads.
+// Sixteen numbers at a time: loads and stores of float32 and bf16, sums over lanes, powers; and
+// work shared out among threads.
 //
-// What depends on the CPU's instructions has one home for each set of them, with the same names and, but for the products of pairs, the same bits.
+// What depends on the CPU's instructions has one home for each set of them, with the same names
+// and, but for the products of pairs, the same bits.
 
 #pragma once
 
@@ -41,7 +43,8 @@ inline float sum(V x) {
 
 // Sums in double, lane by lane.
 class Doubles {
-    __m256d quarter[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+    __m256d quarter[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
+                          _mm256_setzero_pd()};
 
   public:
     void add(V x) {
@@ -61,7 +64,8 @@ class Doubles {
     }
 };
 
-// exp(x) within 1 ulp or so, for x <= 88; 0 below -87.3 (Cephes: range reduction by ln 2, polynomial of degree 5).
+// exp(x) within 1 ulp or so, for x <= 88; 0 below -87.3 (Cephes: range reduction by ln 2,
+// polynomial of degree 5).
 inline V exp_(V x) {
     const V given = x;
     x = smaller(all(88.3762626647949f), x);  // a NaN passes through
@@ -74,7 +78,8 @@ inline V exp_(V x) {
     p = fma(p, r, all(4.1665795894e-2f));
     p = fma(p, r, all(1.6666665459e-1f));
     p = fma(p, r, all(5.0000001201e-1f));
-    return unless_below(given, all(-87.336544f), times_power(add(fma(p, mul(r, r), r), all(1.0f)), n));
+    return unless_below(given, all(-87.336544f),
+                        times_power(add(fma(p, mul(r, r), r), all(1.0f)), n));
 }
 
 // 2^x within 1 ulp or so, for x <= 127; 0 from -150 on (Cephes: polynomial of degree 6).
@@ -97,7 +102,8 @@ inline V sigmoid(V x) { return div(all(1.0f), add(all(1.0f), exp_(sub(zero(), x)
 inline void store_sums(uint16_t* p, V x) { store(p, narrowed_fast(x)); }
 inline void store_sums(float* p, V x) { store(p, x); }
 
-// Of float32, a column of the weights lies side by side for all outputs, and behind it the other one of its pair.
+// Of float32, a column of the weights lies side by side for all outputs, and behind it the other
+// one of its pair.
 template <>
 class Operand<float> {
     static constexpr int64_t AHEAD = 16;
@@ -108,12 +114,14 @@ class Operand<float> {
     Operand(const float* x, int64_t row_stride, int64_t, int64_t) : x(x), stride(row_stride) {}
 
     template <int R, int W>
-    ALWAYS_INLINE void multiply(int64_t row, const float* weight, int64_t step, int64_t first, int64_t last, Sums<R, W>& sums) const {
+    ALWAYS_INLINE void multiply(int64_t row, const float* weight, int64_t step, int64_t first,
+                                int64_t last, Sums<R, W>& sums) const {
         const float* from = x + row * stride;
         const int64_t column = step / 2;
         weight += first * column;
         for (int64_t i = first; i < last; i++, weight += column) {
-            for (int c = 0; c < W; c++) _mm_prefetch((const char*)(weight + AHEAD * column + c * LANES), _MM_HINT_T0);
+            for (int c = 0; c < W; c++)
+                _mm_prefetch((const char*)(weight + AHEAD * column + c * LANES), _MM_HINT_T0);
             sums.add(from + i, stride, weight);
         }
     }

@@ -1,6 +1,8 @@
-"""What TRL computes for DPO, IPO and SimPO, as it is kept in trl_dpo.json. Not part of the suite: it needs TRL, which planish does not.
+"""What TRL computes for DPO, IPO and SimPO, as it is kept in trl_dpo.json. Not part of the suite:
+it needs TRL, which planish does not.
 
-pip install trl==0.23.1 && python tests/preference/data/trl_dpo.py > tests/preference/data/trl_dpo.json
+pip install trl==0.23.1 && python tests/preference/data/trl_dpo.py >
+tests/preference/data/trl_dpo.json
 """
 
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false
@@ -11,8 +13,11 @@ import torch
 import trl
 from trl import import_utils
 
-for flag in [name for name in vars(import_utils) if name.endswith("_available") and name.startswith("_")]:
-    # This release asks transformers for these, and transformers 5 answers with a tuple, which is always true.
+for flag in [
+    name for name in vars(import_utils) if name.endswith("_available") and name.startswith("_")
+]:
+    # This release asks transformers for these, and transformers 5 answers with a tuple, which is
+    # always true.
     setattr(import_utils, flag, False)
 from trl import CPOTrainer, DPOTrainer  # noqa: E402
 
@@ -34,7 +39,9 @@ def dpo(chosen, rejected, loss_type, beta, label_smoothing):
         f_divergence_params=None,
         loss_type=loss_type,
     )
-    return DPOTrainer.dpo_loss(trainer, chosen, rejected, reference_chosen, reference_rejected, loss_type)
+    return DPOTrainer.dpo_loss(
+        trainer, chosen, rejected, reference_chosen, reference_rejected, loss_type
+    )
 
 
 def simpo(chosen, rejected, beta, gamma):
@@ -74,7 +81,11 @@ for beta, smoothing in ((0.1, 0.0), (0.5, 0.0), (0.1, 0.2), (0.5, 0.1)):
 for beta in (0.1, 0.5):
     cases += [case("ipo", {"beta": beta}, lambda c, r, b=beta: dpo(c, r, "ipo", b, 0.0))]
 for beta, gamma in ((2.0, 1.0), (0.5, 0.3), (2.0, 0.0)):
-    cases.append(case("simpo", {"beta": beta, "gamma": gamma}, lambda c, r, b=beta, g=gamma: simpo(c, r, b, g)))
+    cases.append(
+        case(
+            "simpo", {"beta": beta, "gamma": gamma}, lambda c, r, b=beta, g=gamma: simpo(c, r, b, g)
+        )
+    )
 found = {
     "trl": trl.__version__,
     "tokens": TOKENS,

@@ -1,8 +1,10 @@
-"""One probe for each method of the SDKs, and for each option that decides what the server does: what a probe is, and what it has at hand.
+"""One probe for each method of the SDKs, and for each option that decides what the server does:
+what a probe is, and what it has at hand.
 
-Nothing here needs planish, so it runs in any environment that has an SDK. A probe works if it raises nothing; its assertions are about
-what only the server can get wrong. A probe that is `refused` must raise an error with a sentence in it, and soon. What an SDK has no
-method or argument for is not applicable.
+Nothing here needs planish, so it runs in any environment that has an SDK. A probe works if it
+raises nothing; its assertions are about what only the server can get wrong. A probe that is
+`refused` must raise an error with a sentence in it, and soon. What an SDK has no method or argument
+for is not applicable.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class Bench:
         return self.new_training()
 
     def new_training(self, **options: Any) -> Any:
-        return value(self.service.create_lora_training_client(self.base_model, rank=4, seed=1, **options))
+        return value(
+            self.service.create_lora_training_client(self.base_model, rank=4, seed=1, **options)
+        )
 
     @cached_property
     def sampler(self) -> Any:
@@ -145,15 +149,21 @@ class Bench:
     def params(self, **options: Any) -> Any:
         return self.types.SamplingParams(**{"max_tokens": 4, "seed": 1, **options})
 
-    def sample(self, num_samples: int = 1, sampler: Any = None, params: Any = None, **options: Any) -> Any:
+    def sample(
+        self, num_samples: int = 1, sampler: Any = None, params: Any = None, **options: Any
+    ) -> Any:
         client = sampler or self.sampler
         return value(client.sample(self.prompt(), num_samples, params or self.params(), **options))
 
     def datum(self, **inputs: Any) -> Any:
-        return self.types.Datum(model_input=self.prompt(), loss_fn_inputs={"target_tokens": [2, 3, 4, 5], **inputs})
+        return self.types.Datum(
+            model_input=self.prompt(), loss_fn_inputs={"target_tokens": [2, 3, 4, 5], **inputs}
+        )
 
     def rl_datum(self, **inputs: Any) -> Any:
-        return self.datum(**{"logprobs": [-1.0, -2.0, -3.0, -4.0], "advantages": [0.0, 1.0, 1.0, -1.0], **inputs})
+        return self.datum(
+            **{"logprobs": [-1.0, -2.0, -3.0, -4.0], "advantages": [0.0, 1.0, 1.0, -1.0], **inputs}
+        )
 
     def fails(self, pending: Any, kind: str, text: str) -> None:
         """A result is an error of the SDK whose class and words have these in them."""
@@ -196,7 +206,9 @@ def _failure(probe: Probe, error: Exception, seconds: float) -> tuple[str, str]:
     return FAILED, sentence
 
 
-_NO_SUCH_MEMBER = re.compile(r"(module '(tinker|logits)|'\w*Client\w*' object|type object '\w*Client\w*')")
+_NO_SUCH_MEMBER = re.compile(
+    r"(module '(tinker|logits)|'\w*Client\w*' object|type object '\w*Client\w*')"
+)
 
 
 def _is_missing(error: Exception) -> bool:
@@ -219,7 +231,11 @@ def unprobed(bench: Bench) -> list[str]:
     found = []
     for name in CLIENTS:
         client = getattr(bench.sdk, name, None) or _older_client(name)
-        methods = [] if client is None else [member for member in dir(client) if not member.startswith("_")]
+        methods = (
+            []
+            if client is None
+            else [member for member in dir(client) if not member.startswith("_")]
+        )
         found += [f"{name}.{member}" for member in methods if f"{name}.{member}" not in probed]
     return found
 

@@ -1,7 +1,8 @@
-"""All probes on one server: python -m conformance.probes MODULE BASE_MODEL, in an environment that has an SDK.
+"""All probes on one server: python -m conformance.probes MODULE BASE_MODEL, in an environment that
+has an SDK.
 
-It drives the server at TINKER_BASE_URL with MODULE (`tinker` or `logits`), and writes one JSON line a probe; one more, which failed, for
-each public method of the SDK that has no probe.
+It drives the server at TINKER_BASE_URL with MODULE (`tinker` or `logits`), and writes one JSON line
+a probe; one more, which failed, for each public method of the SDK that has no probe.
 """
 
 from __future__ import annotations

@@ -45,7 +45,10 @@ def _(bench: Bench) -> None:
 
 @probe("RestClient.list_checkpoints")
 def _(bench: Bench) -> None:
-    paths = [item.tinker_path for item in value(bench.rest.list_checkpoints(bench.run_of(bench.state))).checkpoints]
+    paths = [
+        item.tinker_path
+        for item in value(bench.rest.list_checkpoints(bench.run_of(bench.state))).checkpoints
+    ]
     assert bench.state in paths
 
 
@@ -60,17 +63,24 @@ def _deleted(bench: Bench, delete: Callable[[str, str, str], Any]) -> None:
     path = value(bench.training.save_state(bench.name())).path
     run, _, checkpoint = path.removeprefix("tinker://").partition("/")
     delete(path, run, checkpoint)
-    assert path not in [item.tinker_path for item in value(bench.rest.list_checkpoints(run)).checkpoints]
+    assert path not in [
+        item.tinker_path for item in value(bench.rest.list_checkpoints(run)).checkpoints
+    ]
 
 
 @probe("RestClient.delete_checkpoint")
 def _(bench: Bench) -> None:
-    _deleted(bench, lambda path, run, checkpoint: value(bench.rest.delete_checkpoint(run, checkpoint)))
+    _deleted(
+        bench, lambda path, run, checkpoint: value(bench.rest.delete_checkpoint(run, checkpoint))
+    )
 
 
 @probe("RestClient.delete_checkpoint_from_tinker_path")
 def _(bench: Bench) -> None:
-    _deleted(bench, lambda path, run, checkpoint: value(bench.rest.delete_checkpoint_from_tinker_path(path)))
+    _deleted(
+        bench,
+        lambda path, run, checkpoint: value(bench.rest.delete_checkpoint_from_tinker_path(path)),
+    )
 
 
 def _is_public(bench: Bench, path: str) -> bool:
@@ -117,14 +127,21 @@ def _(bench: Bench) -> None:
 @probe("RestClient.get_checkpoint_archive_url_from_tinker_path", "and the archive")
 def _(bench: Bench) -> None:
     url = value(bench.rest.get_checkpoint_archive_url_from_tinker_path(bench.weights)).url
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as tar:
-        assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= set(tar.getnames())
+    with (
+        urllib.request.urlopen(url, timeout=TIMEOUT) as answer,
+        tarfile.open(fileobj=io.BytesIO(answer.read())) as tar,
+    ):
+        assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= set(
+            tar.getnames()
+        )
 
 
 @probe("RestClient.copy_weights")
 def _(bench: Bench) -> None:
     path = value(bench.rest.copy_weights(bench.weights, "archive"))
-    assert bench.sample(sampler=value(bench.service.create_sampling_client(model_path=path))).sequences
+    assert bench.sample(
+        sampler=value(bench.service.create_sampling_client(model_path=path))
+    ).sequences
 
 
 @probe("RestClient.list_sessions")
@@ -174,7 +191,9 @@ def _(bench: Bench) -> None:
     bench.admin.get_telemetry()
 
 
-def _refused(method: str, client: Callable[[Bench], Any], arguments: Callable[[Bench], tuple[Any, ...]]) -> None:
+def _refused(
+    method: str, client: Callable[[Bench], Any], arguments: Callable[[Bench], tuple[Any, ...]]
+) -> None:
     """Of a method and its async twin."""
 
     @probe(method, refused=True)
@@ -190,9 +209,18 @@ def _session(bench: Bench) -> str:
     return bench.training.model_id.split(":")[0]
 
 
-_refused("RestClient.assign_session_project", lambda bench: bench.rest, lambda bench: (_session(bench), "project"))
-_refused("RestClient.export_session_trace", lambda bench: bench.rest, lambda bench: (_session(bench),))
-for _name, _client in (("RestClient", lambda bench: bench.rest), ("AdminClient", lambda bench: bench.admin)):
+_refused(
+    "RestClient.assign_session_project",
+    lambda bench: bench.rest,
+    lambda bench: (_session(bench), "project"),
+)
+_refused(
+    "RestClient.export_session_trace", lambda bench: bench.rest, lambda bench: (_session(bench),)
+)
+for _name, _client in (
+    ("RestClient", lambda bench: bench.rest),
+    ("AdminClient", lambda bench: bench.admin),
+):
     _refused(f"{_name}.get_audit_log", _client, lambda bench: ())
     _refused(f"{_name}.get_billing_usage", _client, lambda bench: ("2025-01-01", "2025-02-01"))
     _refused(f"{_name}.get_current_checkpoint_storage_usage", _client, lambda bench: ())

@@ -1,8 +1,10 @@
-"""The conformance matrix: every probe with every SDK, each from PyPI in an environment of its own, on one real server process.
+"""The conformance matrix: every probe with every SDK, each from PyPI in an environment of its own,
+on one real server process.
 
     python tests/server/conformance/run.py [--envs DIR] [--write docs/conformance.md] [--only tinker-0.38]
 
-Environments are made once and kept in DIR (by default below ~/.cache/planish). The exit status is 1 if anything failed, or was refused that should work.
+Environments are made once and kept in DIR (by default below ~/.cache/planish). The exit status is 1
+if anything failed, or was refused that should work.
 """
 
 from __future__ import annotations
@@ -61,7 +63,16 @@ def python_of(sdk: Sdk, environments: Path) -> Path:
         venv.create(directory, clear=True, with_pip=True)
         for packages in ([TORCH], ["numpy", sdk.requirement]):
             subprocess.run(
-                [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True
+                [
+                    python,
+                    "-m",
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--disable-pip-version-check",
+                    *packages,
+                ],
+                check=True,
             )
         (directory / ".complete").touch()
     return python
@@ -79,14 +90,25 @@ def probed(sdk: Sdk, python: Path, server: ServerProcess, hub: Path) -> dict[str
     }
     command = [python, "-m", "conformance.probes", sdk.module, BASE_MODEL]
     found = {}
-    with subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, cwd=TESTS, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             outcome = Outcome(**json.loads(line))
             found[outcome.name] = outcome
-            print(f"{sdk.title:18} {outcome.status:8} {outcome.name}  {outcome.note[:200]}", flush=True)
-    assert process.returncode == 0, f"the probes of {sdk.title} ended with status {process.returncode}"
-    missing = {name: Outcome(name, FAILED, "the probes ended before this one") for name in PROBES if name not in found}
+            print(
+                f"{sdk.title:18} {outcome.status:8} {outcome.name}  {outcome.note[:200]}",
+                flush=True,
+            )
+    assert process.returncode == 0, (
+        f"the probes of {sdk.title} ended with status {process.returncode}"
+    )
+    missing = {
+        name: Outcome(name, FAILED, "the probes ended before this one")
+        for name in PROBES
+        if name not in found
+    }
     return found | missing
 
 
@@ -96,7 +118,9 @@ def table(results: Mapping[str, Mapping[str, Outcome]]) -> str:
     for probe in ordered():
         outcomes = [found[probe.name] for found in results.values()]
         cells = [_CELLS.get(outcome.status, outcome.status) for outcome in outcomes]
-        lines.append(f"| `{probe.method}`{' ' + probe.what if probe.what else ''} | {' | '.join(cells)} |")
+        lines.append(
+            f"| `{probe.method}`{' ' + probe.what if probe.what else ''} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
@@ -113,12 +137,17 @@ def counts(results: Mapping[str, Mapping[str, Outcome]]) -> str:
 def refusals(results: Mapping[str, Mapping[str, Outcome]]) -> str:
     """Markdown: each sentence that was read, and where."""
     notes = {
-        name: o.note for found in reversed(list(results.values())) for name, o in found.items() if o.status == REFUSED
+        name: o.note
+        for found in reversed(list(results.values()))
+        for name, o in found.items()
+        if o.status == REFUSED
     }
     where: defaultdict[str, list[str]] = defaultdict(list)
     for probe in ordered():
         if probe.name in notes:
-            where[_plain(notes[probe.name])].append(f"`{probe.method}`{' ' + probe.what if probe.what else ''}")
+            where[_plain(notes[probe.name])].append(
+                f"`{probe.method}`{' ' + probe.what if probe.what else ''}"
+            )
     return "\n".join(f"* *{sentence}* ({', '.join(names)})" for sentence, names in where.items())
 
 
@@ -142,7 +171,11 @@ def _plain(note: str) -> str:
 def write_page(page: Path, results: Mapping[str, Mapping[str, Outcome]]) -> None:
     """Replace what stands between the marks of each table; all else is written by hand."""
     text = page.read_text()
-    for name, made in (("counts", counts(results)), ("matrix", table(results)), ("refusals", refusals(results))):
+    for name, made in (
+        ("counts", counts(results)),
+        ("matrix", table(results)),
+        ("refusals", refusals(results)),
+    ):
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin not in text or end not in text:
             raise SystemExit(f"{page}: the marks {begin} and {end} are not there")
@@ -153,8 +186,14 @@ def write_page(page: Path, results: Mapping[str, Mapping[str, Outcome]]) -> None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--envs", type=Path, default=Path("~/.cache/planish/conformance").expanduser())
-    parser.add_argument("--only", action="append", help="tinker-0.38, tinker-0.21 or logits-sdk-0.1.6; may be repeated")
+    parser.add_argument(
+        "--envs", type=Path, default=Path("~/.cache/planish/conformance").expanduser()
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="tinker-0.38, tinker-0.21 or logits-sdk-0.1.6; may be repeated",
+    )
     parser.add_argument("--write", type=Path, help="the page whose tables are to be replaced")
     options = parser.parse_args(arguments)
     chosen = [sdk for sdk in SDKS if options.only is None or sdk.directory in options.only]
@@ -164,11 +203,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with running_server(
             Path(directory) / "data", model, "--hub-tokenizers", environment={"HF_HOME": str(hub)}
         ) as server:
-            results = {sdk.title: probed(sdk, python, server, hub) for sdk, python in pythons.items()}
+            results = {
+                sdk.title: probed(sdk, python, server, hub) for sdk, python in pythons.items()
+            }
             status = server.stop()
     if options.write is not None:
         write_page(options.write, results)
-    failed = [f"{title}: {o.name}" for title, found in results.items() for o in found.values() if o.status == FAILED]
+    failed = [
+        f"{title}: {o.name}"
+        for title, found in results.items()
+        for o in found.values()
+        if o.status == FAILED
+    ]
     print("\n".join([f"{len(failed)} failed, exit status of the server {status}", *failed]))
     return 1 if failed or status else 0
 

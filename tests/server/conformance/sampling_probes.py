@@ -74,7 +74,10 @@ def _(bench: Bench) -> None:
 
 @probe("SamplingClient.sample", "200 at once")
 def _(bench: Bench) -> None:
-    pending = [bench.sampler.sample(bench.prompt(1, 2, i % 50), 2, bench.params(max_tokens=3)) for i in range(200)]
+    pending = [
+        bench.sampler.sample(bench.prompt(1, 2, i % 50), 2, bench.params(max_tokens=3))
+        for i in range(200)
+    ]
     assert all(len(value(item).sequences) == 2 for item in pending)
 
 
@@ -146,7 +149,9 @@ def _(bench: Bench) -> None:
 
 @probe("SamplingClient.create")
 def _(bench: Bench) -> None:
-    sampler = value(bench.of("SamplingClient").create(bench.service.holder, base_model=bench.base_model))
+    sampler = value(
+        bench.of("SamplingClient").create(bench.service.holder, base_model=bench.base_model)
+    )
     assert bench.sample(sampler=sampler).sequences
 
 
@@ -157,5 +162,8 @@ def _(bench: Bench) -> None:
 
 @probe("SamplingClient.on_queue_state_change", "a result that takes longer than one poll")
 def _(bench: Bench) -> None:
-    pending = [bench.sampler.sample(bench.prompt(), 8, bench.params(max_tokens=200, stop=[])) for _ in range(4)]
+    pending = [
+        bench.sampler.sample(bench.prompt(), 8, bench.params(max_tokens=200, stop=[]))
+        for _ in range(4)
+    ]
     assert all(len(value(item).sequences[0].tokens) == 200 for item in pending)

@@ -10,7 +10,9 @@ def _(bench: Bench) -> None:
     name = bench.name()
     value(bench.training.save_state(name))
     path = value(bench.training.save_state(name, overwrite=True, user_metadata={"step": "1"})).path
-    found = {item.tinker_path: item for item in value(bench.rest.list_user_checkpoints()).checkpoints}
+    found = {
+        item.tinker_path: item for item in value(bench.rest.list_user_checkpoints()).checkpoints
+    }
     assert found[path].user_metadata == {"step": "1"}
 
 
@@ -67,7 +69,10 @@ def _(bench: Bench) -> None:
 @probe("TrainingClient.save_weights_external")
 def _(bench: Bench) -> None:
     assert "/external_weights/" in bench.external
-    kinds = {item.tinker_path: item.checkpoint_type for item in value(bench.rest.list_user_checkpoints()).checkpoints}
+    kinds = {
+        item.tinker_path: item.checkpoint_type
+        for item in value(bench.rest.list_user_checkpoints()).checkpoints
+    }
     assert kinds[bench.external] == "external"
 
 
@@ -78,7 +83,11 @@ def _(bench: Bench) -> None:
 
 @probe("TrainingClient.save_weights_external", "encrypted for what is no key", refused=True)
 def _(bench: Bench) -> None:
-    value(bench.new_training().save_weights_external(bench.name(), age_encryption_recipients=["age1qqq"]))
+    value(
+        bench.new_training().save_weights_external(
+            bench.name(), age_encryption_recipients=["age1qqq"]
+        )
+    )
 
 
 @probe("TrainingClient.save_weights_and_get_sampling_client")
@@ -96,12 +105,16 @@ def _(bench: Bench) -> None:
 
 @probe("TrainingClient.save_weights_and_get_sampling_client", "kind=inflight")
 def _(bench: Bench) -> None:
-    assert bench.sample(sampler=value(bench.training.save_weights_and_get_sampling_client(kind="inflight")))
+    assert bench.sample(
+        sampler=value(bench.training.save_weights_and_get_sampling_client(kind="inflight"))
+    )
 
 
 @probe("TrainingClient.save_weights_and_get_sampling_client_async")
 def _(bench: Bench) -> None:
-    assert bench.sample(sampler=awaited(bench.training.save_weights_and_get_sampling_client_async()))
+    assert bench.sample(
+        sampler=awaited(bench.training.save_weights_and_get_sampling_client_async())
+    )
 
 
 @probe("TrainingClient.create_sampling_client")

@@ -30,7 +30,9 @@ def _(bench: Bench) -> None:
 
 @probe("ServiceClient.create_lora_training_client_async")
 def _(bench: Bench) -> None:
-    assert awaited(bench.service.create_lora_training_client_async(bench.base_model, rank=4)).model_id
+    assert awaited(
+        bench.service.create_lora_training_client_async(bench.base_model, rank=4)
+    ).model_id
 
 
 @probe("ServiceClient.create_lora_training_client", "a base model that is not served", refused=True)
@@ -67,13 +69,17 @@ def _(bench: Bench) -> None:
     for client in (training, resumed):
         bench.trained("cross_entropy", [bench.datum()], client=client)
         value(client.optim_step(bench.types.AdamParams(learning_rate=1e-2)))
-        losses.append(bench.trained("cross_entropy", [bench.datum()], client=client).metrics["loss:sum"])
+        losses.append(
+            bench.trained("cross_entropy", [bench.datum()], client=client).metrics["loss:sum"]
+        )
     assert losses[0] == losses[1], losses
 
 
 @probe("ServiceClient.create_training_client_from_state_with_optimizer_async")
 def _(bench: Bench) -> None:
-    assert awaited(bench.service.create_training_client_from_state_with_optimizer_async(bench.state)).model_id
+    assert awaited(
+        bench.service.create_training_client_from_state_with_optimizer_async(bench.state)
+    ).model_id
 
 
 @probe("ServiceClient.create_sampling_client", "base model")
@@ -90,7 +96,9 @@ def _(bench: Bench) -> None:
 
 @probe("ServiceClient.create_sampling_client_async")
 def _(bench: Bench) -> None:
-    assert bench.sample(sampler=awaited(bench.service.create_sampling_client_async(base_model=bench.base_model)))
+    assert bench.sample(
+        sampler=awaited(bench.service.create_sampling_client_async(base_model=bench.base_model))
+    )
 
 
 @probe("ServiceClient.create_sampling_client", "record_stability_info", refused=True)
@@ -106,7 +114,9 @@ def _(bench: Bench) -> None:
         return loss, {"custom/weighted:sum": loss}
 
     handle = value(bench.service.create_custom_loss(weighted, {"logprobs": 1, "weights": 1}))
-    output = value(bench.training.forward_backward_custom([bench.datum(weights=[0.0, 1.0, 1.0, 1.0])], handle))
+    output = value(
+        bench.training.forward_backward_custom([bench.datum(weights=[0.0, 1.0, 1.0, 1.0])], handle)
+    )
     assert output.metrics["loss:sum"] > 0
 
 

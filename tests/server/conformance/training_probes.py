@@ -44,8 +44,12 @@ def _loss_probe(loss_fn: str, config: dict[str, float] | None = None, **inputs: 
 
 @probe("TrainingClient.forward_backward", "cross_entropy")
 def _(bench: Bench) -> None:
-    plain = bench.trained("cross_entropy", [bench.datum(weights=[1.0, 1.0, 1.0, 1.0])]).metrics["loss:sum"]
-    negative = bench.trained("cross_entropy", [bench.datum(weights=[-2.0, -2.0, -2.0, -2.0])]).metrics["loss:sum"]
+    plain = bench.trained("cross_entropy", [bench.datum(weights=[1.0, 1.0, 1.0, 1.0])]).metrics[
+        "loss:sum"
+    ]
+    negative = bench.trained(
+        "cross_entropy", [bench.datum(weights=[-2.0, -2.0, -2.0, -2.0])]
+    ).metrics["loss:sum"]
     assert math.isclose(negative, -2 * plain, rel_tol=1e-4)
 
 
@@ -62,7 +66,9 @@ def _(bench: Bench) -> None:
     targets, weights = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8)
     targets[:, 0] = torch.tensor([2, 3, 4, 5])
     weights[:, 0] = 1.0
-    sparse = bench.trained("cross_entropy", [bench.datum(target_tokens=targets, weights=weights)]).metrics["loss:sum"]
+    sparse = bench.trained(
+        "cross_entropy", [bench.datum(target_tokens=targets, weights=weights)]
+    ).metrics["loss:sum"]
     dense = bench.trained("cross_entropy", [bench.datum(weights=[1.0] * 4)]).metrics["loss:sum"]
     assert math.isclose(sparse, dense, rel_tol=1e-4)
 
@@ -76,12 +82,17 @@ _loss_probe("dro", {"beta": 0.05})
 @probe("TrainingClient.forward_backward", "gspo")
 def _(bench: Bench) -> None:
     array = importlib.import_module("numpy").array([0.0, 1.0, 1.0, 1.0], dtype="float32")
-    bench.trained("gspo", [bench.rl_datum(sequence_ratio_mask=bench.types.TensorData.from_numpy(array))])
+    bench.trained(
+        "gspo", [bench.rl_datum(sequence_ratio_mask=bench.types.TensorData.from_numpy(array))]
+    )
 
 
 @probe("TrainingClient.forward_backward", "more than one request's worth of datums")
 def _(bench: Bench) -> None:
-    assert len(bench.trained("cross_entropy", [bench.datum() for _ in range(1500)]).loss_fn_outputs) == 1500
+    assert (
+        len(bench.trained("cross_entropy", [bench.datum() for _ in range(1500)]).loss_fn_outputs)
+        == 1500
+    )
 
 
 @probe("TrainingClient.forward_backward", "stable_reinforce", refused=True)
@@ -94,14 +105,19 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     chunk = bench.types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=4)
     datum = bench.types.Datum(
-        model_input=bench.types.ModelInput(chunks=[chunk]), loss_fn_inputs={"target_tokens": [1, 2, 3, 4]}
+        model_input=bench.types.ModelInput(chunks=[chunk]),
+        loss_fn_inputs={"target_tokens": [1, 2, 3, 4]},
     )
     value(bench.new_training().forward_backward([datum], "cross_entropy"))
 
 
 @probe("TrainingClient.forward_backward", "a token that the vocabulary has not", refused=True)
 def _(bench: Bench) -> None:
-    value(bench.new_training().forward_backward([bench.datum(target_tokens=[10**8] * 4)], "cross_entropy"))
+    value(
+        bench.new_training().forward_backward(
+            [bench.datum(target_tokens=[10**8] * 4)], "cross_entropy"
+        )
+    )
 
 
 @probe("TrainingClient.forward_backward_async")
@@ -122,7 +138,12 @@ def _(bench: Bench) -> None:
 
 @probe("TrainingClient.forward_backward_custom_async")
 def _(bench: Bench) -> None:
-    assert awaited(bench.training.forward_backward_custom_async([bench.datum()], _squared)).metrics["squared"] > 0
+    assert (
+        awaited(bench.training.forward_backward_custom_async([bench.datum()], _squared)).metrics[
+            "squared"
+        ]
+        > 0
+    )
 
 
 @probe("TrainingClient.optim_step")
@@ -131,7 +152,10 @@ def _(bench: Bench) -> None:
     params = bench.types.AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
     losses = []
     for _ in range(4):
-        pending, step = training.forward_backward([bench.datum()], "cross_entropy"), training.optim_step(params)
+        pending, step = (
+            training.forward_backward([bench.datum()], "cross_entropy"),
+            training.optim_step(params),
+        )
         losses.append(value(pending).metrics["loss:sum"])
         assert set(value(step).metrics) == {"grad_norm", "adam_step"}, (
             "loops put these into rows that have a step of their own"
@@ -142,7 +166,10 @@ def _(bench: Bench) -> None:
 @probe("TrainingClient.optim_step_async")
 def _(bench: Bench) -> None:
     bench.trained("cross_entropy", [bench.datum()])
-    assert awaited(bench.training.optim_step_async(bench.types.AdamParams(learning_rate=1e-3))) is not None
+    assert (
+        awaited(bench.training.optim_step_async(bench.types.AdamParams(learning_rate=1e-3)))
+        is not None
+    )
 
 
 @probe("TrainingClient.optim_step", "Dimuon", refused=True)
@@ -176,7 +203,10 @@ def _(bench: Bench) -> None:
 def _(bench: Bench) -> None:
     training, params = bench.new_training(), bench.types.AdamParams(learning_rate=1e-2)
     overflowing = bench.rl_datum(logprobs=[-200.0] * 4, advantages=[1.0] * 4)
-    pending = [training.forward_backward([overflowing], "importance_sampling"), training.optim_step(params)]
+    pending = [
+        training.forward_backward([overflowing], "importance_sampling"),
+        training.optim_step(params),
+    ]
     for future in pending:
         bench.fails(future, "RequestFailed", "user")
     bench.trained("cross_entropy", [bench.datum()], client=training)
