@@ -1,0 +1,79 @@
+"""Verdicts of the kernels' self-tests, kept as JSON files beside the kernels.
+
+A self-test compares compiled kernels with torch on the machine at hand, once for each combination
+of hardware, driver, torch version and kernel sources. Those facts are the key of its file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a self-test found about one family of kernels."""
+
+    family: str
+    """Name of the family, such as "matmul"."""
+    passed: bool
+    """Whether the kernels of the family may be used on this machine."""
+    reason: str = ""
+    """Why they may not, as the end of a sentence; empty where they may."""
+
+
+def verdict_file(directory: Path, kind: str, *key: str) -> Path:
+    """Return the path of the verdicts for these facts about the machine and the kernels.
+
+    `kind` is "cpu" or "gpu". A change of any part of `key` gives another file.
+    """
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
+    return directory / f"verdicts-{kind}-{digest}.json"
+
+
+def read_verdicts(path: Path) -> list[Verdict] | None:
+    """Return the verdicts in this file; None if it is missing or damaged."""
+    try:
+        rows = json.loads(path.read_bytes())
+        verdicts = [Verdict(**row) for row in rows]
+    except (OSError, ValueError, TypeError):
+        return None
+    types = ((each.family, each.passed, each.reason) for each in verdicts)
+    sound = all(
+        isinstance(a, str) and isinstance(b, bool) and isinstance(c, str) for a, b, c in types
+    )
+    return verdicts if verdicts and sound else None
+
+
+def write_verdicts(path: Path, verdicts: Iterable[Verdict]) -> bool:
+    """Replace this file's verdicts atomically. Return False where the directory is read-only."""
+    text = json.dumps([asdict(verdict) for verdict in verdicts], indent=1)
+    unfinished = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.stem, suffix=".part", delete=False
+        ) as file:
+            unfinished = Path(file.name)
+            file.write(text)
+        unfinished.replace(path)
+    except OSError:
+        if unfinished is not None:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def describe_exit(status: int) -> str:
+    """Return in words how a self-test's process ended; `status` as of subprocess.Popen."""
+    if status >= 0:
+        return f"exit status {status} of the self-test"
+    name = signal.strsignal(-status) or f"signal {-status}"
+    return f"{name.lower()} in the self-test"
