@@ -19,6 +19,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from planish.native.verdicts import describe_exit
+
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
 # Instruction sets are named one by one, rather than by -march=native: a cache may be shared by
 # machines of several kinds.
@@ -70,14 +72,16 @@ def tiles_agree(path: Path) -> bool:
         asked = subprocess.run(
             [sys.executable, "-c", script, str(path)], capture_output=True, check=False
         )
-        verdict = "agree" if asked.returncode == 0 else f"differ: exit status {asked.returncode}"
+        verdict = {0: "agree", 1: "differ from those without"}.get(
+            asked.returncode, describe_exit(asked.returncode)
+        )
         with suppress(OSError):  # the cache came with an image, say
             made = path.with_suffix(f".{os.getpid()}")
             made.write_text(verdict)
             made.replace(noted)
     if verdict != "agree":
         logging.getLogger(__name__).warning(
-            "this CPU's AMX is not used: products by it %s (%s)", verdict, path
+            "this CPU's AMX is not used, so matmuls in bfloat16 are torch's: %s (%s)", verdict, path
         )
     return verdict == "agree"
 

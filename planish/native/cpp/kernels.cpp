@@ -138,6 +138,7 @@ EXPORT void use_tiles(int used) { uses_tiles = used && tiles::there_are(); }
 // Whether tiles and vectors multiply whole numbers to the same products, which are exact in both;
 // 16 and more rows, ends of all kinds.
 EXPORT int tiles_agree() {
+    if (!tiles::there_are()) return false;
     uint32_t state = 1;
     auto fill = [&](std::vector<uint16_t>& x) {
         for (uint16_t& v : x) {

@@ -2,7 +2,9 @@
 // and adds the outcome to a third.
 //
 // EMULATED_TILES compiles the same with the instructions written out, after Intel's description of
-// them, for machines that lack them; what an instruction would refuse ends the process there.
+// them, for machines that lack them; what an instruction would refuse ends the process there. A
+// process must ask Linux for permission before it uses tiles (`there_are`), so the emulator also
+// ends one that did not ask.
 
 #pragma once
 
@@ -11,6 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -40,16 +43,20 @@ inline thread_local Shapes shapes;
 inline void need(bool holds) {
     if (!holds) std::abort();
 }
+inline std::atomic<bool> permitted{false};  // of the process, as the kernel's permission is
 inline void configure(const Shapes& to) {
-    need(to.palette <= 1);
+    need(permitted && to.palette <= 1);
     for (int t = 0; t < 16; t++)
         need(to.rows[t] <= (t < 8 ? 16 : 0) && to.bytes[t] <= (t < 8 ? 64 : 0) &&
              (to.rows[t] == 0) == (to.bytes[t] == 0));
     shapes = to;
     std::memset(tile, 0, sizeof tile);
 }
-inline void configuration(Shapes& to) { to = shapes; }
-inline void there(int t) { need(shapes.palette == 1 && shapes.rows[t]); }
+inline void configuration(Shapes& to) {
+    need(permitted);
+    to = shapes;
+}
+inline void there(int t) { need(permitted && shapes.palette == 1 && shapes.rows[t]); }
 inline void TILE_ZERO(int t) {
     there(t);
     std::memset(&tile[t], 0, sizeof tile[t]);
@@ -86,7 +93,10 @@ inline void TILE_DOT(int c, int a, int b) {
             ((float*)tile[c].data[m])[n] += even + odd;
         }
 }
-inline bool there_are() { return true; }
+inline bool there_are() {
+    permitted = true;
+    return true;
+}
 
 #else
 
@@ -106,7 +116,8 @@ TILES inline void configuration(Shapes& to) {
 #define TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 
-// Whether the CPU has them, and the kernel saves them for this process, which has to ask.
+// Whether the CPU has tiles and Linux lets this process use them. Call this before the first
+// instruction on tiles: without permission Linux ends the process with SIGILL.
 #ifdef __AVX512F__
 inline bool there_are() {
     static const bool found = [] {
