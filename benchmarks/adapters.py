@@ -28,10 +28,10 @@ from report import RESULTS, adapters_table
 from works import Shape, make_prompts
 
 import planish
+from planish.files import write_whole
 from planish.model.config import ModelConfig
 from planish.model.lora import LoraLayout
 from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.runs import write_whole
 from planish.types import LoraConfig
 
 ADAPTERS = (1, 8, 64)

@@ -37,8 +37,8 @@ from report import RESULTS, peers_table
 from works import SMALL_WORKS, WORKS, write_works
 
 import planish
+from planish.files import write_whole
 from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.runs import write_whole
 
 HERE = Path(__file__).parent
 OWN = "planish"

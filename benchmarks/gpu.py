@@ -53,9 +53,9 @@ from random_model import SHAPES, random_model
 from report import RESULTS, gpu_table
 
 import planish
+from planish.files import write_whole
 from planish.model.config import ModelConfig
 from planish.model.sources import resolve_model
-from planish.runs import write_whole
 
 PARTS = (*SERVED_PARTS, "peers", "profile")
 

@@ -29,9 +29,9 @@ from report import RESULTS, contexts_table, growth_table
 from works import Rounds, Shape, make_prompts, write_works
 
 import planish
+from planish.files import write_whole
 from planish.model.config import ModelConfig
 from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.runs import write_whole
 
 GROUPS = (1, 4, 16, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from planish.runs import read_rows, write_whole
+from planish.files import read_rows, write_whole
 
 PAGE = Path(__file__).parents[1] / "docs" / "hyperparameters.md"
 BASE = {

@@ -25,8 +25,8 @@ from report import RESULTS, overheads_table
 from works import SMALL_WORKS, WORKS, Shape, make_prompts, make_round
 
 import planish
+from planish.files import write_whole
 from planish.model.sources import DEFAULT_MODEL
-from planish.runs import write_whole
 
 ENGINE_THREAD = "planish-engine"
 PUBLISHED = 5

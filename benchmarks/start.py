@@ -19,8 +19,8 @@ import chz
 from compare import header
 from report import RESULTS, start_table
 
+from planish.files import write_whole
 from planish.model.sources import DEFAULT_MODEL
-from planish.runs import write_whole
 
 SCRIPT = """
 import sys, time

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from planish.errors import UserError
-from planish.runs import METRICS, Row, read_rows
+from planish.files import Row, read_rows
+from planish.runs import METRICS
 
 Points = Mapping[float, float]
 """Values over steps, in the order of the steps."""

@@ -59,6 +59,12 @@ class StorageError(PlanishError, OSError):
     """The disk refused a write. Nothing that was whole before is damaged."""
 
 
+class UnjudgedAnswerError(PlanishError):
+    """A grader cannot say whether an answer is right. An environment counts the answer as wrong;
+    any other error of a grader ends the rollout.
+    """
+
+
 def refused_step(error: BaseException) -> UserError:
     """The error of an optimizer step behind a forward_backward that ended with `error`:
     NonFiniteError if that was one.

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from planish.errors import UserError
-from planish.runs import write_whole
+from planish.files import write_whole
 
 
 @dataclass(frozen=True)

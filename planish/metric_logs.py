@@ -27,9 +27,10 @@ from rich.console import Console
 
 from planish.console import step_line
 from planish.errors import UserError
+from planish.files import Row, write_whole
 from planish.metric_services import SERVICES, CopiedRun, Service
 from planish.metrics_table import metrics_table
-from planish.runs import CONFIG, METRIC_LOGS, Row, RunDirectory, write_whole
+from planish.runs import CONFIG, METRIC_LOGS, RunDirectory
 
 Metrics = Mapping[str, float | int]
 

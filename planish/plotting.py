@@ -13,7 +13,7 @@ from typing import Any
 
 from planish.curves import Curve, DrawnPanel, Run, drawn_panels, points_of, read_runs
 from planish.errors import UserError
-from planish.runs import Row, write_whole
+from planish.files import Row, write_whole
 
 PNG = "curves.png"
 PAGE = "curves.html"

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from planish.errors import UserError
-from planish.runs import TRACE, Row, RowFile, read_rows, write_whole
+from planish.files import Row, RowFile, read_rows, write_whole
+from planish.runs import TRACE
 
 
 @dataclass(slots=True)

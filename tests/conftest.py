@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from planish.home import cache_home
+from planish.files import cache_home
 from planish.native import cpu
 
 if not torch.cuda.is_available():

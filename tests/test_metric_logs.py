@@ -20,9 +20,10 @@ import pytest
 from rich.console import Console
 
 from planish.errors import StorageError, UserError
+from planish.files import read_rows
 from planish.metric_logs import MetricLogs, open_metric_logs, require_loggers
 from planish.metric_services import SERVICES, CopiedRun, Service
-from planish.runs import RunDirectory, read_rows
+from planish.runs import RunDirectory
 
 # The first process logs steps 0 to 4, the second steps 3 to 6, of which a service without a way
 # back takes 5 and 6.

@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.runs import (
-    CheckpointRecord,
-    RunDirectory,
-    checkpoint_of,
-    read_rows,
-    resume_points,
-    weights_of,
-    write_whole,
-)
+from planish.files import read_rows, write_whole
+from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, resume_points, weights_of
 
 CONFIG = {"batch_size": 4, "max_steps": 10}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from planish.errors import StorageError, UserError
-from planish.runs import RunDirectory, read_rows
+from planish.files import read_rows
+from planish.runs import RunDirectory
 from planish.timing import Spans, TraceFile, write_trace
 
 

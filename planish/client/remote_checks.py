@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from planish.errors import UnsupportedError, UserError
-from planish.loss_options import option_value
 from planish.service import (
     CreateModel,
     CreateSampler,
@@ -20,6 +19,7 @@ from planish.service import (
     Sample,
     SaveWeights,
     SaveWeightsForSampler,
+    option_value,
 )
 from planish.types import (
     AdamParams,

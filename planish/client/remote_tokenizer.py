@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from planish.errors import StorageError, UserError
-from planish.home import cache_home
+from planish.files import cache_home
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 

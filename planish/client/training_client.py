@@ -83,7 +83,7 @@ class TrainingClient:
 
         If it is refused, fails or is cancelled, that step fails too; so what is wrong with the data
         is told by the result, not here. Losses: planish/engine/losses.py; their config:
-        planish/loss_options.py.
+        planish/service.py.
         """
         return Pending(
             self._submit_part(ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {}))

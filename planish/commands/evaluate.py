@@ -14,8 +14,8 @@ from planish.errors import UserError, as_user_errors
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
 from planish.evaluation.evaluate import CONCURRENCY, checked_draws
 from planish.evaluation.files import RESULTS, SAMPLES
+from planish.files import read_rows
 from planish.renderers import FORMATS
-from planish.runs import read_rows
 
 INTERRUPTED = 130
 DRAWS = ("samples", "max_tokens", "temperature", "seed")

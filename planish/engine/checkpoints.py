@@ -37,7 +37,7 @@ from planish.engine.checkpoint_files import (
 )
 from planish.engine.checkpoint_labels import Label, check_label, check_name, check_ttl, is_name
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.runs import write_whole
+from planish.files import write_whole
 from planish.types import Checkpoint, CheckpointPath, CheckpointType
 
 if TYPE_CHECKING:

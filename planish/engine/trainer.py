@@ -32,13 +32,13 @@ from planish.engine.native_attention import NativeForest
 from planish.engine.packing import Packed, pack
 from planish.engine.row_tiling import RowTiling
 from planish.errors import NonFiniteError
-from planish.loss_options import complete_config
 from planish.model.config import ModelConfig
 from planish.model.decoder import Attend, Decoder
 from planish.model.head import logits_dtype, rows_at_once, scored_logprobs
 from planish.model.lora import LAYER_SITES, AdapterRows, LoraWeights
 from planish.native import cpu, kernels
 from planish.native.cpu_products import low_columns
+from planish.service import complete_config
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"

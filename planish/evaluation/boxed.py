@@ -8,13 +8,12 @@ same.
 from collections.abc import Mapping
 from typing import Any
 
-from planish.errors import UserError
+from planish.errors import UnjudgedAnswerError, UserError
 from planish.evaluation.types import Question, Verdict
 from planish.problems.grading import extract_boxed
 from planish.problems.gsm8k import QUESTION_SUFFIX, read_problem, shown_example
 from planish.problems.math_datasets import BOX_SUFFIX, math_answer, text_of
 from planish.problems.process_grader import process_grader
-from planish.rl.problem_env import UnjudgedAnswerError
 
 
 def gsm8k_question(row: Mapping[str, Any], where: str, number: int) -> Question:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from planish.errors import DamagedFileError, UserError
 from planish.evaluation.types import ChoiceTask, ChosenAnswer, SampledAnswer, ScoredChoice, Task
-from planish.runs import RowFile, hold_directory, read_rows, write_whole
+from planish.files import RowFile, hold_directory, read_rows, write_whole
 
 CONFIG = "config.json"
 SAMPLES = "samples.jsonl"

@@ -17,14 +17,8 @@ from typing import Any
 from planish.commands.records import Records
 from planish.engine.checkpoint_files import ADAPTER_CONFIG
 from planish.errors import CheckpointError, DamagedFileError, UserError
-from planish.runs import (
-    CONFIG,
-    METRICS,
-    CheckpointRecord,
-    checkpoint_records,
-    read_rows,
-    weights_of,
-)
+from planish.files import read_rows
+from planish.runs import CONFIG, METRICS, CheckpointRecord, checkpoint_records, weights_of
 
 _PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
 """Options that say where a run was watched and kept, not what it did."""

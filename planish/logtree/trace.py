@@ -24,9 +24,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 from jinja2 import Environment, PackageLoader
 
 from planish.errors import UserError
+from planish.files import write_whole
 from planish.logtree.html import css_of, to_html
 from planish.logtree.nodes import Node, attributes, section, text_of
-from planish.runs import write_whole
 
 P = ParamSpec("P")
 R = TypeVar("R")

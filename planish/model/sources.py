@@ -29,7 +29,7 @@ from filelock import FileLock
 from huggingface_hub import HfApi, snapshot_download
 
 from planish.errors import StorageError, UnknownModelError, UserError
-from planish.home import cache_home
+from planish.files import cache_home
 from planish.model.embedded import DEFAULT_MODEL, DIRECTORY_NAME, fetch_embedded
 from planish.model.gguf import CONVERSION, convert_gguf
 from planish.model.weights import weight_files

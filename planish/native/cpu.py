@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from planish.errors import UserError
-from planish.home import cache_home
+from planish.files import cache_home
 from planish.native.build import BuildError, library, tiles_agree
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}

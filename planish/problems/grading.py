@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Self
 
-from planish.rl.problem_env import UnjudgedAnswerError
+from planish.errors import UnjudgedAnswerError
 from planish.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 PLAIN_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?")

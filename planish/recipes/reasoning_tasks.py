@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planish.errors import UnsupportedError, UserError
-from planish.rl.problem_env import UnjudgedAnswerError
+from planish.errors import UnjudgedAnswerError, UnsupportedError, UserError
 from planish.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 ENTRIES = 10_000

@@ -27,6 +27,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.files import write_whole
 from planish.model_renderer import learn_renderer
 from planish.preference import model_training
 from planish.preference.comparison_evaluator import Contest
@@ -44,7 +45,7 @@ from planish.recipes.rlhf_options import (
     sft_config,
 )
 from planish.rl import train as rl_training
-from planish.runs import RunDirectory, checkpoint_of, resume_points, write_whole
+from planish.runs import RunDirectory, checkpoint_of, resume_points
 from planish.supervised import train as supervised_training
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import chz
 
+from planish.files import write_whole
 from planish.recipes import training_run
 from planish.recipes.rubric_sums import rubric_of, verdict
 from planish.recipes.sums import Sum
 from planish.renderers import Message
 from planish.rubric.grading import judge_prompt
-from planish.runs import write_whole
 
 FORMS = (
     "{left} + {right} = {result}",

@@ -15,7 +15,7 @@ from typing import Any
 
 from planish import logtree
 from planish.completers import StopCondition
-from planish.errors import PlanishError, UserError
+from planish.errors import UnjudgedAnswerError, UserError
 from planish.renderers import Message, Renderer, get_text_content
 from planish.renderers.renderer import Messages
 from planish.rl.types import (
@@ -28,12 +28,6 @@ from planish.rl.types import (
     StopReason,
 )
 from planish.types import ModelInput
-
-
-class UnjudgedAnswerError(PlanishError):
-    """Raised by a `check_answer` that cannot say whether an answer is right. It counts as wrong;
-    anything else that a check raises is a fault of the program and ends the rollout.
-    """
 
 
 def only_step(

@@ -11,6 +11,7 @@ from planish import ServiceClient
 from planish.checkpointing import RunCheckpoints, Start, origin_metadata, start_training
 from planish.errors import UserError
 from planish.evaluators import Evaluator
+from planish.files import write_whole
 from planish.metric_logs import open_metric_logs
 from planish.provenance import code_diff
 from planish.rl.config import Config, KLReferenceConfig, check, may_change
@@ -21,7 +22,7 @@ from planish.rl.loop import Loop
 from planish.rl.progress import TrainingProgress
 from planish.rl.rollout_files import RolloutFiles, split_label
 from planish.rl.types import RLDataset
-from planish.runs import CODE_DIFF, RunDirectory, checkpoint_of, write_whole
+from planish.runs import CODE_DIFF, RunDirectory, checkpoint_of
 from planish.timing import TraceFile
 
 

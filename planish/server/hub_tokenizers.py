@@ -17,8 +17,8 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
+from planish.files import write_whole
 from planish.model.sources import HUB_NAME
-from planish.runs import write_whole
 from planish.server.routes_downloads import tokenizer_files
 
 _log = logging.getLogger("planish.server")

@@ -34,7 +34,7 @@ from typing import Any, Generic, TypeVar
 from filelock import FileLock, Timeout
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.runs import sync_directory
+from planish.files import sync_directory
 from planish.server.crash_points import crash_point
 from planish.server.measurements import Disk
 from planish.server.private_names import PREFIX

@@ -14,9 +14,10 @@ from planish import ServiceClient
 from planish.checkpointing import RunCheckpoints, Start, origin_metadata, start_training
 from planish.console import StepDisplay
 from planish.errors import UserError
+from planish.files import write_whole
 from planish.metric_logs import open_metric_logs
 from planish.provenance import code_diff
-from planish.runs import CODE_DIFF, RunDirectory, write_whole
+from planish.runs import CODE_DIFF, RunDirectory
 from planish.supervised.config import Config, check, may_change
 from planish.supervised.context import within_context
 from planish.supervised.loop import Loop, Measured

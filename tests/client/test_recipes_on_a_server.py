@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from planish.evaluation import Sampling, evaluate, load_task, open_model
+from planish.files import read_rows
 from planish.recipes import math_rl, rl_loop, sl_loop
-from planish.runs import read_rows
 
 
 @pytest.fixture(scope="module")

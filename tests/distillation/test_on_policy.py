@@ -25,12 +25,12 @@ from planish.distillation.on_policy import Config, TeacherPull, main
 from planish.distillation.prompts import PromptOnlyDatasetBuilder, PromptOnlyEnv
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UnsupportedError, UserError
+from planish.files import read_rows
 from planish.model.config import ModelConfig
 from planish.model.lora import LoraLayout
 from planish.rl.config import KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
-from planish.runs import read_rows
 from planish.types import LoraConfig
 
 

@@ -17,9 +17,9 @@ from planish.distillation.sampling import (
     sample_conversations,
 )
 from planish.errors import DamagedFileError, UserError
+from planish.files import RowFile, read_rows
 from planish.renderers import get_renderer
 from planish.rl.rollouts import do_group_rollout
-from planish.runs import RowFile, read_rows
 from planish.types import SampledSequence, SampleResponse
 
 QUESTION = [{"role": "user", "content": "a"}]

@@ -12,7 +12,7 @@ import torch
 
 from planish.engine.losses import LOSSES, find_loss
 from planish.errors import UnsupportedError
-from planish.loss_options import LOSS_OPTIONS, complete_config
+from planish.service import LOSS_OPTIONS, complete_config
 
 N = 7
 RNG = np.random.default_rng(4)

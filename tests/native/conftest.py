@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planish.home import cache_home
+from planish.files import cache_home
 from planish.native import build, cpu, cpu_products
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planish.errors import UserError
-from planish.home import cache_home
+from planish.files import cache_home
 from planish.native import build, cpu
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.model_renderer import learn_renderer
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
 from planish.preference.dpo import (
@@ -26,7 +27,7 @@ from planish.preference.dpo import (
 )
 from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
 from planish.preference.metric_definitions import definition_of
-from planish.runs import REFERENCE, checkpoint_of, read_rows
+from planish.runs import REFERENCE, checkpoint_of
 from planish.supervised.loop import Loop
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import tiny_model

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from planish.errors import UnjudgedAnswerError
 from planish.problems.grading import Grade, GradingError
 from planish.problems.process_grader import SharedGrader, process_grader
-from planish.rl.problem_env import UnjudgedAnswerError
 
 
 @pytest.fixture

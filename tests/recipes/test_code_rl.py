@@ -10,6 +10,7 @@ import pytest
 from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
 
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import code_rl as recipe
 from planish.recipes.code_datasets import (
     CodeDatasetBuilder,
@@ -23,7 +24,6 @@ from planish.recipes.process_sandbox import process_sandbox
 from planish.recipes.training_run import read_options
 from planish.rl.message_env import EnvFromMessageEnv
 from planish.rl.rollout_limits import RolloutLimits
-from planish.runs import read_rows
 from planish.sandbox import (
     FunctionTest,
     Limits,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import demo, training_run
-from planish.runs import read_rows
 
 
 def test_the_demo_writes_one_row_a_step_and_reports_what_it_found(service, tmp_path, capsys):

@@ -11,13 +11,13 @@ from planish import ServiceClient
 from planish.distillation.metric_definitions import definition_of
 from planish.distillation.prompts import PromptOnlyDatasetBuilder
 from planish.errors import UserError
+from planish.files import hold_directory, read_rows
 from planish.recipes import off_policy_distillation, on_policy_distillation, prompt_distillation
 from planish.recipes.sum_prompts import drawn_sum_prompts
 from planish.recipes.sums import held_out_sums
 from planish.recipes.training_run import read_options
 from planish.renderers import Renderer
 from planish.renderers.termination import Parsed, Termination
-from planish.runs import hold_directory, read_rows
 from planish.testing import tiny_model
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import dpo
 from planish.recipes.preference_pairs import KINDS, drawn_pairs
-from planish.runs import read_rows
 
 
 @pytest.fixture

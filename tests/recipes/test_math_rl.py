@@ -8,13 +8,13 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import math_rl
 from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder
 from planish.recipes.math_rl import SIZES, Options, check, dataset_builder, options_for, with_sizes
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
 from planish.recipes.sums import SumDatasetBuilder
 from planish.recipes.training_run import read_options
-from planish.runs import read_rows
 from planish.testing import tiny_model
 
 DATA = Path(__file__).parents[1] / "problems" / "data"

@@ -5,9 +5,9 @@ import json
 import chz
 import pytest
 
+from planish.files import read_rows
 from planish.recipes import calculator, guess_number, tic_tac_toe, twenty_questions
 from planish.recipes.training_run import read_options
-from planish.runs import read_rows
 
 SMALL = {
     "guess_number": ["largest=3", "max_guesses=2", "batch_size=2", "group_size=2"],

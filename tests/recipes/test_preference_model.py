@@ -7,10 +7,10 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
 from planish.preference.types import Comparison
 from planish.recipes import preference_model
-from planish.runs import read_rows
 
 
 @pytest.fixture

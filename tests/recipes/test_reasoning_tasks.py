@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planish.errors import UnsupportedError, UserError
+from planish.errors import UnjudgedAnswerError, UnsupportedError, UserError
 from planish.recipes import reasoning_tasks
 from planish.recipes.reasoning_problems import (
     SUFFIX,
@@ -22,7 +22,6 @@ from planish.recipes.reasoning_problems import (
 )
 from planish.recipes.reasoning_tasks import Entry, Task, TaskProcess, check_name, task_process
 from planish.renderers import get_renderer
-from planish.rl.problem_env import UnjudgedAnswerError
 from planish.testing import EOS_TOKEN_ID
 
 gym = pytest.importorskip("reasoning_gym")

@@ -7,10 +7,10 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import rl_basic
 from planish.recipes.boxed_problems import BoxedProblemEnv
 from planish.recipes.training_run import read_options
-from planish.runs import read_rows
 from planish.testing import tiny_model
 
 

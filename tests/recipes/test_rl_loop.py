@@ -9,10 +9,10 @@ import pytest
 from fake_service import GAP, LOGPROB, Killed
 
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import rl_loop
 from planish.recipes.grpo import answer_datum
 from planish.recipes.training_run import read_options
-from planish.runs import read_rows
 from planish.types import ModelInput
 
 

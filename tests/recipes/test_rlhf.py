@@ -11,6 +11,7 @@ from planish import ServiceClient
 from planish.client.sampling_client import SamplingClient
 from planish.client.training_client import TrainingClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.preference.matchups import TournamentPattern
 from planish.recipes import rlhf
 from planish.recipes.rlhf_options import (
@@ -28,7 +29,6 @@ from planish.recipes.rlhf_options import (
 from planish.recipes.training_run import read_options
 from planish.recipes.wordy_sums import RuleBuilder, WordySums
 from planish.rl.metric_definitions import definition_of
-from planish.runs import read_rows
 
 TIMING = (
     "time/",

@@ -9,11 +9,11 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import rubric, rubric_judge, rubric_sums
 from planish.recipes.training_run import read_options
 from planish.rl.metric_definitions import definition_of
 from planish.rubric.rubrics import read_rubric_row
-from planish.runs import read_rows
 from planish.supervised.conversations import conversation_of
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.preference.types import Comparison
 from planish.recipes import shorter
 from planish.recipes.shorter import DrawnPrompts, Shorter
 from planish.rl.metric_definitions import definition_of
-from planish.runs import read_rows
 
 
 def options_of(small_model, tmp_path, **changes):

@@ -6,9 +6,9 @@ import pytest
 from fake_service import GAP, LOGPROB, Killed
 
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import sl_loop
 from planish.renderers import get_renderer
-from planish.runs import read_rows
 
 
 def options(dataset, tmp_path, **changes):

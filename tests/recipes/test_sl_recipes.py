@@ -7,12 +7,12 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.learning_rates import get_lr
 from planish.recipes import chat_sl, sl_basic, sl_loop
 from planish.recipes.sl_options import read_chat
 from planish.recipes.training_run import read_options
 from planish.renderers import TrainOnWhat
-from planish.runs import read_rows
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4, dear."}]
 

@@ -16,9 +16,9 @@ from digit_env import DigitsBuilder
 from safetensors.numpy import load_file
 
 from planish import ServiceClient
+from planish.files import read_rows
 from planish.rl.config import AsyncConfig, Config
 from planish.rl.train import main
-from planish.runs import read_rows
 from planish.testing import tiny_model
 from planish.types import CheckpointPath
 

@@ -12,11 +12,11 @@ from planish import AdamParams, ServiceClient
 from planish.chat_endpoint import ChatEndpoint
 from planish.completers import TinkerMessageCompleter
 from planish.errors import UserError
+from planish.files import read_rows
 from planish.recipes import rubric
 from planish.renderers import TrainOnWhat, get_renderer
 from planish.rubric.grading import Grader, judge_prompt
 from planish.rubric.rubrics import Criterion, RubricRow
-from planish.runs import read_rows
 from planish.supervised.rendering import conversation_to_data
 
 NAME = "Qwen/Qwen3-4B-Instruct-2507"

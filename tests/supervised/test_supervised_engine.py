@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from planish import ServiceClient
-from planish.runs import read_rows
+from planish.files import read_rows
 from planish.supervised.config import Config
 from planish.supervised.datasets import FromConversationFileBuilder
 from planish.supervised.train import main

@@ -10,8 +10,9 @@ from ledger_service import Killed, LedgerClient, LedgerService
 
 from planish.errors import NonFiniteError, UserError
 from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
+from planish.files import read_rows
 from planish.interruption import Interruption
-from planish.runs import RunDirectory, read_rows
+from planish.runs import RunDirectory
 from planish.supervised.config import Config
 from planish.supervised.datasets import FromConversationFileBuilder
 from planish.supervised.loop import Loop
