@@ -16,6 +16,7 @@ that the choice is ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -57,22 +58,21 @@ def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 def importance_sampling(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """-sum r A: the policy gradient with the importance weight of the sampled token."""
-    return -(_ratio(logprobs, inputs) * inputs["advantages"]).sum()
+    return -_ratio_times(logprobs - inputs["logprobs"], inputs["advantages"]).sum()
 
 
 def ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """-sum min(r A, clip(r, low, high) A) (Schulman et al. 2017); low and high bound the ratio
     itself.
     """
-    ratio = _ratio(logprobs, inputs)
-    return -_clipped(ratio, inputs["advantages"], config).sum()
+    return -_clipped(logprobs - inputs["logprobs"], inputs["advantages"], config).sum()
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """-sum sg(clip(r, low, high)) l A (MiniMax 2025): the weight is clipped, the gradient never cut
     off.
     """
-    weight = _ratio(logprobs.detach(), inputs).clamp(
+    weight = torch.exp(logprobs.detach() - inputs["logprobs"]).clamp(
         config["clip_low_threshold"], config["clip_high_threshold"]
     )
     return -(weight * logprobs * inputs["advantages"]).sum()
@@ -89,8 +89,7 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     mask = inputs.get("sequence_ratio_mask", advantages) != 0
     gap = (logprobs.detach() - inputs["logprobs"])[mask]
     sequence = gap.sum() / max(1, gap.numel())
-    ratio = torch.exp(sequence + logprobs - logprobs.detach())
-    return -_clipped(ratio, advantages, config).sum()
+    return -_clipped(sequence + logprobs - logprobs.detach(), advantages, config).sum()
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
@@ -105,14 +104,32 @@ def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     return -(terms * inputs["mask"] if "mask" in inputs else terms).sum()
 
 
-def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    """r, and 1 where A is 0: there it counts for nothing, and must not make 0 times infinity."""
-    return torch.exp((logprobs - inputs["logprobs"]).masked_fill(inputs["advantages"] == 0, 0.0))
+_LARGEST_GAP = 88.0
+"""exp of a larger log-ratio may overflow float32 (from 88.73 on)."""
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, config: Config) -> Tensor:
-    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    return torch.minimum(ratio * advantages, clipped * advantages)
+def _ratio_times(gap: Tensor, advantages: Tensor) -> Tensor:
+    """exp(gap) A for each position; finite, with a finite gradient, wherever float32 holds it."""
+    # A log-ratio counts for nothing where A is 0, and must not make 0 times infinity.
+    gap = gap.masked_fill(advantages == 0, 0.0)
+    product = torch.exp(gap.clamp(max=_LARGEST_GAP)) * advantages
+    overflows = gap > _LARGEST_GAP
+    if not bool(overflows.any()):
+        return product
+    # exp(gap) overflows alone, but not times a small advantage.
+    log_size = torch.where(overflows, gap + advantages.abs().log(), 0.0)
+    return torch.where(overflows, torch.exp(log_size) * advantages.sign(), product)
+
+
+def _clipped(gap: Tensor, advantages: Tensor, config: Config) -> Tensor:
+    """min(r A, clip(r, low, high) A) for each position, with r = exp(gap)."""
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    # With A > 0 the clipped ratio counts from `high` on. The log-ratio stops a little later:
+    # exp would overflow, and a gradient of 0 times infinity is NaN.
+    bound = min(math.log(high) + 1, _LARGEST_GAP)
+    gap = torch.where(advantages > 0, gap.clamp(max=bound), gap)
+    clipped = torch.exp(gap.clamp(max=_LARGEST_GAP)).clamp(low, high)
+    return torch.minimum(_ratio_times(gap, advantages), clipped * advantages)
 
 
 _SAMPLED = ("logprobs", "advantages")

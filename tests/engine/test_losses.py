@@ -122,6 +122,70 @@ def test_a_position_without_advantage_may_have_any_ratio(name: str):
     assert loss.isfinite()
 
 
+GAPS = [-700.0, -88.75, -1.0, 0.0, 0.15, 1.0, 60.0, 88.0, 88.5, 88.75, 89.0, 100.0, 600.0]
+ADVANTAGES = [1.0, -1.0, 1e-3, -1e-3, 1e-30, -1e-30, -0.0, 0.0, 7.5, -7.5]
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_a_log_ratio_that_overflows_float32_is_as_in_float64(name, gap, advantage):
+    """The datum is refused only where float32 cannot hold its loss, or its gradient."""
+
+    def outcome(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.tensor([-1.0, -0.5], dtype=dtype, requires_grad=True)
+        inputs = {
+            "logprobs": torch.tensor([-1.0 - gap, -0.5 - gap], dtype=dtype),
+            "advantages": torch.tensor([advantage, advantage], dtype=dtype),
+        }
+        config = complete_config(name, {})
+        if dtype == torch.float64:
+            loss = plain[name](logprobs, inputs, config)
+        else:
+            loss = LOSSES[name].fn(logprobs, inputs, config)
+        loss.backward()
+        assert logprobs.grad is not None
+        return loss.detach(), logprobs.grad
+
+    def importance_sampling(now, inputs, config):
+        return -(torch.exp(now - inputs["logprobs"]) * inputs["advantages"]).sum()
+
+    def clipped(ratio, inputs, config):
+        bounds = config["clip_low_threshold"], config["clip_high_threshold"]
+        a = inputs["advantages"]
+        return -torch.minimum(ratio * a, ratio.clamp(*bounds) * a).sum()
+
+    def ppo(now, inputs, config):
+        return clipped(torch.exp(now - inputs["logprobs"]), inputs, config)
+
+    def cispo(now, inputs, config):
+        bounds = config["clip_low_threshold"], config["clip_high_threshold"]
+        weight = torch.exp(now.detach() - inputs["logprobs"]).clamp(*bounds)
+        return -(weight * now * inputs["advantages"]).sum()
+
+    def gspo(now, inputs, config):
+        mask = inputs["advantages"] != 0
+        gaps = (now.detach() - inputs["logprobs"])[mask]
+        mean = gaps.mean() if len(gaps) else 0.0
+        return clipped(torch.exp(mean + now - now.detach()), inputs, config)
+
+    plain = {
+        "importance_sampling": importance_sampling,
+        "ppo": ppo,
+        "cispo": cispo,
+        "gspo": gspo,
+    }
+    expected, expected_grad = outcome(torch.float64)
+    assert expected.isfinite()
+    assert expected_grad.isfinite().all()
+    found, grad = outcome(torch.float32)
+    if max(expected.abs(), expected_grad.abs().max()) < 3.4e38:
+        torch.testing.assert_close(found.double(), expected, rtol=5e-5, atol=1e-37)
+        torch.testing.assert_close(grad.double(), expected_grad, rtol=5e-5, atol=1e-37)
+    else:
+        assert not found.isfinite()
+
+
 def test_gspo_with_an_empty_mask_has_ratio_one():
     zero = torch.zeros(N)
     loss = LOSSES["gspo"].fn(

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -545,6 +546,20 @@ def test_a_loss_that_is_not_finite_refuses_call_and_step(decoder):
         assert torch.equal(tensor, before[name])
     run(trainer, adapter, data, "importance_sampling")
     assert adapter.optim_step(AdamParams()).metrics["adam_step"] == 2
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_a_clipped_ratio_may_lie_beyond_float32(loss, decoder):
+    trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), group_datums(8)
+    far = poisoned(data, 4)
+    inputs: dict[str, Any] = dict(far[4].loss_fn_inputs)
+    inputs["advantages"] = np.abs(np.array(inputs["advantages"].data, np.float32))
+    far[4] = datum_of(far[4].model_input, inputs)
+    output, _ = run(trainer, adapter, far, loss)
+    assert math.isfinite(output.metrics["loss:sum"])
+    assert math.isfinite(output.metrics["ratio:max"])
+    assert adapter.grad is not None
+    assert adapter.grad.isfinite().all()
 
 
 def test_weights_that_are_not_finite_are_noticed(decoder):
