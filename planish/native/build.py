@@ -36,14 +36,15 @@ class BuildError(Exception):
     """Why there is no library."""
 
 
+def find_compiler() -> str | None:
+    """Return the command of a C++ compiler: CXX, or the first that is installed."""
+    installed = (shutil.which(name) for name in ("g++", "c++", "clang++"))
+    return os.environ.get("CXX") or next(filter(None, installed), None)
+
+
 def library(cache: Path, instructions: str) -> Path:
     """The library for a CPU with these INSTRUCTIONS, compiled now if it is not there yet."""
-    compiler = (
-        os.environ.get("CXX")
-        or shutil.which("g++")
-        or shutil.which("c++")
-        or shutil.which("clang++")
-    )
+    compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or name one in CXX")
     command = [*shlex.split(compiler), *FLAGS, *INSTRUCTIONS[instructions]]

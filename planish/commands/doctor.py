@@ -1,0 +1,75 @@
+"""`planish doctor`: what planish uses on this machine and why, and what needs attention."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from planish.doctor.examination import Questions, examine
+from planish.doctor.findings import Report, Section
+from planish.engine.settings import EngineSettings
+from planish.server.serve_options import ServeOptions
+
+_WIDTH = 100
+"""Of a line where no terminal sets one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="base model whose memory plan is shown (default: the embedded model)",
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto (%(default)s)")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=ServeOptions.data_dir,
+        metavar="DIR",
+        help="data directory of `planish serve` (%(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 if nothing needs attention, else 1."""
+    settings = EngineSettings(device=arguments.device)
+    report = examine(Questions(arguments.data_dir, arguments.model, settings))
+    if arguments.json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        _print(report)
+    return 1 if report.attention else 0
+
+
+def _print(report: Report) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    with console.capture() as printed:
+        for section in report.sections:
+            console.print(Text(section.name, style="bold"))
+            console.print(_table(section))
+        named = [f"{section}/{finding.name}" for section, finding in report.attention]
+        last = f"Needs attention: {', '.join(named)}" if named else "Nothing needs attention"
+        console.print(Text(f"{last} ({report.seconds:.1f} s)", style="bold"))
+    for line in printed.get().splitlines():
+        print(line.rstrip())  # rich fills each row of a table with spaces
+
+
+def _table(section: Section) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for finding in section.findings:
+        mark = Text("!", style="bold yellow") if finding.needs_attention else Text(" ")
+        told = Text(finding.text)
+        if finding.needs_attention:
+            told.append(f"\nRemedy: {finding.remedy}", style="yellow")
+        table.add_row(mark, Text(finding.name), told)
+    return table

@@ -1,0 +1,156 @@
+"""Which device computes and which kernels serve it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from planish.doctor.findings import Finding, collected_warnings, short_path, write_problem
+from planish.engine.memory import gib
+from planish.engine.settings import EngineSettings, choose_device, choose_dtype
+from planish.errors import UserError
+from planish.files import cache_home
+from planish.native import cpu
+from planish.native.build import BuildError, find_compiler
+
+_PREPARE = "from planish.native import cpu; cpu.loaded()"
+_AGAIN = "run `planish doctor` again in a minute: the work goes on in the background, once"
+
+
+class Preparation:
+    """Compiles and self-tests what this machine has not tried yet, in a process of its own, which
+    outlives this one when the time is up: its results are cached.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PREPARE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def is_done(self, deadline: float) -> bool:
+        """Wait until it is done, or until `deadline` by time.monotonic()."""
+        try:
+            self._process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.returncode = 0  # else Python warns of a process that nobody waited for
+            return False
+        return True
+
+
+def device(settings: EngineSettings) -> Iterator[Finding]:
+    """The GPUs of this machine, and the device and dtype that an engine takes."""
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        text = f"{found.name}, compute capability {found.major}.{found.minor}, {gib(found.total_memory)}"
+        yield Finding(f"cuda:{number}", text)
+    chosen = choose_device(settings.device)
+    yield Finding("device", str(chosen))
+    dtype = choose_dtype(settings.dtype, chosen)
+    yield Finding("dtype", str(dtype).removeprefix("torch."))
+
+
+def kernel_findings(
+    settings: EngineSettings, preparation: Preparation, deadline: float
+) -> Iterator[Finding]:
+    """The compiler, and the kernels that serve the device, or the reason why torch does."""
+    chosen = choose_device(settings.device)
+    yield _compiler()
+    yield _python_headers(is_needed=chosen.type == "cuda")
+    yield _cache(cache_home() / "kernels")
+    yield Finding("cpu_instructions", ", ".join(_instructions()), _instructions())
+    if preparation.is_done(deadline):
+        yield _cpu_kernels()
+    else:
+        text = "still being compiled and tested for this machine"
+        yield Finding("cpu_kernels", text, {"in_use": False, "reason": text}, _AGAIN)
+
+
+def _compiler() -> Finding:
+    command = find_compiler()
+    if command is None:
+        remedy = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in CXX"
+        return Finding("compiler", "no C++ compiler was found", {"path": None}, remedy)
+    try:
+        done = subprocess.run(
+            [*shlex.split(command), "--version"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        text = f"{command} does not run: {error}"
+        return Finding("compiler", text, {"path": command}, "name another in CXX")
+    version = done.stdout.splitlines()[0] if done.stdout else "version not known"
+    return Finding("compiler", f"{command}: {version}", {"path": command, "version": version})
+
+
+def _python_headers(is_needed: bool) -> Finding:
+    """Triton compiles its launcher against Python.h; the CPU's kernels do not need it."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if header.is_file():
+        return Finding("python_headers", short_path(header), True)
+    text = f"{short_path(header)} is missing"
+    if not is_needed:
+        return Finding("python_headers", f"{text}, which only GPUs need", False)
+    remedy = "install Python's headers (Debian, Ubuntu: apt-get install python3-dev)"
+    return Finding("python_headers", text, False, remedy)
+
+
+def _cache(directory: Path) -> Finding:
+    problem = write_problem(directory)
+    value = {"path": str(directory), "writable": problem is None}
+    if problem is None:
+        return Finding("kernel_cache", short_path(directory), value)
+    remedy = (
+        "set PLANISH_HOME to a directory that can be written, else what is not in the cache yet is "
+        "compiled and tested at every start"
+    )
+    return Finding("kernel_cache", problem, value, remedy)
+
+
+def _instructions() -> list[str]:
+    found = [torch.backends.cpu.get_cpu_capability()]
+    if torch.cpu._is_avx512_bf16_supported():
+        found.append("AVX512_BF16")
+    if torch.cpu._is_amx_tile_supported():
+        found.append("AMX")
+    return found
+
+
+def _cpu_kernels() -> Finding:
+    with collected_warnings() as warnings:
+        try:
+            is_loaded = cpu.loaded() is not None
+        except UserError as error:
+            warnings.append(str(error))
+            is_loaded = False
+    value = {"in_use": is_loaded, "switch": cpu.wanted(), "warnings": warnings}
+    if is_loaded:
+        text = f"in use, compiled for {cpu.instructions()}"
+    elif cpu.wanted() == "torch":
+        text = "not in use, because PLANISH_KERNELS=torch"
+    else:
+        text = "not in use; torch's are, several times slower"
+    remedy = "the message names the cause; PLANISH_KERNELS=torch turns planish's kernels off"
+    is_mendable = bool(warnings) and _has_avx2() and find_compiler() is not None
+    return Finding("cpu_kernels", ": ".join([text, *warnings]), value, remedy * is_mendable)
+
+
+def _has_avx2() -> bool:
+    try:
+        cpu.instructions()
+    except BuildError:
+        return False
+    return True

@@ -1,0 +1,54 @@
+"""All probes of `planish doctor`, in one report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from planish.doctor.acceleration import Preparation, device, kernel_findings
+from planish.doctor.busy import measure_load
+from planish.doctor.findings import Report, Section
+from planish.doctor.models import memory, models
+from planish.doctor.processors import processors
+from planish.doctor.sandbox import sandbox
+from planish.doctor.software import extras, versions
+from planish.doctor.storage import HubProbe, directories
+from planish.engine.settings import EngineSettings
+
+SECONDS = 15.0
+"""What is not compiled or tested by then is reported as pending."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What the examination is about."""
+
+    server_data: Path
+    """Data directory of `planish serve`."""
+    model: str | None = None
+    """Base model of the memory plan; None: the embedded one."""
+    settings: EngineSettings = field(default_factory=EngineSettings)
+
+
+def examine(questions: Questions, seconds: float = SECONDS) -> Report:
+    """Run every probe. `seconds` bounds the wait for kernels that are still being compiled."""
+    began = time.monotonic()
+    load = measure_load()  # before this process does anything itself
+    preparation, hub = Preparation(), HubProbe()
+    settings, deadline = questions.settings, began + seconds
+    # The slow probes run in the background and are asked last, but are shown in their place.
+    sections = [
+        Section.gather("versions", versions),
+        Section.gather("device", lambda: device(settings)),
+        Section.gather("processors", lambda: processors(load)),
+        Section.gather("models", models),
+        Section.gather("memory", lambda: memory(questions.model, settings)),
+        Section.gather("sandbox", sandbox),
+        Section.gather("extras", extras),
+        Section.gather("directories", lambda: directories(questions.server_data)),
+        Section.gather("network", hub.findings),
+    ]
+    kernels = Section.gather("kernels", lambda: kernel_findings(settings, preparation, deadline))
+    sections.insert(2, kernels)
+    return Report(tuple(sections), time.monotonic() - began)

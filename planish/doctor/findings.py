@@ -1,0 +1,135 @@
+"""Findings of `planish doctor`, and their form as JSON."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+"""Version of the JSON form. It grows when a field is renamed or removed, not when one is added."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about this machine."""
+
+    name: str
+    """Unique within its section."""
+    text: str
+    """For people, without a full stop."""
+    value: Any = None
+    """For programs: any JSON value; None stands for `text`."""
+    remedy: str = ""
+    """What to do about it, as a sentence without its full stop; "" if nothing needs attention."""
+
+    @property
+    def needs_attention(self) -> bool:
+        return bool(self.remedy)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "value": self.text if self.value is None else self.value,
+            "needs_attention": self.needs_attention,
+            "remedy": self.remedy or None,
+        }
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings about one subject."""
+
+    name: str
+    findings: tuple[Finding, ...]
+
+    @classmethod
+    def gather(cls, name: str, probe: Callable[[], Iterable[Finding]]) -> Section:
+        """Run a probe. A probe that fails becomes a finding, so that the others are still seen."""
+        found: list[Finding] = []
+        try:
+            found.extend(probe())
+        except Exception as error:
+            text = f"not known: {type(error).__name__}: {first_line(str(error))}"
+            remedy = "please report it with the output of `planish doctor --json`"
+            found.append(Finding("error", text, remedy=remedy))
+        return cls(name, tuple(found))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All sections."""
+
+    sections: tuple[Section, ...]
+    seconds: float
+
+    @property
+    def attention(self) -> list[tuple[str, Finding]]:
+        """(section, finding) of all findings that need attention."""
+        return [
+            (section.name, finding)
+            for section in self.sections
+            for finding in section.findings
+            if finding.needs_attention
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "needs_attention": bool(self.attention),
+            "seconds": round(self.seconds, 1),
+            "sections": {
+                section.name: {finding.name: finding.as_json() for finding in section.findings}
+                for section in self.sections
+            },
+        }
+
+
+def first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def short_path(path: Path) -> str:
+    """The path with ~ for the home directory."""
+    try:
+        return str(Path("~") / path.relative_to(Path.home()))
+    except (ValueError, RuntimeError):  # elsewhere, or a user without a home directory
+        return str(path)
+
+
+def write_problem(directory: Path) -> str | None:
+    """Why no file can be made in this directory, or in the nearest one that exists above it."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"{short_path(directory)} cannot be written ({error.strerror or error})"
+
+
+class _Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect what planish logs as warnings, in place of printing it."""
+    logger, collector = logging.getLogger("planish"), _Collector()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(collector)
+    try:
+        yield collector.messages
+    finally:
+        logger.removeHandler(collector)
+        logger.propagate = propagate

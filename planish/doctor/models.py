@@ -1,0 +1,83 @@
+"""The base models of this machine, and the memory that one of them would be given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from planish.doctor.findings import Finding, first_line, short_path
+from planish.engine.memory import DeviceMemory, gib, main_memory_bytes, usable_bytes
+from planish.engine.settings import EngineSettings
+from planish.errors import PlanishError, UnknownModelError
+from planish.model.listing import list_models
+from planish.model.sources import DEFAULT_MODEL, resolve_model
+
+
+def models() -> Iterator[Finding]:
+    """Each model that can be named here, and each entry of PLANISH_MODELS that leads nowhere."""
+    for entry in list_models():
+        value = {"source": entry.source, "path": str(entry.path) if entry.path else None}
+        if entry.problem is not None:
+            text = f"{entry.source}: {first_line(entry.problem)}"
+            yield Finding(entry.name, text, value, "correct the entry of PLANISH_MODELS")
+        elif entry.path is None:
+            text = (
+                "not on this machine; downloaded at its first use, or by `planish models --fetch`"
+            )
+            yield Finding(entry.name, text, value)
+        else:
+            yield Finding(entry.name, f"{entry.source}, {short_path(entry.path)}", value)
+
+
+def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
+    """How memory would be divided for the base model `name`; None: for the embedded one, if it is
+    here.
+    """
+    whole = main_memory_bytes()
+    if whole is not None:
+        yield Finding("main_memory", gib(whole), whole)
+    plan = DeviceMemory(settings)
+    usable = usable_bytes(plan.device)
+    if usable is not None:
+        text = f"{gib(usable)} of the memory of {plan.device}"
+        yield Finding("usable", text, usable)
+    try:
+        directory = resolve_model(name or DEFAULT_MODEL, fetch=False)
+    except UnknownModelError as error:
+        yield _without_model(name, error)
+        return
+    except PlanishError as error:
+        remedy = "name a directory that `planish models` lists"
+        yield Finding("plan", f"{name or DEFAULT_MODEL}: {error}", {"error": str(error)}, remedy)
+        return
+    yield _plan(name or DEFAULT_MODEL, directory, plan)
+
+
+def _without_model(name: str | None, error: UnknownModelError) -> Finding:
+    if name is None:
+        text = f"not made: {DEFAULT_MODEL} is not on this machine yet"
+        return Finding("plan", text, {"model": DEFAULT_MODEL})
+    value = {"model": name, "error": str(error)}
+    remedy = (
+        f"name one of those that `planish models` lists, or a path; `planish models --fetch {name}` "
+        "downloads a model of the hub"
+    )
+    return Finding("plan", f"--model {name}: not on this machine", value, remedy)
+
+
+def _plan(name: str, directory: Path, memory: DeviceMemory) -> Finding:
+    try:
+        plan = memory.claim(directory)
+    except PlanishError as error:
+        value = {"model": name, "error": str(error)}
+        remedy = "use a smaller base model, or lower the sizes that the message names"
+        return Finding("plan", f"{name}: {error}", value, remedy)
+    text = (
+        f"{name}: up to {gib(plan.total)}: weights {gib(plan.weights)}, an adapter in training "
+        f"{gib(plan.adapters)}, keys and values {gib(plan.keys_values)}, a sampling step "
+        f"{gib(plan.sampling)}, a training step {gib(plan.training)} "
+        f"({plan.trainer.micro_batch_tokens:,} tokens); at most {plan.sampler.max_batch} samples at "
+        "once"
+    )
+    return Finding("plan", text, {"model": name, "total": plan.total} | asdict(plan))

@@ -1,0 +1,29 @@
+"""Whether programs written by a model can be run on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+
+from planish.doctor.findings import Finding
+from planish.sandbox import Limits, Sandbox, SandboxUnavailableError
+
+_LIMITS = Limits(wall_seconds=5)
+
+
+def sandbox() -> Iterator[Finding]:
+    """Run the sandbox's own self-test, a program that tries to escape."""
+    if sys.platform != "linux":
+        yield Finding(
+            "self_test", "needs Linux; recipes that run programs are not available", False
+        )
+        return
+    try:
+        asyncio.run(Sandbox(_LIMITS).check())
+    except SandboxUnavailableError as error:
+        problem, _, remedy = str(error).partition("; ")
+        text = f"not available, so code_rl cannot run: {problem}"
+        yield Finding("self_test", text, False, remedy or "see docs/sandbox.md")
+        return
+    yield Finding("self_test", "bubblewrap holds a program that tries to escape", True)

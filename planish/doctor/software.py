@@ -1,0 +1,74 @@
+"""Versions of what planish runs on, and which extras are installed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+
+import torch
+
+from planish.doctor.findings import Finding
+
+_LIBRARIES = ("planish", "torch", "transformers", "tokenizers", "huggingface_hub", "numpy")
+EXTRAS = {
+    "wandb": "loggers=wandb: metrics to Weights & Biases",
+    "trackio": "loggers=trackio: metrics to Trackio",
+    "tensorboard": "loggers=tensorboard: metrics to TensorBoard",
+    "age": "encrypted downloads from a server",
+    "reasoning-gym": "the tasks of reasoning-gym in math_rl",
+    "inspect": "evaluation with Inspect",
+    "notebooks": "the tutorial as a notebook",
+    "verifiers": "environments of the verifiers library",
+    "dev": "planish's own tests",
+}
+"""What each extra of the package is for."""
+
+
+def versions() -> Iterator[Finding]:
+    for name in _LIBRARIES:
+        yield Finding(name, metadata.version(name))
+    yield Finding("triton", _version("triton") or "not installed")
+    yield Finding("python", platform.python_version())
+    yield Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    if torch.version.hip:
+        built_for = f"ROCm {torch.version.hip}"
+    yield Finding("torch_built_for", built_for)
+
+
+def extras() -> Iterator[Finding]:
+    """Extras are optional, so a missing one needs no attention."""
+    wanted: dict[str, list[str]] = {name: [] for name in EXTRAS}
+    for requirement in metadata.requires("planish") or ():
+        text, _, marker = requirement.partition(";")
+        for name in EXTRAS:
+            if f'extra == "{name}"' in marker:
+                wanted[name].append(text)
+    for name, requirements in wanted.items():
+        missing = [text for text in requirements if _version(_project(text)) is None]
+        if not missing:
+            state = "installed"
+        elif len(missing) == len(requirements) == 1:
+            state = f"not installed (pip install 'planish[{name}]')"
+        else:
+            lacks = ", ".join(map(_project, missing))
+            state = f"without {lacks} (pip install 'planish[{name}]')"
+        value = {"installed": not missing, "missing": missing, "for": EXTRAS[name]}
+        yield Finding(name, f"{state}; {EXTRAS[name]}", value)
+
+
+def _project(requirement: str) -> str:
+    """The name in a requirement such as "wandb>=0.31" or "planish[age]"."""
+    end = next(
+        (at for at, sign in enumerate(requirement) if not (sign.isalnum() or sign in "-_.")),
+        len(requirement),
+    )
+    return requirement[:end]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,92 @@
+"""Where planish keeps files on this machine, whether it may write there, and how much room is left;
+and whether the Hugging Face hub can be reached.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+from huggingface_hub import constants
+
+from planish.doctor.findings import Finding, short_path, write_problem
+from planish.engine.checkpoints import data_directory
+from planish.engine.memory import gib
+from planish.files import cache_home
+from planish.model.sources import HUB_TIMEOUT_SECONDS, hub_problem
+from planish.server.settings import ServerSettings
+
+LEAST_FREE_BYTES = 4 * ServerSettings.reserve_bytes
+"""Less free space than this needs attention: one more checkpoint of an 8B model's adapter would
+bring a server to the limit below which it accepts no work.
+"""
+_HUB_SECONDS = HUB_TIMEOUT_SECONDS + 2
+
+
+def directories(server_data: Path) -> Iterator[Finding]:
+    """`server_data`: the data directory of `planish serve`."""
+    cache, checkpoints = cache_home(), data_directory(None)
+    hub = Path(constants.HF_HUB_CACHE).expanduser().absolute()
+    kept = {
+        "cache": (cache, "kernels and converted models", "set PLANISH_HOME to a directory"),
+        "checkpoints": (checkpoints, "checkpoints", "set PLANISH_DATA to a directory"),
+        "server_data": (
+            server_data.expanduser().absolute(),
+            "data of `planish serve`",
+            "start it with --data-dir DIR, a directory",
+        ),
+        "hub_cache": (hub, "models of the hub", "set HF_HOME to a directory"),
+    }
+    for name, (directory, content, remedy) in kept.items():
+        yield _directory(name, directory, content, remedy)
+
+
+def _directory(name: str, directory: Path, content: str, remedy: str) -> Finding:
+    place = directory
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    value = {"path": str(directory), "exists": place == directory, "free_bytes": free}
+    text = f"{short_path(directory)} ({content}), {gib(free)} free"
+    if place != directory:
+        text += ", not made yet"
+    problem = write_problem(place)
+    value["writable"] = problem is None
+    if problem is not None:
+        return Finding(name, f"{text}; {problem}", value, f"{remedy} that can be written")
+    if free < LEAST_FREE_BYTES:
+        found = f"{text}; the disk is nearly full"
+        return Finding(name, found, value, f"free space on it, or {remedy} on another disk")
+    return Finding(name, text, value)
+
+
+class HubProbe:
+    """Asks the hub in a thread of its own, so that a slow network delays nothing else."""
+
+    def __init__(self) -> None:
+        self._answer: list[str | None] = []
+        self._thread = Thread(target=self._ask, name="planish-doctor-hub", daemon=True)
+        if not constants.HF_HUB_OFFLINE:
+            self._thread.start()
+
+    def _ask(self) -> None:
+        self._answer.append(hub_problem())
+
+    def findings(self) -> Iterator[Finding]:
+        if constants.HF_HUB_OFFLINE:
+            text = "not asked, because HF_HUB_OFFLINE is set"
+            yield Finding("hub", text, {"reachable": None, "offline": True})
+            return
+        self._thread.join(_HUB_SECONDS)
+        problem = self._answer[0] if self._answer else f"no answer in {_HUB_SECONDS:.0f} s"
+        value = {"reachable": problem is None, "offline": False, "endpoint": constants.ENDPOINT}
+        if problem is None:
+            yield Finding("hub", f"{constants.ENDPOINT} answers", value)
+            return
+        remedy = (
+            "check the network, a proxy (HTTPS_PROXY) or HF_ENDPOINT; without the hub, name local "
+            "models in PLANISH_MODELS and set HF_HUB_OFFLINE=1"
+        )
+        yield Finding("hub", f"{constants.ENDPOINT} cannot be reached ({problem})", value, remedy)

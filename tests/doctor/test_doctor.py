@@ -1,0 +1,352 @@
+"""`planish doctor`: each cause that needs attention, made up; the JSON form; exit statuses; time."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+
+from planish.cli import main
+from planish.doctor import acceleration, examination, software, storage
+from planish.doctor.acceleration import Preparation
+from planish.doctor.busy import Load, measure_load
+from planish.doctor.examination import Questions, examine
+from planish.doctor.findings import Finding, Report, Section, collected_warnings
+from planish.doctor.models import memory, models
+from planish.doctor.processors import processors
+from planish.doctor.sandbox import sandbox
+from planish.doctor.software import EXTRAS, extras
+from planish.doctor.storage import HubProbe, directories
+from planish.engine.settings import EngineSettings
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.sandbox import Sandbox, SandboxUnavailableError
+from planish.testing import tiny_model
+
+SCHEMA = {
+    "versions": {"planish", "torch", "triton", "python", "system", "torch_built_for"},
+    "device": {"device", "dtype"},
+    "kernels": {"compiler", "python_headers", "kernel_cache", "cpu_instructions", "cpu_kernels"},
+    "processors": {"cores", "threads", "variables", "other_programs"},
+    "models": {DEFAULT_MODEL},
+    "memory": {"main_memory", "usable", "plan"},
+    "sandbox": {"self_test"},
+    "extras": set(EXTRAS),
+    "directories": {"cache", "checkpoints", "server_data", "hub_cache"},
+    "network": {"hub"},
+}
+"""Sections and the least that each holds: what a program may rely on."""
+
+
+def by_name(findings):
+    return {finding.name: finding for finding in findings}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, planish_home):
+    """A user with nothing but a base model, offline."""
+    model = tiny_model(tmp_path / "model")
+    monkeypatch.setenv("PLANISH_HOME", str(planish_home(tmp_path / "home")))
+    monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("PLANISH_MODELS", f"{DEFAULT_MODEL}={model}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def mended(monkeypatch):
+    """Give this machine what it may lack: a sandbox, and processors to itself."""
+
+    async def holds(_):
+        pass
+
+    monkeypatch.setattr(Sandbox, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(Sandbox, "check", holds)
+    monkeypatch.setattr(examination, "measure_load", lambda: Load(0.0, ()))
+
+
+def test_a_sound_machine_needs_no_attention(here, monkeypatch, capsys):
+    mended(monkeypatch)
+    began = time.monotonic()
+    assert main(["doctor", "--data-dir", str(here / "server")]) == 0
+    assert time.monotonic() - began < 20
+    printed = capsys.readouterr().out
+    assert "Nothing needs attention" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    assert all(section in printed for section in SCHEMA)
+    assert not (here / "server").exists()
+
+
+def test_the_json_form_is_stable(here, monkeypatch, capsys):
+    mended(monkeypatch)
+    assert main(["doctor", "--json", "--data-dir", str(here / "server")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() == {"schema", "needs_attention", "seconds", "sections"}
+    assert (report["schema"], report["needs_attention"]) == (1, False)
+    assert list(report["sections"]) == list(SCHEMA)
+    for name, least in SCHEMA.items():
+        findings = report["sections"][name]
+        assert findings.keys() >= least, name
+        for finding in findings.values():
+            assert finding.keys() == {"text", "value", "needs_attention", "remedy"}
+            assert finding["value"] is not None
+    plan = report["sections"]["memory"]["plan"]["value"]
+    assert plan["model"] == DEFAULT_MODEL
+    assert plan["total"] > plan["keys_values"] > 0
+
+
+def test_several_causes_at_once_without_a_network(here):
+    """The whole command in a process of its own, on a machine where much is wrong."""
+    empty = here / "empty"
+    empty.mkdir()
+    environment = os.environ | {
+        "PATH": str(empty),
+        "PLANISH_HOME": "/proc/planish",
+        "PLANISH_MODELS": f"gone={here}/gone",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("CXX", None)
+    command = [sys.executable, "-m", "planish", "doctor", "--json", "--model", "nobody/nothing"]
+    began = time.monotonic()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert time.monotonic() - began < 20
+    assert done.returncode == 1
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["needs_attention"]
+    found = {
+        f"{section}/{name}": finding
+        for section, findings in report["sections"].items()
+        for name, finding in findings.items()
+        if finding["needs_attention"]
+    }
+    assert "apt-get install g++" in found["kernels/compiler"]["remedy"]
+    assert "PLANISH_HOME" in found["kernels/kernel_cache"]["remedy"]
+    assert "PLANISH_HOME" in found["directories/cache"]["remedy"]
+    assert "PLANISH_MODELS" in found["models/gone"]["remedy"]
+    assert "planish models" in found["memory/plan"]["remedy"]
+    assert "bubblewrap" in found["sandbox/self_test"]["remedy"]
+    # The compiler is the cause that can be mended; the kernels are its consequence.
+    kernels = report["sections"]["kernels"]["cpu_kernels"]
+    assert not kernels["value"]["in_use"]
+    assert "compiler" in kernels["text"]
+    assert "kernels/cpu_kernels" not in found
+
+
+def test_a_wrong_device_is_refused_before_anything_is_asked(capsys):
+    assert main(["doctor", "--device", "tpu"]) == 1
+    assert "--device 'tpu': give 'auto', 'cpu'" in capsys.readouterr().err
+
+
+def test_a_compiler_that_does_not_run(monkeypatch):
+    monkeypatch.setenv("CXX", "/absent/g++ -m64")
+    finding = acceleration._compiler()
+    assert "does not run" in finding.text
+    assert "CXX" in finding.remedy
+
+
+def test_kernels_that_are_still_being_compiled(monkeypatch):
+    monkeypatch.setattr(acceleration, "_PREPARE", "import time; time.sleep(60)")
+    preparation = Preparation()
+    try:
+        found = by_name(
+            acceleration.kernel_findings(EngineSettings(device="cpu"), preparation, 0.0)
+        )
+    finally:
+        os.kill(preparation._process.pid, 9)
+        os.waitpid(preparation._process.pid, 0)
+    assert "still being compiled" in found["cpu_kernels"].text
+    assert "again" in found["cpu_kernels"].remedy
+
+
+def test_kernels_that_were_turned_off(monkeypatch):
+    monkeypatch.setenv("PLANISH_KERNELS", "torch")
+    acceleration.cpu.loaded.cache_clear()
+    try:
+        finding = acceleration._cpu_kernels()
+    finally:
+        acceleration.cpu.loaded.cache_clear()
+    assert finding.text == "not in use, because PLANISH_KERNELS=torch"
+    assert not finding.needs_attention
+
+
+def test_kernels_that_cannot_be_loaded(monkeypatch):
+    def refuse():
+        raise UserError("PLANISH_KERNELS=native: no library")
+
+    monkeypatch.setattr(acceleration.cpu, "loaded", refuse)
+    finding = acceleration._cpu_kernels()
+    assert "no library" in finding.text
+    assert finding.needs_attention == acceleration._has_avx2()
+
+
+def test_headers_matter_where_triton_compiles(monkeypatch, tmp_path):
+    monkeypatch.setattr(acceleration.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "python3-dev" in acceleration._python_headers(is_needed=True).remedy
+    assert not acceleration._python_headers(is_needed=False).needs_attention
+
+
+@pytest.mark.parametrize(("cores", "attention"), [(0.0, False), (0.3, False), (1.9, True)])
+def test_other_programs_keep_cores_busy(monkeypatch, cores, attention):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    found = by_name(processors(Load(cores, (("make", 7, cores),))))["other_programs"]
+    assert found.needs_attention == attention
+    assert found.value["cores"] == cores
+    assert f"make (process 7) {cores:.1f}" in found.text
+    if attention:
+        assert "OMP_NUM_THREADS=1" in found.remedy
+
+
+def test_a_system_that_does_not_tell_its_load(tmp_path):
+    assert measure_load(0.0, tmp_path) is None
+    assert not by_name(processors(None))["other_programs"].needs_attention
+
+
+def test_the_load_is_that_of_other_programs(tmp_path, monkeypatch):
+    """Counted in clock ticks, on the processors that may be used, without this process."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def write(seconds):
+        (tmp_path / "stat").write_text(
+            f"cpu 9 9 9 9\ncpu0 {99 * ticks * seconds} 0 0 0 0 0 0 0 0 0\n"
+            f"cpu1 {ticks * seconds} 0 0 50 50 0 0 0 0 0\n"
+        )
+        for pid, name, share in ((7, "a ) b", 1), (8, "idle", 0)):
+            (tmp_path / str(pid)).mkdir(exist_ok=True)
+            spent = ticks * seconds * share
+            (tmp_path / str(pid) / "stat").write_text(
+                f"{pid} ({name}) S" + " 0" * 10 + f" {spent} 0"
+            )
+
+    write(0)
+    monkeypatch.setattr(time, "sleep", lambda _: write(4))
+    clock = iter([100.0, 104.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    load = measure_load(4.0, tmp_path)
+    assert load is not None
+    assert load.cores == pytest.approx(1.0, abs=0.05)
+    assert load.programs == (("a ) b", 7, 1.0),)
+
+
+def test_memory_that_is_too_small_for_a_model(here, monkeypatch):
+    monkeypatch.setattr("planish.engine.memory.main_memory_bytes", lambda: 1000)
+    plan = by_name(memory(None, EngineSettings(device="cpu")))["plan"]
+    assert "does not fit into main memory" in plan.text
+    assert "smaller base model" in plan.remedy
+
+
+def test_the_embedded_model_may_be_fetched_later(here, monkeypatch):
+    monkeypatch.delenv("PLANISH_MODELS")
+    monkeypatch.setenv("PLANISH_HOME", str(here / "nothing"))
+    assert not by_name(memory(None, EngineSettings(device="cpu")))["plan"].needs_attention
+    entry = by_name(models())[DEFAULT_MODEL]
+    assert "planish models --fetch" in entry.text
+    assert not entry.needs_attention
+
+
+def test_a_model_that_cannot_be_used(here, monkeypatch):
+    (here / "model" / "config.json").write_text("{}")
+    plan = by_name(memory(DEFAULT_MODEL, EngineSettings(device="cpu")))["plan"]
+    assert plan.needs_attention
+    assert "config.json" in plan.text
+
+
+def test_a_gguf_file_is_not_converted_by_asking(here, monkeypatch):
+    (here / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("PLANISH_MODELS", f"m={here}/m.gguf")
+    plan = by_name(memory("m", EngineSettings(device="cpu")))["plan"]
+    assert plan.needs_attention
+    assert "planish models --fetch m" in plan.value["error"]
+
+
+def test_a_sandbox_without_bubblewrap(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    [finding] = sandbox()
+    assert "apt-get install bubblewrap" in finding.remedy
+
+
+def test_a_sandbox_without_user_namespaces(monkeypatch):
+    async def refuse(_):
+        raise SandboxUnavailableError("bubblewrap could not make the sandbox; sysctl this")
+
+    monkeypatch.setattr(Sandbox, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(Sandbox, "check", refuse)
+    [finding] = sandbox()
+    assert finding.remedy == "sysctl this"
+    assert not asyncio.iscoroutine(finding.value)
+
+
+def test_extras_are_those_of_the_package(monkeypatch):
+    import tomllib
+    from pathlib import Path
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert EXTRAS.keys() == project["optional-dependencies"].keys()
+    monkeypatch.setattr(software, "_version", lambda name: None)
+    found = by_name(extras())
+    assert "pip install 'planish[wandb]'" in found["wandb"].text
+    assert found["wandb"].value["missing"] == project["optional-dependencies"]["wandb"]
+    assert not any(finding.needs_attention for finding in found.values())
+
+
+def test_a_disk_that_is_nearly_full(here, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100 << 20))
+    for finding in directories(here / "server"):
+        assert "nearly full" in finding.text
+        assert "free space" in finding.remedy
+
+
+def test_a_directory_that_cannot_be_written(here):
+    finding = by_name(directories(storage.Path("/proc/planish")))["server_data"]
+    assert "cannot be written" in finding.text
+    assert "--data-dir" in finding.remedy
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(storage, "hub_problem", lambda: "ConnectError: no such host")
+    [finding] = HubProbe().findings()
+    assert "no such host" in finding.text
+    assert "HF_HUB_OFFLINE=1" in finding.remedy
+    monkeypatch.setattr(storage, "hub_problem", lambda: None)
+    [finding] = HubProbe().findings()
+    assert not finding.needs_attention
+
+
+def test_a_hub_that_never_answers(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(storage, "_HUB_SECONDS", 0.05)
+    monkeypatch.setattr(storage, "hub_problem", lambda: time.sleep(1))
+    [finding] = HubProbe().findings()
+    assert "no answer" in finding.text
+
+
+def test_a_probe_that_fails_leaves_the_others(here, monkeypatch):
+    def broken():
+        yield Finding("first", "fine")
+        raise RuntimeError("unexpected")
+
+    section = Section.gather("part", broken)
+    assert [finding.name for finding in section.findings] == ["first", "error"]
+    assert "RuntimeError: unexpected" in section.findings[1].text
+    assert Report((section,), 1.0).attention == [("part", section.findings[1])]
+    monkeypatch.setattr(examination, "versions", broken)
+    report = examine(Questions(here / "server", settings=EngineSettings(device="cpu")))
+    assert len(report.sections) == len(SCHEMA)
+
+
+def test_warnings_are_collected_and_not_printed(caplog):
+    import logging
+
+    with collected_warnings() as warnings:
+        logging.getLogger("planish.native.cpu").warning("no kernels: %s", "why")
+    assert warnings == ["no kernels: why"]
+    assert caplog.records == []
