@@ -7,6 +7,7 @@ planish models --fetch       get the embedded model now, rather than at its firs
 planish plot RUN [RUN ...]   curves of runs, as a picture and as a page
 planish trace RUN            when each part of a traced run ran, for Perfetto
 planish eval TASK            a model or checkpoint on GSM8K, MATH-500 or questions of your own
+planish run SCRIPT           a script for the tinker SDK, unmodified, without a server
 planish serve                the engine as a server, for the tinker SDK and for clients of OpenAI's
                              API
 planish runs                 training runs, of a server or of this machine
@@ -68,6 +69,11 @@ COMMANDS = (
         "eval",
         "planish.commands.evaluate",
         "measure a model or checkpoint: GSM8K, MATH-500, multiple choice",
+    ),
+    Command(
+        "run",
+        "planish.commands.run",
+        "run a script written for the tinker SDK or its cookbook, unmodified, without a server",
     ),
     Command(
         "serve",

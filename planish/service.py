@@ -200,6 +200,10 @@ class Sample(Operation[SampleResponse]):
     """
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool = False
+    """Ask for what the loss stable_reinforce reads. Refused, unless another loss stands in for that
+    loss: then nothing is recorded.
+    """
     prompt_only: bool = False
     """Draw nothing; answer what was asked about the prompt (`compute_logprobs`)."""
     on_token: Callable[[DrawnToken], None] | None = field(default=None, repr=False, compare=False)
@@ -221,6 +225,7 @@ class Sample(Operation[SampleResponse]):
         if self.prompt_logprobs_last_n is not None:
             _keep_whole(self, "prompt_logprobs_last_n")
         _keep_flag(self, "prompt_logprobs")
+        _keep_flag(self, "record_stability_info")
         targets = self.target_prompt_logprobs
         if targets is not None and not isinstance(targets, TensorData):
             kind = type(targets).__name__
@@ -355,6 +360,35 @@ LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "dro": {"beta": 0.1},
 }
 """Besides temperature, which all of them have."""
+
+
+SUBSTITUTABLE_LOSSES = ("stable_reinforce",)
+"""Losses of the public SDK whose formulas are not public. They are refused, unless whoever starts
+the engine names a loss to compute in their place.
+"""
+
+SUBSTITUTE_REMEDY = (
+    "use 'importance_sampling', 'ppo' or 'cispo', or start planish with "
+    "--substitute-loss stable_reinforce=cispo, which computes that loss in its place"
+)
+
+
+def checked_substitutes(given: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `given`, which maps refused losses to losses of planish. UserError names the entry
+    at fault.
+    """
+    stand_ins = [name for name in LOSS_OPTIONS if name != "cross_entropy"]
+    for name, by in given.items():
+        if name not in SUBSTITUTABLE_LOSSES:
+            names = ", ".join(SUBSTITUTABLE_LOSSES)
+            raise UserError(
+                f"substitute_losses: {name!r} is no loss that planish refuses; {names} is"
+            )
+        if by not in stand_ins:
+            raise UserError(
+                f"substitute_losses: {by!r} cannot stand in for {name!r}; give one of {', '.join(stand_ins)}"
+            )
+    return dict(given)
 
 
 def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, float]:

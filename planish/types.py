@@ -104,6 +104,35 @@ class ModelInput:
         return self.append(EncodedTextChunk(tokens=[token]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ProvenanceSpan:
+    sequence_id: str
+    """`SampledSequence.sequence_id`"""
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sequence_id, str) or not self.sequence_id:
+            raise UserError(
+                f"{type(self).__name__}.sequence_id={self.sequence_id!r}: give that of a SampledSequence"
+            )
+        for name in ("offset", "length"):
+            _keep_whole(self, name, "a whole number of at least 0", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptProvenanceSpan(_ProvenanceSpan):
+    """`length` positions that hold the tokens from `offset` on of the prompt of a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledProvenanceSpan(_ProvenanceSpan):
+    """`length` positions that hold the tokens from `offset` on of a sample."""
+
+
+ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
+
+
 @dataclass(frozen=True, init=False)
 class Datum:
     """One training sequence: position i of `model_input` predicts
@@ -115,12 +144,16 @@ class Datum:
 
     model_input: ModelInput
     loss_fn_inputs: Mapping[str, TensorData]
+    model_input_spans: ProvenanceSpans | None = None
+    loss_fn_input_spans: ProvenanceSpans | None = None
 
     def __init__(
         self,
         model_input: ModelInput,
         loss_fn_inputs: Mapping[str, TensorData | torch.Tensor | np.ndarray | Sequence[Any]]
         | None = None,
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
     ) -> None:
         if not isinstance(model_input, ModelInput):
             raise UserError(
@@ -136,6 +169,42 @@ class Datum:
             key: as_tensor_data(key, value) for key, value in (loss_fn_inputs or {}).items()
         }
         object.__setattr__(self, "loss_fn_inputs", converted)
+        if (model_input_spans is None) != (loss_fn_input_spans is None):
+            raise UserError(
+                "model_input_spans and loss_fn_input_spans go together; give both or neither"
+            )
+        targets = converted.get("target_tokens")
+        lengths = {
+            "model_input_spans": (model_input_spans, model_input.length),
+            "loss_fn_input_spans": (
+                loss_fn_input_spans,
+                targets.shape[0] if targets is not None and len(targets.shape or ()) == 1 else None,
+            ),
+        }
+        for name, (spans, length) in lengths.items():
+            if spans is not None:
+                _check_spans(name, spans, length)
+            object.__setattr__(self, name, spans)
+
+    def with_provenance(
+        self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
+    ) -> Datum:
+        """A copy that says from which samples its tokens are: runs of positions that together cover
+        `model_input`, and `target_tokens`. No loss of planish reads it.
+        """
+        return Datum(self.model_input, self.loss_fn_inputs, model_input, loss_fn_inputs)
+
+
+def _check_spans(name: str, spans: Any, length: int | None) -> None:
+    if not isinstance(spans, Sequence) or not all(isinstance(s, _ProvenanceSpan) for s in spans):
+        raise UserError(
+            f"Datum.{name}: give a list of PromptProvenanceSpan and SampledProvenanceSpan"
+        )
+    covered = sum(span.length for span in spans)
+    if length is not None and covered != length:
+        raise UserError(
+            f"Datum.{name} covers {covered} positions of {length}; its runs must cover all of them"
+        )
 
 
 def check_data(data: Any) -> None:
@@ -420,10 +489,45 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Cursor:
+    """Which part of a list was asked for."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+@dataclass(frozen=True)
 class CheckpointsListResponse:
     """Newest first."""
 
     checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A model with checkpoints. Its metadata are those of its newest checkpoint."""
+
+    training_run_id: str
+    base_model: str
+    is_lora: bool
+    last_request_time: datetime
+    """When its newest checkpoint was saved."""
+    lora_rank: int | None = None
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+    model_owner: str = "local"
+    corrupted: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingRunsResponse:
+    """The latest first."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ LAYERS = (
     ("rl", "supervised", "preference", "distillation", "rubric"),
     ("tool_use", "problems"),
     ("inspect_entry", "evaluation"),
+    ("tinker", "import_shims"),
     ("recipes", "commands", "doctor", "export", "weights", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

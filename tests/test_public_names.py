@@ -63,16 +63,19 @@ METHODS = {
         "get_server_capabilities",
         "list_checkpoints",
         "list_user_checkpoints",
+        "get_training_run",
+        "get_training_run_by_tinker_path",
+        "list_training_runs",
         "get_weights_info_by_tinker_path",
         "delete_checkpoint",
         "delete_checkpoint_from_tinker_path",
     },
 }
 ONLY_DIRECT = {
-    "ServiceClient": {"create_rest_client"},
-    "TrainingClient": {"model_id", "result"},
-    "SamplingClient": {"result"},
-    "RestClient": set(),
+    "ServiceClient": {"create_rest_client", "get_telemetry", "refused"},
+    "TrainingClient": {"get_telemetry", "model_id", "refused", "result"},
+    "SamplingClient": {"get_telemetry", "refused", "result"},
+    "RestClient": {"get_telemetry", "refused"},
 }
 
 

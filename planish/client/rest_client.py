@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import groupby
+from typing import ClassVar
+
 from planish.client.futures import Pending, completed, reading
-from planish.errors import UserError
+from planish.client.session import RefusesMethods
+from planish.errors import CheckpointError, UserError
 from planish.service import Service
 from planish.types import (
+    Checkpoint,
     CheckpointPath,
     CheckpointsListResponse,
+    Cursor,
     GetServerCapabilitiesResponse,
+    TrainingRun,
+    TrainingRunsResponse,
     WeightsInfoResponse,
 )
 
+_NO_SERVER = "ask the server itself, by the public SDK or `planish checkpoints --base-url`"
+_NO_ACCOUNTS = "there are no accounts, projects, sessions or bills here"
 
-class RestClient:
+
+class RestClient(RefusesMethods):
     """Made by `ServiceClient.create_rest_client`. The work is done when a method returns; its
     result is a future all the same.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            (
+                "assign_session_project",
+                "export_session_trace",
+                "get_audit_log",
+                "get_billing_usage",
+                "get_session",
+                "list_sessions",
+                "search_sessions",
+                "whoami",
+            ),
+            _NO_ACCOUNTS,
+        ),
+        "copy_weights": "checkpoints of this machine can be read as they are; " + _NO_SERVER,
+        "get_current_checkpoint_storage_usage": "`planish checkpoints list` shows sizes",
+        "get_external_weights_urls": "`planish checkpoints download` copies the files",
+        "get_sampler": "a SamplingClient has model_path and get_base_model()",
+        "publish_checkpoint_from_tinker_path": _NO_SERVER,
+        "unpublish_checkpoint_from_tinker_path": _NO_SERVER,
+        "set_checkpoint_ttl_from_tinker_path": "`planish checkpoints ttl` does it",
+    }
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -41,15 +76,67 @@ class RestClient:
         self, limit: int = 100, offset: int = 0
     ) -> Pending[CheckpointsListResponse]:
         """All checkpoints, newest first."""
-        if limit < 1 or offset < 0:
-            raise UserError(
-                f"limit={limit}, offset={offset}: give a limit of at least 1 and an offset of at least 0"
-            )
-        return completed(
-            CheckpointsListResponse(self._service.checkpoints()[offset : offset + limit])
-        )
+        _check_page(limit, offset)
+        found = self._service.checkpoints()
+        cursor = Cursor(offset, limit, len(found))
+        return completed(CheckpointsListResponse(found[offset : offset + limit], cursor))
 
     list_user_checkpoints_async = reading(list_user_checkpoints)
+
+    def get_training_run(
+        self, training_run_id: str, access_scope: str = "owned"
+    ) -> Pending[TrainingRun]:
+        """A model that has checkpoints. CheckpointError if it has none."""
+        found = self._service.checkpoints(training_run_id)
+        if not found:
+            raise CheckpointError(
+                f"training_run_id={training_run_id!r} has no checkpoints; save one first"
+            )
+        return completed(self._training_run(training_run_id, found))
+
+    get_training_run_async = reading(get_training_run)
+
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: str = "owned"
+    ) -> Pending[TrainingRun]:
+        """The model of which a checkpoint was saved."""
+        return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
+
+    get_training_run_by_tinker_path_async = reading(get_training_run_by_tinker_path)
+
+    def list_training_runs(
+        self, limit: int = 20, offset: int = 0, access_scope: str = "owned"
+    ) -> Pending[TrainingRunsResponse]:
+        """The models that have checkpoints, the latest first."""
+        _check_page(limit, offset)
+        found = sorted(self._service.checkpoints(), key=_run_of)
+        runs = [self._training_run(run, list(mine)) for run, mine in groupby(found, key=_run_of)]
+        runs.sort(key=lambda run: run.last_request_time, reverse=True)
+        cursor = Cursor(offset, limit, len(runs))
+        return completed(TrainingRunsResponse(runs[offset : offset + limit], cursor))
+
+    list_training_runs_async = reading(list_training_runs)
+
+    def get_telemetry(self) -> None:
+        """Return None: planish reports nothing to anybody."""
+
+    def _training_run(self, run_id: str, checkpoints: list[Checkpoint]) -> TrainingRun:
+        newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
+        info = self._service.checkpoint_info(newest[0].tinker_path)
+        last = {
+            kind: next((c for c in newest if c.checkpoint_type == kind), None)
+            for kind in ("training", "sampler")
+        }
+        return TrainingRun(
+            run_id,
+            info.base_model,
+            True,
+            newest[0].time,
+            info.lora.rank,
+            last["training"],
+            last["sampler"],
+            newest[0].user_metadata,
+        )
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Pending[WeightsInfoResponse]:
         """Base model and shape of a checkpoint."""
@@ -82,3 +169,14 @@ class RestClient:
         return completed(None)
 
     delete_checkpoint_from_tinker_path_async = reading(delete_checkpoint_from_tinker_path)
+
+
+def _check_page(limit: int, offset: int) -> None:
+    if limit < 1 or offset < 0:
+        raise UserError(
+            f"limit={limit}, offset={offset}: give a limit of at least 1 and an offset of at least 0"
+        )
+
+
+def _run_of(checkpoint: Checkpoint) -> str:
+    return CheckpointPath.parse(checkpoint.tinker_path).run_id

@@ -5,10 +5,11 @@ client had at some moment.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from planish.client.futures import Pending, awaiting, chained, in_thread
-from planish.client.session import Session, discard, refuse_to_pickle
+from planish.client.session import RefusesMethods, Session, discard, refuse_to_pickle
 from planish.service import CreateSampler, ReleaseSampler, Sample
 from planish.types import ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -16,17 +17,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SamplingClient:
+class SamplingClient(RefusesMethods):
     """Made by `ServiceClient.create_sampling_client` and the methods of TrainingClient. Dropping it
     frees the version it holds.
     """
 
-    def __init__(self, session: Session, sampler_id: str) -> None:
+    refused: ClassVar[Mapping[str, str]] = {
+        "get_sampler_handle": "a sampler belongs to the process that made it; save a checkpoint "
+        "and give its path to another process",
+        "on_queue_state_change": "there is no queue of a server to watch",
+        "holder": "there is no connection to hold",
+    }
+
+    def __init__(
+        self, session: Session, sampler_id: str, record_stability_info: bool = False
+    ) -> None:
         info = session.service.sampler_info(sampler_id)
         self.sampler_id = sampler_id
         self.model_path = info.model_path
         self._base_model = info.base_model
         self._session = session
+        self._record_stability_info = record_stability_info
         # At exit the engine goes as a whole.
         weakref.finalize(self, discard, session.service, ReleaseSampler(sampler_id)).atexit = False
 
@@ -63,6 +74,7 @@ class SamplingClient:
             target_prompt_logprobs=target_prompt_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
         )
         return Pending(self._session.service.submit(operation), withdraw=True)
 
@@ -103,20 +115,32 @@ class SamplingClient:
 
     get_tokenizer_async = in_thread(get_tokenizer)
 
+    def get_telemetry(self) -> None:
+        """Return None: planish reports nothing to anybody."""
+
     def result(self, timeout: float | None = None) -> SamplingClient:
         """Itself, for code that takes what made it for a future."""
         return self
 
+    def __await__(self) -> Generator[None, None, SamplingClient]:
+        """Itself, for code that awaits what made it."""
+        return self
+        yield
+
 
 def create_sampling_client(
-    session: Session, base_model: str | None, model_path: str | None
+    session: Session,
+    base_model: str | None,
+    model_path: str | None,
+    record_stability_info: bool = False,
 ) -> SamplingClient:
     """Of a base model or a checkpoint. Whatever ends the wait for it, Ctrl-C for instance, frees
     it.
     """
     operation = CreateSampler(session.new_sampler_id(), base_model, model_path)
     try:
-        return SamplingClient(session, session.service.submit(operation).result())
+        sampler_id = session.service.submit(operation).result()
+        return SamplingClient(session, sampler_id, record_stability_info)
     except BaseException:
         discard(session.service, ReleaseSampler(operation.sampler_id))
         raise

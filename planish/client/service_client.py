@@ -7,26 +7,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from planish.client.futures import in_thread
 from planish.client.local import chosen_url, connect, start_engine
 from planish.client.rest_client import RestClient
 from planish.client.sampling_client import SamplingClient, create_sampling_client
-from planish.client.session import Session, discard, refuse_to_pickle
+from planish.client.session import (
+    RefusesMethods,
+    Session,
+    discard,
+    refuse_options,
+    refuse_to_pickle,
+)
 from planish.client.training_client import TrainingClient
 from planish.errors import UnsupportedError, UserError
 from planish.service import CreateModel, Service, UnloadModel
 from planish.types import CheckpointPath, GetServerCapabilitiesResponse, LoraConfig
 
 
-class ServiceClient:
+class ServiceClient(RefusesMethods):
     """An engine with its base models, adapters and samplers, near or far; all are freed by `close`
     or the end of a `with` block.
 
     Without either, the end of the program waits for the checkpoints that were asked for, and gives
     up everything else.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "copy_weights": "checkpoints of this machine can be read as they are",
+        "create_custom_loss": "give the function itself to forward_backward_custom",
+        "get_console_url": "there is no console; `planish runs` lists training runs",
+        "holder": "there is no connection to hold",
+    }
 
     def __init__(
         self,
@@ -44,6 +57,7 @@ class ServiceClient:
         kv_cache_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         max_batch: int | None = None,
+        substitute_losses: Mapping[str, str] | None = None,
         service: Service | None = None,
     ) -> None:
         """`base_url` is the URL of a server (default: PLANISH_BASE_URL of the environment; without
@@ -70,6 +84,7 @@ class ServiceClient:
             "kv_cache_bytes": kv_cache_bytes,
             "prefix_cache_bytes": prefix_cache_bytes,
             "max_batch": max_batch,
+            "substitute_losses": substitute_losses,
         }
         if isinstance(user_metadata, str):
             raise UserError(f"user_metadata={user_metadata!r}: the URL of a server is base_url=...")
@@ -102,9 +117,15 @@ class ServiceClient:
     ) -> None:
         self._close(finish=kind is None)
 
-    def close(self) -> None:
-        """Finish what is queued and free everything. Ctrl-C gives up what is queued."""
-        self._close(finish=True)
+    def close(self, status: str = "success", detail: str | None = None) -> None:
+        """Finish what is queued and free everything. Ctrl-C gives up what is queued.
+
+        `status` "errored" or "interrupted" gives up what is queued; `detail` is for people who read
+        the call.
+        """
+        if status not in ("success", "errored", "interrupted"):
+            raise UserError(f"status={status!r}: give 'success', 'errored' or 'interrupted'")
+        self._close(finish=status == "success")
 
     close_async = in_thread(close)
 
@@ -121,8 +142,13 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
+        optimizer: Any = None,
     ) -> TrainingClient:
-        """A new adapter on a base model. `seed` makes its initial weights reproducible."""
+        """A new adapter on a base model. `seed` makes its initial weights reproducible.
+
+        `optimizer` is None or AdamOptimizerConfig(), since AdamW is the one optimizer.
+        """
+        _check_optimizer(optimizer)
         lora = LoraConfig(
             rank, seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn
         )
@@ -142,12 +168,16 @@ class ServiceClient:
         path: str,
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
     ) -> TrainingClient:
         """A new adapter with the weights of a checkpoint and a fresh optimizer.
 
         `base_model` only to put the adapter on another base model of the same architecture than it
         was made for.
         """
+        refuse_options(weights_access_token=weights_access_token)
+        _check_optimizer(optimizer)
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=False)
 
     create_training_client_from_state_async = in_thread(create_training_client_from_state)
@@ -157,8 +187,10 @@ class ServiceClient:
         path: str,
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
     ) -> TrainingClient:
         """A new adapter that goes on where `save_state` was called, bit for bit."""
+        refuse_options(weights_access_token=weights_access_token)
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=True)
 
     create_training_client_from_state_with_optimizer_async = in_thread(
@@ -166,22 +198,34 @@ class ServiceClient:
     )
 
     def create_sampling_client(
-        self, model_path: str | None = None, base_model: str | None = None
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
     ) -> SamplingClient:
-        """Sampling from a base model, or from a checkpoint (of either kind) by its path."""
+        """Sampling from a base model, or from a checkpoint (of either kind) by its path.
+
+        `retry_config` of the public SDK changes nothing: an engine in this process needs no
+        retries, and a session with a server has its own. `record_stability_info`: see
+        `planish.service.Sample`.
+        """
         if model_path is None and base_model is None:
             raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
         if isinstance(model_path, str) and "://" not in model_path:
             raise UserError(
                 f"model_path={model_path!r} is no checkpoint's path (tinker://...); for a base model give base_model={model_path!r}"
             )
-        return create_sampling_client(self._session, base_model, model_path)
+        return create_sampling_client(self._session, base_model, model_path, record_stability_info)
 
     create_sampling_client_async = in_thread(create_sampling_client)
 
     def create_rest_client(self) -> RestClient:
         """Checkpoints and base models: lists, information, removal."""
         return RestClient(self._session.service)
+
+    def get_telemetry(self) -> None:
+        """Return None: planish reports nothing to anybody."""
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """The base models that can be named here."""
@@ -224,3 +268,7 @@ def _checked(user_metadata: Mapping[str, str] | None) -> Mapping[str, str]:
     if user_metadata is not None and not isinstance(user_metadata, Mapping):
         raise UserError(f"user_metadata={user_metadata!r}: give a dictionary of strings to strings")
     return user_metadata or {}
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    refuse_options(optimizer=None if getattr(optimizer, "type", None) == "adamw" else optimizer)

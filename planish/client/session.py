@@ -9,14 +9,41 @@ import secrets
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from planish.errors import EngineClosedError, UserError
+from planish.errors import EngineClosedError, UnsupportedError, UserError
 from planish.service import Operation, Service
 from planish.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_NO_OPTION = {
+    "weights_access_token": "there are no access tokens here; checkpoints of this machine need none",
+    "optimizer": "AdamW is the one optimizer here; leave it out or give AdamOptimizerConfig()",
+    "loss_type_input": "custom losses take logprobs; leave it out or give 'logprobs'",
+}
+
+
+class RefusedMethodError(UnsupportedError, AttributeError):
+    """A method of the public SDK that planish does not have. `hasattr` sees no such attribute."""
+
+
+class RefusesMethods:
+    """A client whose missing methods say why they are missing."""
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Methods of the public SDK that planish does not have, each with the reason. `NAME_async` is
+    refused with NAME.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        reason = self.refused.get(name.removesuffix("_async"))
+        if reason is not None:
+            raise RefusedMethodError(f"{kind}.{name} is not offered: {reason}")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
 
 class Session:
@@ -45,6 +72,15 @@ class Session:
                     self.service.tokenizer_directory(base_model)
                 )
             return self._tokenizers[base_model]
+
+
+def refuse_options(**given: object) -> None:
+    """UnsupportedError for options of the public SDK that have no meaning here; None and False are
+    their defaults.
+    """
+    for name, value in given.items():
+        if value:
+            raise UnsupportedError(f"{name}: {_NO_OPTION[name]}")
 
 
 def refuse_to_pickle(self: object) -> NoReturn:

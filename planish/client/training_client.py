@@ -6,14 +6,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from planish.client.custom_loss import custom_gradient, first_pass_data, merged
 from planish.client.futures import Pending, chained, in_thread, submitting
 from planish.client.sampling_client import SamplingClient, create_sampling_client
-from planish.client.session import Session, discard, refuse_to_pickle
+from planish.client.session import (
+    RefusesMethods,
+    Session,
+    discard,
+    refuse_options,
+    refuse_to_pickle,
+)
 from planish.errors import UserError
 from planish.service import (
     ForwardBackward,
@@ -45,10 +51,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TrainingClient:
+class TrainingClient(RefusesMethods):
     """Made by ServiceClient. Dropping it frees the adapter's memory; its checkpoints and sampling
     clients stay.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "get_console_url": "there is no console; `planish runs` lists training runs",
+        "save_weights_external": "save_weights_for_sampler writes a PEFT adapter, which "
+        "`planish checkpoints download` copies",
+        "holder": "there is no connection to hold",
+    }
 
     def __init__(self, session: Session, info: GetInfoResponse) -> None:
         self._session = session
@@ -92,7 +105,11 @@ class TrainingClient:
     forward_backward_async = submitting(forward_backward)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss,
+        *,
+        loss_type_input: str | None = None,
     ) -> Pending[ForwardBackwardOutput]:
         """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable
         function.
@@ -102,6 +119,7 @@ class TrainingClient:
         calls of this client within it are refused. If it raises, or the data are refused, the next
         `optim_step` fails.
         """
+        refuse_options(loss_type_input=loss_type_input != "logprobs" and loss_type_input)
         data = list(data) if isinstance(data, Sequence) else data
         try:
             first_pass = ForwardBackward(
@@ -132,8 +150,16 @@ class TrainingClient:
 
     forward_backward_custom_async = submitting(forward_backward_custom)
 
-    def optim_step(self, adam_params: AdamParams) -> Pending[OptimStepResponse]:
-        """Apply the accumulated gradient by AdamW, and drop it."""
+    def optim_step(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> Pending[OptimStepResponse]:
+        """Apply the accumulated gradient by AdamW, and drop it. `adam_params` is another name of
+        `optim_params`.
+        """
+        if (optim_params is None) == (adam_params is None):
+            raise UserError("optim_step: give AdamParams(learning_rate=...) once")
+        adam_params = optim_params if adam_params is None else adam_params
+        assert adam_params is not None
         return Pending(self._submit(OptimStep(self.model_id, adam_params)))
 
     optim_step_async = submitting(optim_step)
@@ -153,16 +179,22 @@ class TrainingClient:
 
     save_state_async = submitting(save_state)
 
-    def load_state(self, path: str) -> Pending[LoadWeightsResponse]:
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Pending[LoadWeightsResponse]:
         """Replace the weights by those of a checkpoint of the same shape; the optimizer starts
         anew.
         """
+        refuse_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path)))
 
     load_state_async = in_thread(load_state)
 
-    def load_state_with_optimizer(self, path: str) -> Pending[LoadWeightsResponse]:
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Pending[LoadWeightsResponse]:
         """Replace weights, optimizer state and step by those of a checkpoint of `save_state`."""
+        refuse_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path, with_optimizer=True)))
 
     load_state_with_optimizer_async = in_thread(load_state_with_optimizer)
@@ -183,36 +215,58 @@ class TrainingClient:
 
     save_weights_for_sampler_async = submitting(save_weights_for_sampler)
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: str = "snapshot",
+    ) -> SamplingClient:
         """A client of the weights as they are after the operations so far; it keeps them while
         training goes on.
 
-        Nothing is written, unless a `name` asks for a checkpoint too.
+        Nothing is written, unless a `name` asks for a checkpoint too. With kind="inflight" the
+        client is the same: it stays at these weights.
         """
         if name is not None:
-            return self.create_sampling_client(self.save_weights_for_sampler(name).result().path)
-        return self._publish().result()
+            path = self.save_weights_for_sampler(name).result().path
+            return self.create_sampling_client(path, retry_config, record_stability_info)
+        return self._publish(record_stability_info, kind).result()
 
     async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: str = "snapshot",
     ) -> SamplingClient:
         """As `save_weights_and_get_sampling_client`."""
         if name is not None:
+            path = (await self.save_weights_for_sampler(name)).path
             return await self.create_sampling_client_async(
-                (await self.save_weights_for_sampler(name)).path
+                path, retry_config, record_stability_info
             )
-        return await self._publish()
+        return await self._publish(record_stability_info, kind)
 
-    def _publish(self) -> Pending[SamplingClient]:
+    def _publish(self, record_stability_info: bool, kind: str) -> Pending[SamplingClient]:
+        if kind not in ("snapshot", "inflight"):
+            raise UserError(f"kind={kind!r}: give 'snapshot' or 'inflight'")
         session, sampler_id = self._session, self._session.new_sampler_id()
         published = self._submit(PublishSampler(self.model_id, sampler_id))
-        return Pending(chained(published, lambda sampler_id: SamplingClient(session, sampler_id)))
+        return Pending(
+            chained(published, lambda made: SamplingClient(session, made, record_stability_info))
+        )
 
-    def create_sampling_client(self, model_path: str) -> SamplingClient:
-        """A client of a checkpoint."""
-        return create_sampling_client(self._session, None, model_path)
+    def create_sampling_client(
+        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """A client of a checkpoint. The other options: `ServiceClient.create_sampling_client`."""
+        return create_sampling_client(self._session, None, model_path, record_stability_info)
 
     create_sampling_client_async = in_thread(create_sampling_client)
+
+    def get_telemetry(self) -> None:
+        """Return None: planish reports nothing to anybody."""
 
     def get_info(self) -> GetInfoResponse:
         """Its id, base model and rank."""
@@ -253,3 +307,8 @@ class TrainingClient:
     def result(self, timeout: float | None = None) -> TrainingClient:
         """Itself, for code that takes what made it for a future."""
         return self
+
+    def __await__(self) -> Generator[None, None, TrainingClient]:
+        """Itself, for code that awaits what made it."""
+        return self
+        yield

@@ -12,7 +12,9 @@ being written is finished in any case.
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,12 +30,12 @@ from planish.engine.owner import DeviceOwner
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.tenants import Job, LoadedAdapter, SamplerHandle, Tenant
 from planish.engine.training_operations import TrainingOperations
-from planish.errors import CheckpointError, EngineClosedError, UserError
+from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
-from planish.model.sources import checked_mapping, environment_models
 from planish.service import (
+    SUBSTITUTE_REMEDY,
     AdapterBytes,
     CheckpointInfo,
     CreateModel,
@@ -64,6 +66,8 @@ from planish.types import (
 
 R = TypeVar("R")
 
+_log = logging.getLogger(__name__)
+
 
 class Engine:
     def __init__(
@@ -74,20 +78,22 @@ class Engine:
         memory: DeviceMemory | None = None,
     ) -> None:
         """`models` maps names of base models to directories or .gguf files; `data_dir` is where
-        checkpoints are kept. `memory` says which part of the device's memory each base model has.
-        By default each takes its part when it is loaded. On a GPU the first takes all, unless
-        `models` or PLANISH_MODELS name several directories: then each leaves room for the next.
+        checkpoints are kept. `memory` says which part of the device's memory each base model has;
+        by default they come one after another, and others may follow.
         """
         self._settings = settings or EngineSettings()
-        named = {*checked_mapping(models).values(), *environment_models().values()}
-        memory = memory or DeviceMemory(self._settings, keeps_room=len(named) > 1)
-        self._models = BaseModels(models, self._settings, memory)
+        self._models = BaseModels(models, self._settings, memory or DeviceMemory(self._settings))
         self._store = CheckpointStore(data_directory(data_dir))
         self._tenants: dict[str, Tenant] = {}
         self._handles: dict[str, SamplerHandle] = {}
         self._runs: set[str] = set()
         """Ids of all models that were made here."""
         self._is_closed = False
+        self.substitutions: Counter[tuple[str, str]] = Counter()
+        """How many operations asked for a refused loss, by that loss and its substitute."""
+        self._substitutes = dict(self._settings.substitute_losses or {})
+        for name, by in self._substitutes.items():
+            _log.warning("where loss_fn=%r is asked for, %r is computed in its place", name, by)
         disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
         self._owner = DeviceOwner(TrainingOperations(self._store, disk), on_end=disk.shutdown)
         # An engine that nobody can reach any more frees the device; at exit the owner sees to it
@@ -220,12 +226,16 @@ class Engine:
                     raise UserError(
                         f"loss_fn_config is a {kind}; give a dictionary of numbers, or None"
                     )
-                tenant.base.trainer.validate(op.data, op.loss_fn, op.loss_fn_config)
+                loss_fn = self._computed_loss(op.loss_fn)
+                tenant.base.trainer.validate(op.data, loss_fn, op.loss_fn_config)
                 # The caller may go on to change its own list and dictionary.
-                kept = replace(op, data=list(op.data), loss_fn_config=dict(op.loss_fn_config))
-                return Job(kept, future, tenant=tenant)
+                config = dict(op.loss_fn_config)
+                kept = replace(op, data=list(op.data), loss_fn=loss_fn, loss_fn_config=config)
+                return Job(kept, future, tenant=tenant, asked_loss=op.loss_fn)
             case ForwardBackwardLater():
-                return Job(op, future, tenant=self._tenant(op.model_id))
+                kept = replace(op, loss_fn=self._computed_loss(op.loss_fn))
+                tenant = self._tenant(op.model_id)
+                return Job(kept, future, tenant=tenant, asked_loss=op.loss_fn)
             case OptimStep():
                 if not isinstance(op.adam_params, AdamParams):
                     raise UserError(
@@ -233,6 +243,14 @@ class Engine:
                     )
                 return Job(op, future, tenant=self._tenant(op.model_id))
         raise TypeError(f"{type(op).__name__} is no operation of this engine")
+
+    def _computed_loss(self, loss_fn: str) -> str:
+        """The loss that is computed where `loss_fn` is asked for: itself, or its substitute."""
+        if not isinstance(loss_fn, str) or loss_fn not in self._substitutes:
+            return loss_fn
+        substitute = self._substitutes[loss_fn]
+        self.substitutions[loss_fn, substitute] += 1
+        return substitute
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -327,6 +345,11 @@ class Engine:
                 raise UserError(
                     f"{name} is a {type(getattr(op, name)).__name__}; give {kind.__name__}"
                 )
+        if op.record_stability_info and not self._substitutes:
+            raise UnsupportedError(
+                "record_stability_info is for loss_fn='stable_reinforce', whose formula is not "
+                f"public; leave it out and {SUBSTITUTE_REMEDY}"
+            )
         base.sampler.validate(op)
         stop = op.sampling_params.stop
         if isinstance(stop, str) or any(isinstance(item, str) for item in stop or ()):

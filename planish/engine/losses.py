@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from planish.errors import UnsupportedError, UserError
+from planish.service import SUBSTITUTE_REMEDY
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -146,7 +147,7 @@ LOSSES: dict[str, Loss] = {
 
 # Losses of the public API that planish does not serve, and what to use instead.
 _REFUSED = {
-    "stable_reinforce": "its formula is not public; use 'importance_sampling', 'ppo' or 'cispo'",
+    "stable_reinforce": f"its formula is not public; {SUBSTITUTE_REMEDY}",
     "custom": "losses traced on a server are not offered; use forward_backward_custom(data, fn)",
 }
 

@@ -4,6 +4,7 @@ before anything is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.native import cpu_products
+from planish.service import checked_substitutes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -34,6 +36,8 @@ class EngineSettings:
     prefix_cache_bytes: int | None = None
     max_batch: int | None = None
     """None: what the memory of the device is enough for, see memory.py."""
+    substitute_losses: Mapping[str, str] | None = None
+    """Losses that planish refuses, each with the loss that is computed in its place."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
@@ -48,6 +52,7 @@ class EngineSettings:
                 raise UserError(
                     f"{name}={value!r}: give a whole number of at least {least}, or None for the default"
                 )
+        checked_substitutes(self.substitute_losses or {})
         choose_device(self.device)
 
     @property

@@ -120,6 +120,8 @@ class Job:
     handle: SamplerHandle | None = None
     loaded: LoadedAdapter | None = None
     save_to: CheckpointPath | None = None
+    asked_loss: str | None = None
+    """The loss that the caller named; the operation has the one that is computed."""
 
     def fail(self, error: BaseException) -> None:
         """Answer with `error`, unless it was cancelled or answered."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 from planish.engine.adapters import Adapter
@@ -25,7 +26,12 @@ from planish.service import (
     SaveWeightsForSampler,
     UnloadModel,
 )
-from planish.types import LoadWeightsResponse, SaveWeightsForSamplerResponse, SaveWeightsResponse
+from planish.types import (
+    ForwardBackwardOutput,
+    LoadWeightsResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
 
 Work = Generator[None, None, None]
 
@@ -77,7 +83,7 @@ class TrainingOperations:
         work = tenant.base.trainer.forward_backward(
             tenant.created(), op.data, op.loss_fn, op.loss_fn_config, op.forward_only
         )
-        job.future.set_result((yield from work))
+        job.future.set_result(_naming_substitute(job, op.loss_fn, (yield from work)))
 
     def _forward_backward_later(self, tenant: Tenant, job: Job) -> Work:
         op = job.operation
@@ -89,7 +95,7 @@ class TrainingOperations:
             adapter.refuse_step(error)
             raise
         work = tenant.base.trainer.forward_backward(adapter, data, op.loss_fn, op.loss_fn_config)
-        job.future.set_result((yield from work))
+        job.future.set_result(_naming_substitute(job, op.loss_fn, (yield from work)))
 
     def _optim_step(self, tenant: Tenant, job: Job) -> Work:
         op = job.operation
@@ -146,3 +152,13 @@ class TrainingOperations:
             job.fail(error)
         else:
             job.future.set_result(respond(str(label.path)))
+
+
+def _naming_substitute(
+    job: Job, computed: str, output: ForwardBackwardOutput
+) -> ForwardBackwardOutput:
+    """`output`, with a metric that says so if another loss was computed than the caller named."""
+    if job.asked_loss in (None, computed):
+        return output
+    metric = f"substituted_loss/{job.asked_loss}={computed}:max"
+    return replace(output, metrics={**output.metrics, metric: 1.0})

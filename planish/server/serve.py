@@ -43,6 +43,7 @@ from planish.server.logs import set_up
 from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
 from planish.server.metrics_page import metrics_route
 from planish.server.serve_options import ServeOptions, add_arguments, options_of
+from planish.server.substituted_losses import SubstitutedLosses
 from planish.server.tenancy import read_keys
 
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
@@ -111,6 +112,7 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
     core = ServerCore(engine, prepared.data_dir, list(models), prepared.keys, options.settings)
     http = HttpSettings(options.poll_seconds, models, has_keys=prepared.keys is not None)
     registry = CollectorRegistry()
+    registry.register(SubstitutedLosses(engine.substitutions))
     more = [*routes_draw.ROUTES, *openai_routes.routes(core, models), metrics_route(registry)]
     app = create_app(core, http, more)
     app.add_middleware(Access, metrics=RequestMetrics(registry), authenticate=core.authenticate)

@@ -140,6 +140,14 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="a sample's bits are the same in any company, also where that costs something (on a GPU, and on CPUs whose products are a library's)",
     )
+    parser.add_argument(
+        "--substitute-loss",
+        action="append",
+        default=[],
+        metavar="stable_reinforce=LOSS",
+        dest="substitute_losses",
+        help="compute LOSS where a script asks for stable_reinforce, whose formula is not public; responses and /metrics say so",
+    )
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
@@ -160,6 +168,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
             max_batch=arguments.max_batch,
             micro_batch_tokens=arguments.micro_batch_tokens,
             deterministic=arguments.deterministic,
+            substitute_losses=_pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_losses),
         ),
         settings=_settings(_pairs("--set", "NAME=VALUE", arguments.settings)),
         hub_tokenizers=arguments.hub_tokenizers,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from planish.errors import UnsupportedError, UserError
+from planish.errors import UserError
 from planish.service import MAX_SAMPLES, Sample
 from planish.types import (
     PromptAltTokens,
@@ -63,11 +63,6 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
     """Also takes `prompt_only` and `sampling_params.min_p`, which are planish's own."""
     with fields:
         fields.skip("type")
-        if fields.optional(fields.boolean, "record_stability_info"):
-            raise UnsupportedError(
-                "record_stability_info is for loss_fn='stable_reinforce', which is not supported: its formula is not public; "
-                "use loss_fn='importance_sampling', 'ppo' or 'cispo', and leave record_stability_info out"
-            )
         if not fields.has("sampling_session_id"):
             raise UserError(
                 "sampling_session_id is missing; create a sampling session of base_model or model_path first"
@@ -88,6 +83,7 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
             else None,
             prompt_alt_tokens_k=_count(fields, "prompt_alt_tokens_k"),
             prompt_logprobs_last_n=fields.optional(fields.integer, "prompt_logprobs_last_n"),
+            record_stability_info=fields.optional(fields.boolean, "record_stability_info", False),
             prompt_only=fields.optional(fields.boolean, "prompt_only", False),
         )
         return SampleRequest(fields.integer("seq_id", low=0), operation)
@@ -112,6 +108,8 @@ def sample_request_to_json(request: SampleRequest) -> dict[str, Any]:
         fields["target_prompt_logprobs"] = tensor_to_json(op.target_prompt_logprobs)
     if op.prompt_logprobs_last_n is not None:
         fields["prompt_logprobs_last_n"] = op.prompt_logprobs_last_n
+    if op.record_stability_info:
+        fields["record_stability_info"] = True
     return fields
 
 

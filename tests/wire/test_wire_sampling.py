@@ -304,9 +304,13 @@ def test_other_chunks_than_text_are_refused(chunk):
         sample_request_from_json(Fields.of(orjson.dumps({**BODY, "prompt": {"chunks": [chunk]}})))
 
 
-def test_stability_info_is_refused_with_the_remedy():
-    with pytest.raises(UnsupportedError, match="importance_sampling"):
-        sample_request_from_json(Fields.of(orjson.dumps({**BODY, "record_stability_info": True})))
+def test_stability_info_is_read_for_the_engine_to_decide_on():
+    request = sample_request_from_json(
+        Fields.of(orjson.dumps({**BODY, "record_stability_info": True}))
+    )
+    assert request.operation.record_stability_info
+    again = sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
+    assert again == request
 
 
 @given(st.binary(max_size=60))

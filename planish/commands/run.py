@@ -1,0 +1,148 @@
+"""`planish run`: a script for the tinker SDK, unmodified, on an engine in its own process.
+
+The command replaces itself by Python running the script, with a directory on PYTHONPATH in which
+`tinker` is planish.tinker. So tracebacks, the exit status, `__main__` and Ctrl-C are those of
+`python SCRIPT`, and processes that the script starts import the same packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import orjson
+
+import planish
+from planish.errors import UserError
+from planish.import_shims import COOKBOOK_DIRECTORY, SDK_DIRECTORY
+from planish.model.sources import environment_models, resolve_model
+from planish.server.hub_tokenizers import asked_names, keep_tokenizer
+from planish.service import checked_substitutes
+from planish.tinker.service_client import OPTIONS_VARIABLE
+
+MODELS_VARIABLE = "PLANISH_MODELS"
+_FLAGS = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch", "micro_batch_tokens")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ServiceClient, then what `python` takes: SCRIPT or -m MODULE, and arguments."""
+    parser.usage = "planish run [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]"
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="where the base model NAME is: a Hugging Face directory or a .gguf file; may be repeated",
+    )
+    parser.add_argument("--data-dir", metavar="DIR", help="where checkpoints are kept")
+    parser.add_argument("--device", help="cpu, cuda, cuda:N, or auto")
+    parser.add_argument("--dtype", help="bfloat16, float32, or auto")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="a sample's bits do not depend on what else runs",
+    )
+    for name in _FLAGS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help="as of ServiceClient"
+        )
+    parser.add_argument(
+        "--substitute-loss",
+        action="append",
+        default=[],
+        metavar="stable_reinforce=LOSS",
+        help="compute LOSS where the script asks for stable_reinforce, whose formula is not public",
+    )
+    parser.add_argument(
+        "--base-url", metavar="URL", help="use this server of planish instead of an own engine"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="a key of that server")
+    parser.add_argument(
+        "--hub-tokenizers",
+        action="store_true",
+        help="put the tokenizers of --model into the hub's cache, where transformers finds them without a network",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module by name")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Become Python running the program."""
+    if not arguments.program:
+        raise UserError("name a script, or a module after -m: planish run SCRIPT [ARGUMENTS]")
+    program, *rest = arguments.program
+    options, models = options_of(arguments), _pairs("--model", "NAME=PATH", arguments.model)
+    for name, path in models.items():
+        directory = resolve_model(name, models)
+        if "," in path:
+            raise UserError(
+                f"--model {name}={path}: a path with a comma cannot be mapped; rename it"
+            )
+        for asked in asked_names(name) if arguments.hub_tokenizers else ():
+            keep_tokenizer(asked, directory)
+    environment = environment_of(options, _directory(program, arguments.is_module))
+    if models:
+        known = {**environment_models(), **models}
+        environment[MODELS_VARIABLE] = ",".join(f"{name}={path}" for name, path in known.items())
+    words = ["-m", program] if arguments.is_module else [program]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *words, *rest], environment)
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ServiceClient that were given. UserError names the option at fault."""
+    if arguments.base_url and arguments.model:
+        raise UserError(
+            "--model is for an own engine, and --base-url names a server; leave one out"
+        )
+    given: dict[str, Any] = {
+        "substitute_losses": checked_substitutes(
+            _pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
+        ),
+    }
+    names = ("data_dir", "device", "dtype", "deterministic", *_FLAGS, "base_url", "api_key")
+    given |= {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in given.items() if value not in (None, {})}
+
+
+def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """The environment in which `tinker` is planish.tinker, with `options` for each ServiceClient.
+
+    `tinker_cookbook` is the installed package, or one beside the program in `directory`; where
+    there is none, it is planish.cookbook.
+    """
+    paths = [str(SDK_DIRECTORY)]
+    places = [str(directory), *sys.path]
+    if importlib.machinery.PathFinder.find_spec("tinker_cookbook", places) is None:
+        paths.append(str(COOKBOOK_DIRECTORY))
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    package = str(Path(planish.__file__).parent.parent)
+    if "site-packages" not in package and package not in paths[-1].split(os.pathsep):
+        paths.append(package)  # a checkout, found from the working directory
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        OPTIONS_VARIABLE: orjson.dumps(dict(options)).decode(),
+    }
+
+
+def _directory(program: str, is_module: bool) -> Path:
+    """The directory that Python puts before all others for this program."""
+    return Path.cwd() if is_module else Path(program).absolute().parent
+
+
+def _pairs(option: str, form: str, entries: list[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for entry in entries:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not (name and equals and value):
+            raise UserError(f"{option} {entry!r}: write {form}")
+        pairs[name] = value
+    return pairs

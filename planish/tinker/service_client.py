@@ -1,0 +1,80 @@
+"""The SDK's ServiceClient, on one engine for the whole process."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from planish.client.local import chosen_url, start_engine
+from planish.client.service_client import ServiceClient as PlanishServiceClient
+from planish.errors import UnsupportedError
+from planish.service import Service
+
+OPTIONS_VARIABLE = "PLANISH_RUN_OPTIONS"
+"""Options of `planish run` as a JSON object: arguments of every ServiceClient of the script, and of
+the processes that it starts.
+"""
+
+_ENGINE_OPTIONS = set(inspect.signature(PlanishServiceClient).parameters) - {
+    "user_metadata",
+    "project_id",
+    "base_url",
+    "api_key",
+    "service",
+}
+_engines: dict[str, Service] = {}
+_lock = threading.Lock()
+
+
+class ServiceClient(PlanishServiceClient):
+    """A session on the engine of this process, or on a server of planish (`base_url`).
+
+    The engine is made by the first ServiceClient, is shared by all that have equal options, and
+    ends with the process. `close` leaves it to the others.
+    """
+
+    def __init__(
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`display_name` goes into the metadata of every checkpoint. `options` are those of
+        `planish.ServiceClient`, such as models={NAME: PATH} or dtype="float32".
+        """
+        if default_headers_overrides:
+            raise UnsupportedError("default_headers_overrides: no HTTP request is made here")
+        metadata = user_metadata
+        if display_name is not None and not isinstance(user_metadata, str):
+            metadata = {**(user_metadata or {}), "display_name": display_name}
+        chosen = {**orjson.loads(os.environ.get(OPTIONS_VARIABLE) or "{}"), **options}
+        unknown = sorted(chosen.keys() - _ENGINE_OPTIONS - {"base_url", "api_key"})
+        if unknown:
+            raise TypeError(f"ServiceClient got an unexpected keyword argument {unknown[0]!r}")
+        base_url = base_url or chosen.pop("base_url", None)
+        api_key = api_key or chosen.pop("api_key", None)
+        # A key is for a server; scripts that pass one run on an engine all the same.
+        url = chosen_url(base_url, None, chosen)
+        if url:
+            super().__init__(metadata, project_id, base_url=url, api_key=api_key)
+        else:
+            super().__init__(metadata, project_id, service=_shared_engine(chosen))
+
+
+def _shared_engine(options: Mapping[str, Any]) -> Service:
+    key = repr(sorted((name, repr(value)) for name, value in options.items()))
+    with _lock:
+        if key not in _engines:
+            settings = {k: v for k, v in options.items() if k not in ("models", "data_dir")}
+            _engines[key] = start_engine(options.get("models"), options.get("data_dir"), settings)
+        return _engines[key]
