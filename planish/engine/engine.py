@@ -34,6 +34,7 @@ from planish.errors import CheckpointError, EngineClosedError, UnsupportedError,
 from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
+from planish.model.sources import checked_mapping, environment_models
 from planish.service import (
     SUBSTITUTE_REMEDY,
     AdapterBytes,
@@ -78,11 +79,14 @@ class Engine:
         memory: DeviceMemory | None = None,
     ) -> None:
         """`models` maps names of base models to directories or .gguf files; `data_dir` is where
-        checkpoints are kept. `memory` says which part of the device's memory each base model has;
-        by default they come one after another, and others may follow.
+        checkpoints are kept. `memory` says which part of the device's memory each base model has.
+        By default each takes its part when it is loaded. On a GPU the first takes all, unless
+        `models` or PLANISH_MODELS name several directories: then each leaves room for the next.
         """
         self._settings = settings or EngineSettings()
-        self._models = BaseModels(models, self._settings, memory or DeviceMemory(self._settings))
+        named = {*checked_mapping(models).values(), *environment_models().values()}
+        memory = memory or DeviceMemory(self._settings, keeps_room=len(named) > 1)
+        self._models = BaseModels(models, self._settings, memory)
         self._store = CheckpointStore(data_directory(data_dir))
         self._tenants: dict[str, Tenant] = {}
         self._handles: dict[str, SamplerHandle] = {}

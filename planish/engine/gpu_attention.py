@@ -24,14 +24,10 @@ import torch
 from torch import Tensor
 
 from planish.engine.kv_cache import KVPool, KVPools, KVShape
-from planish.engine.positions import SPAN
+from planish.engine.positions import SPAN, capacity_for
 from planish.engine.sampling_attention import PrefillSpan, PromptSlot, SampleSlot
-from planish.engine.sending import staged
+from planish.engine.sending import on_device, staged
 
-_POOLS = 64
-"""Most pools alive: one for each power of two up to the longest context, of prompts and of samples,
-and as many that are being replaced.
-"""
 _PROGRAMS = 8
 """Programs a multiprocessor, which runs two or three at a time: where pieces are short, the next
 ones begin.
@@ -47,37 +43,50 @@ _ALIGNED = 4
 
 
 class PoolBases:
-    """Where the tensors of pools begin on the device. Pools are known by numbers, which they keep
-    while they live.
+    """Where the tensors of pools begin on the device. A pool has a number, which it keeps while it
+    lives.
     """
 
-    def __init__(self, shape: KVShape) -> None:
+    def __init__(self, shape: KVShape, longest: int) -> None:
+        """`longest`: the most positions of a sequence, which bounds the number of pools."""
         self.shape = shape
-        self.table = torch.zeros(shape.layers, _POOLS, 2, dtype=torch.int64, device=shape.device)
+        # One pool for each capacity, for prompts and for samples. Twice, because a failed step
+        # replaces all pools while the old ones may still be referenced.
+        most = 4 * (capacity_for(longest) // SPAN + 1)
+        self.table = torch.zeros(shape.layers, most, 2, dtype=torch.int64, device=shape.device)
         """Addresses of each layer's keys and values [layers, pools, 2]."""
-        self._addresses = np.zeros(self.table.shape, np.int64)
         self._numbers: WeakKeyDictionary[KVPool, int] = WeakKeyDictionary()
-        self._replaced = [-1] * _POOLS
+        self._replaced = [-1] * most
 
     def numbers(self, pools: Sequence[KVPool]) -> list[int]:
-        """The pools' numbers. The table is right for them until one of them makes room again."""
+        """Return the pools' numbers. The table is valid for these pools until one of them replaces
+        its tensors.
+        """
         found = [self._number(pool) for pool in pools]
-        changed = False
-        for number, pool in zip(found, pools, strict=True):
-            if pool.replaced != self._replaced[number]:
-                pairs = zip(pool.keys, pool.values, strict=True)
-                self._addresses[:, number] = [
-                    (keys.data_ptr(), values.data_ptr()) for keys, values in pairs
-                ]
-                self._replaced[number] = pool.replaced
-                changed = True
+        changed = {
+            number: pool
+            for number, pool in zip(found, pools, strict=True)
+            if pool.replaced != self._replaced[number]
+        }
         if changed:
-            _send(self._addresses, self.table)
+            addresses = [
+                [(pool.keys[layer].data_ptr(), pool.values[layer].data_ptr())
+                 for pool in changed.values()]
+                for layer in range(self.shape.layers)
+            ]  # fmt: skip
+            device = self.table.device
+            self.table.index_copy_(
+                1,
+                on_device(list(changed), torch.int64, device),
+                on_device(addresses, torch.int64, device),
+            )
+            for number, pool in changed.items():
+                self._replaced[number] = pool.replaced
         return found
 
     def _number(self, pool: KVPool) -> int:
         if pool not in self._numbers:
-            number = min(set(range(_POOLS)).difference(self._numbers.values()))
+            number = min(set(range(len(self._replaced))).difference(self._numbers.values()))
             self._numbers[pool], self._replaced[number] = number, -1
         return self._numbers[pool]
 

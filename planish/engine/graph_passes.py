@@ -53,7 +53,7 @@ class GraphPasses:
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._sizes = graph_sizes(max_batch)
-        self._bases = PoolBases(shape)
+        self._bases = PoolBases(shape, config.max_context)
         self._attention = DecodeTables(self._bases, self._sizes[-1], config.num_heads)
         self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
         self._prefill_adapters = AdapterTables(

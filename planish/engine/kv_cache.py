@@ -1,12 +1,13 @@
 """Keys and values of running sequences, kept dense so that attention reads them in place.
 
 A `KVPool` holds slots of one capacity; the slots in use are always 0 .. n - 1 (the last moves into
-a gap), so a whole pool is one operand of a matrix product, without gathering. Capacities are powers
-of two: a slot that fills moves to the pool of twice the capacity. Prompts and what is drawn after
-them live in different pools, so that the samples of a prompt share its slot. A sample's slot begins
-at the last multiple of SPAN within the prompt, with a copy of the prompt's positions from there on,
-so that spans of the attention never lie across two slots. Where the GPU's kernels attend, which are
-told of each slot, gaps stay open (`GappedKVPool`).
+a gap), so a whole pool is one operand of a matmul, without gathering. Capacities are multiples of
+SPAN, so a slot wastes less than one span. On a CPU a full slot moves to a pool of about twice the
+capacity; on a GPU a sample gets its final slot at once. Prompts and sampled tokens live in
+different pools, so that the samples of a prompt share its slot. A sample's slot begins at the last
+multiple of SPAN within the prompt, with a copy of the prompt's positions from there on, so that
+spans of the attention never lie across two slots. The GPU's kernels look up the address of each
+slot, so their pools leave gaps open (`GappedKVPool`).
 
 They are in the model's dtype where products add up in float32: on a GPU, and in the CPU's own
 kernels. Elsewhere on a CPU they are float32, for torch's products of bf16 operands would round
@@ -16,7 +17,7 @@ scores and weighted sums to bf16.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -253,6 +254,10 @@ class GappedKVPool(KVPool):
 
     def _close_gaps(self) -> None:
         count = len(self.owners)
+        if not count:  # without a launch for each layer
+            self._taken, self._gaps = [], []
+            self._resize(0)
+            return
         taken = on_device(self._taken, torch.int64, self.shape.device)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
@@ -280,11 +285,21 @@ class KVRoom:
     def has(self, positions: int) -> bool:
         return self.taken + positions <= self.most
 
-    def make(self, positions: int) -> None:
-        """Before so many more are taken: give back what nobody owns, if there is no room otherwise."""
-        if not self.has(positions):
-            for pool in self.pools:
-                pool.trim()
+    def make(self, wanted: Mapping[KVPool, int]) -> None:
+        """Before each pool of `wanted` gets room for so many more owners: give back unowned slots
+        until all of it fits, if it does not fit already.
+
+        The pool that gives back most comes first. Trimming a pool copies what its owners hold, so
+        as few pools as possible are trimmed.
+        """
+        spare = {pool: pool.slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
+        missing = sum(-n * pool.capacity for pool, n in spare.items() if n < 0)
+        missing -= self.most - self.taken
+        for pool in sorted(spare, key=lambda pool: -spare[pool] * pool.capacity):
+            if missing <= 0 or spare[pool] <= 0:
+                return
+            missing -= spare[pool] * pool.capacity
+            pool.trim()
 
 
 class KVPools:
@@ -310,12 +325,20 @@ class KVPools:
 
     def reserve(self, capacities: Iterable[int]) -> None:
         """Make room for one owner of each of these capacities."""
-        wanted = [(self.of(capacity), count) for capacity, count in Counter(capacities).items()]
-        self._room.make(
-            sum(pool.capacity * max(0, len(pool) + count - pool.slots) for pool, count in wanted)
-        )
-        for pool, count in wanted:
+        self._drop_empty()
+        wanted = {self.of(capacity): count for capacity, count in Counter(capacities).items()}
+        self._room.make(wanted)
+        for pool, count in wanted.items():
             pool.reserve(count)
+
+    def _drop_empty(self) -> None:
+        """Forget the pools that hold no memory. There is one capacity for every SPAN positions, so
+        a long-lived server would otherwise collect hundreds of empty pools.
+        """
+        for capacity, pool in list(self._pools.items()):
+            if not pool.slots:
+                del self._pools[capacity]
+                self._room.pools.remove(pool)
 
     def in_use(self) -> list[KVPool]:
         return [

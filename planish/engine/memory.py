@@ -90,15 +90,19 @@ class DeviceMemory:
         settings: EngineSettings,
         expected: Sequence[Path] = (),
         adapter_bytes: int | None = None,
+        *,
+        keeps_room: bool = False,
     ) -> None:
         """`expected`: directories of all base models that will be loaded, if that is known.
         `adapter_bytes`: most that all adapters take together; None: each base model has room for
-        one of rank 32 in training and its sampler.
+        one of rank 32 in training and its sampler. `keeps_room`: on a GPU, each base model leaves
+        a third of the free memory for further ones; otherwise it takes all of it.
         """
         self._settings = settings
         self.device = choose_device(settings.device)
         self._expected = {directory.resolve() for directory in expected}
         self._adapter_bytes = adapter_bytes
+        self._keeps_room = keeps_room
         self._claims: dict[Path, ModelMemory] = {}
         self._lock = Lock()
 
@@ -144,7 +148,7 @@ class DeviceMemory:
         left -= sum(claim.total for claim in self._claims.values())
         if others:  # to each what it cannot do without, and as many times of it
             left = left * model.least // (model.least + sum(other.least for other in others))
-        elif not self._expected:
+        elif self._keeps_room and not self._expected:
             another = model.fixed + 2 * model.least
             left -= left // 3 if another <= left // 3 else 0
         self._check_least(directory, model, left, self._usable)
@@ -175,8 +179,17 @@ class DeviceMemory:
         raise UserError(
             f"{directory} does not fit on {self.device}: of {gib(usable)} that can be used there, its weights{'' if adapters else ' and adapters'} take "
             f"{gib(model.fixed)}{adapters}, with other base models {gib(max(0, left))} are left for it, and sampling and training need {gib(model.least)} at least"
-            f"{' with ' + ', '.join(given) if given else ''}. Use a smaller base model or fewer of them, lower {', '.join(bounds)} for all, or end other programs "
+            f"{' with ' + ', '.join(given) if given else ''}. {self._remedy}Use a smaller base model or fewer of them, lower {', '.join(bounds)} for all, or end other programs "
             "on that device; where all four are named, they are taken as they are"
+        )
+
+    @property
+    def _remedy(self) -> str:
+        if self._expected or self._keeps_room or not self._claims:
+            return ""
+        return (
+            "The first base model took all of the memory: name all base models that you use together "
+            "in models= or PLANISH_MODELS, and each leaves room for the next. "
         )
 
 

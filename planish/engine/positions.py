@@ -15,12 +15,20 @@ def whole_spans(positions: int) -> int:
 
 
 def capacity_for(positions: int) -> int:
-    """The smallest slot that holds `positions`: a power of two, at least one span."""
-    return max(SPAN, 1 << max(0, positions - 1).bit_length())
+    """Return the size of the smallest slot that holds `positions`: whole spans, at least one."""
+    return max(SPAN, whole_spans(positions))
 
 
 def sample_capacity(prompt_tokens: int, max_tokens: int) -> int:
-    """The slot that a sample may grow into: what follows the prompt's last whole span, without the
-    last token drawn.
+    """Return the size of the slot that a sample may grow into.
+
+    The slot holds what follows the prompt's last whole span, without the last sampled token.
     """
     return capacity_for(prompt_tokens % SPAN + max_tokens - 1)
+
+
+def grown_capacity(positions: int, limit: int) -> int:
+    """Return the size of the slot that a growing sample moves to: a power of two, or `limit` (from
+    `sample_capacity`) if that is less. Doubling keeps the number of moves logarithmic.
+    """
+    return min(limit, max(SPAN, 1 << max(0, positions - 1).bit_length()))

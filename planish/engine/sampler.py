@@ -35,7 +35,7 @@ from planish.engine.heap import let_go
 from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape, held_bytes
 from planish.engine.native_attention import ATTENDED_ROWS
 from planish.engine.passes import Passes, PlainPasses, Rows
-from planish.engine.positions import CHUNK, SPAN, capacity_for, sample_capacity
+from planish.engine.positions import CHUNK, SPAN, grown_capacity, sample_capacity
 from planish.engine.prefix_cache import PrefixCache
 from planish.engine.prompt_scores import SCORED_ROWS, PromptScores, asked
 from planish.engine.row_tiling import RowTiling
@@ -417,12 +417,15 @@ class Sampler:
             )
 
     def _room_for(self, sample: RunningSample) -> int:
-        """On a CPU slots grow with their samples, and memory is touched when it is used. On a GPU a
-        move costs more launches than a step.
+        """Return the capacity of the slot that the sample needs for its next position.
+
+        On a CPU a slot grows with its sample, because memory costs nothing until it is touched. On
+        a GPU the sample gets its final slot at once, because a move takes more launches than a step.
         """
+        limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
         if self._decoder.device.type == "cpu":
-            return capacity_for(sample.stored + 1)
-        return sample_capacity(sample.prompt.length, sample.request.max_tokens)
+            return grown_capacity(sample.stored + 1, limit)
+        return limit
 
     def _draw(
         self,

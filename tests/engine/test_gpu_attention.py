@@ -83,7 +83,7 @@ class Batch:
             _spoil(pool, {sample.slot: sample.stored for sample in cast(list[Sample], pool.owners)})
 
     def tables(self, max_rows: int) -> DecodeTables:
-        return DecodeTables(PoolBases(self.shape), max_rows, self.q_heads)
+        return DecodeTables(PoolBases(self.shape, 4096), max_rows, self.q_heads)
 
     def check(self, tables: DecodeTables, padding: int) -> None:
         """One layer of a step with `padding` rows in front of the samples', against both twins;
@@ -274,7 +274,7 @@ def test_pieces_are_all_positions_once(groups, heads, group):
             for slot, owner in enumerate(pool.owners):
                 owner.slot = slot
     rows = {id(sample): row for row, sample in enumerate(reversed(running))}
-    tables = DecodeTables(PoolBases(shape), max(1, len(running)), heads * group)
+    tables = DecodeTables(PoolBases(shape, 4096), max(1, len(running)), heads * group)
     tables.fill(rows, prompts, samples)
     wide, every = tables._tables["counts"]
     written: Counter[int] = Counter()
@@ -327,7 +327,7 @@ def test_rows_of_prompts(heads, group, head_dim, dtype):
     for span in spans:
         for tensor in (span.pool.keys[1], span.pool.values[1]):
             tensor[span.slot, :, span.start :] = torch.nan
-    attention = GpuPrefill(spans, PoolBases(shape), heads * group)
+    attention = GpuPrefill(spans, PoolBases(shape, 4096), heads * group)
     found = attention(1, q, k, v)
     torch.testing.assert_close(found, twin, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     covered = [row for span in spans for row in range(span.row, span.row + span.count)]
@@ -336,7 +336,7 @@ def test_rows_of_prompts(heads, group, head_dim, dtype):
 
 def test_bases_follow_the_pools():
     shape = KVShape(2, 1, 16, torch.float32, DEVICE)
-    bases, pools = PoolBases(shape), [KVPool(shape, 64), KVPool(shape, 128)]
+    bases, pools = PoolBases(shape, 4096), [KVPool(shape, 64), KVPool(shape, 128)]
     assert bases.numbers(pools) == [0, 1]
     for pool in pools:
         pool.add(Sample(Prompt(1), 0))
@@ -351,6 +351,18 @@ def test_bases_follow_the_pools():
     assert bases.table[:, :2].transpose(0, 1).tolist() == addresses
     del pool, pools[0]  # pyright: ignore[reportPossiblyUnboundVariable]
     assert bases.numbers([*pools, KVPool(shape, 64)]) == [1, 0]
+
+
+def test_bases_number_as_many_pools_as_a_long_context_has():
+    shape = KVShape(2, 1, 16, torch.float32, DEVICE)
+    bases, pools = PoolBases(shape, 40_960), [KVPool(shape, 64 * n) for n in range(1, 1281)]
+    assert bases.numbers(pools) == list(range(1280))
+    pools[700].add(Sample(Prompt(1), 0))
+    assert bases.numbers([pools[700]]) == [700]
+    assert bases.table[1, 700].tolist() == [
+        pools[700].keys[1].data_ptr(),
+        pools[700].values[1].data_ptr(),
+    ]
 
 
 def test_served_heads(monkeypatch):

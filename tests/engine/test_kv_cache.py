@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape
-from planish.engine.positions import capacity_for
+from planish.engine.positions import capacity_for, grown_capacity, sample_capacity
 
 SHAPE = KVShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -172,13 +172,41 @@ def test_read_write_and_copy_are_of_the_positions_named():
     assert target.values[0][0, 2, :4, 3].tolist() == [-60, -61, -62, -63]
 
 
-def test_capacities_are_powers_of_two_from_one_span_on():
-    assert [capacity_for(n) for n in (0, 1, 64, 65, 128, 129, 5000)] == [
-        64,
-        64,
-        64,
-        128,
-        128,
-        256,
-        8192,
-    ]
+def test_capacities_are_whole_spans():
+    numbers = (0, 1, 64, 65, 128, 129, 257, 5000)
+    assert [capacity_for(n) for n in numbers] == [64, 64, 64, 128, 128, 192, 320, 5056]
+    assert [sample_capacity(prompt, 256) for prompt in (64, 65, 66, 127)] == [256, 256, 320, 320]
+
+
+def test_a_growing_sample_doubles_its_slot_up_to_its_limit():
+    assert [grown_capacity(n, 320) for n in (1, 64, 65, 129, 257, 320)] == [
+        64, 64, 128, 256, 320, 320,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
+def test_only_as_many_pools_are_trimmed_as_it_takes(kind):
+    """The one that gives back most comes first; a pool keeps what it is about to hand out."""
+    room = KVRoom(most=1024)
+    pools = KVPools(SHAPE, kind, room)
+    owners = {capacity: [Owner() for _ in range(4)] for capacity in (64, 128)}
+    for capacity, some in owners.items():
+        pools.reserve([capacity] * 4)
+        for owner in some:
+            pools.of(capacity).add(owner)
+        pools.of(capacity).remove(*some[1:])
+    assert room.taken == 4 * 64 + 4 * 128
+    pools.reserve([64, 64, 384])
+    assert {pool.capacity: pool.slots for pool in room.pools} == {64: 4, 128: 1, 384: 1}
+    assert room.taken <= room.most
+
+
+def test_pools_without_memory_are_forgotten():
+    room = KVRoom()
+    pools, owner = KVPools(SHAPE, GappedKVPool, room), Owner()
+    for capacity in (64, 128, 192):
+        pools.reserve([capacity])
+        pools.of(capacity).add(owner)
+        pools.of(capacity).remove(owner)
+    pools.reserve([256])
+    assert [pool.capacity for pool in room.pools] == [256]

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,8 +84,8 @@ def machine(monkeypatch):
     return set_memory
 
 
-def claims(directories: list[Path], **settings) -> list[ModelMemory]:
-    divided = DeviceMemory(EngineSettings(dtype="bfloat16", **settings))
+def claims(directories: list[Path], keeps_room: bool = False, **settings: Any) -> list[ModelMemory]:
+    divided = DeviceMemory(EngineSettings(dtype="bfloat16", **settings), keeps_room=keeps_room)
     return [divided.claim(directory) for directory in directories]
 
 
@@ -138,13 +139,43 @@ def test_base_models_follow_one_another(shaped, gpu):
     """On 140 GB there is room for two of 8B, whichever was first, and the third is refused."""
     usable = gpu(139.8 * GIB)
     models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
-    first, second = claims(models)
+    first, second = claims(models, keeps_room=True)
     assert first.total + second.total <= usable
     assert first.sampler.kv_cache_bytes > second.sampler.kv_cache_bytes > GB
-    small, large = claims([shaped("Qwen3-0.6B"), models[0]])
+    small, large = claims([shaped("Qwen3-0.6B"), models[0]], keeps_room=True)
     assert small.total + large.total <= usable
     with pytest.raises(UserError, match=f"does not fit on cuda:0.*lower {BOUNDS} for all"):
-        claims([*models, shaped("Qwen3-8B", 2)])
+        claims([*models, shaped("Qwen3-8B", 2)], keeps_room=True)
+
+
+def test_the_only_base_model_has_all_of_a_gpu(shaped, gpu):
+    """A second one that nobody named is refused, with what to do."""
+    usable = gpu(139.8 * GIB)
+    models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
+    (alone,) = claims(models[:1])
+    first, _ = claims(models, keeps_room=True)
+    assert 0.99 * usable < alone.total <= usable
+    assert alone.sampler.kv_cache_bytes > 1.5 * first.sampler.kv_cache_bytes
+    with pytest.raises(UserError, match=r"name all base models .* in models= or PLANISH_MODELS"):
+        claims(models)
+
+
+@pytest.mark.parametrize(
+    ("models", "environment", "keeps_room"),
+    [
+        (None, "", False),
+        ({"a": "/x", "b": "/x"}, "", False),
+        ({"a": "/x", "b": "/y"}, "", True),
+        ({"a": "/x"}, "b=/y", True),
+    ],
+)
+def test_room_is_kept_where_several_base_models_are_named(
+    tmp_path, monkeypatch, models, environment, keeps_room
+):
+    monkeypatch.setenv("PLANISH_MODELS", environment)
+    engine = Engine(models, tmp_path, EngineSettings(device="cpu"))
+    assert engine._models._memory._keeps_room == keeps_room
+    engine.close()
 
 
 def test_a_part_is_kept_until_it_is_released(shaped, gpu):

@@ -168,3 +168,14 @@ def test_prompts_of_one_step_have_no_more_adapters_than_a_batch():
     run.step()
     assert run.answered == [0, 1, 2, 3]
     run.finish()
+
+
+def test_samples_reserve_whole_spans():
+    """201 + 256 positions: 256 for the prompt and 320 for each sample, where powers of two would
+    take 512.
+    """
+    scheduler = Scheduler(max_batch=64, max_positions=256 + 10 * 320 + 319, prefill_tokens=512)
+    assert scheduler.positions_needed(201, 256) == 256 + 320
+    scheduler.waiting.append(request(0, COMMON[:201], n=20, max_tokens=256))
+    scheduler.admit(PrefixCache(CHUNK, 100))
+    assert len(scheduler.running) == 10
