@@ -61,7 +61,7 @@ SPANS = (
         "far above the mean: one straggler keeps the step waiting",
     ),
 )
-"""What planish/timing.py measures in any loop of parts that ran several times in a step."""
+"""What planish/runlog/spans.py measures in any loop of parts that ran several times in a step."""
 
 
 def definition_in(sections: Iterable[Section], key: str) -> MetricDefinition | None:

@@ -9,8 +9,8 @@ from importlib.metadata import version
 import pytest
 
 from planish.cli import main
+from planish.runlog.spans import Spans, TraceFile
 from planish.testing import tiny_model
-from planish.timing import Spans, TraceFile
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from planish.console import StepDisplay, step_line
+from planish.runlog.console import StepDisplay, step_line
 
 
 def console(is_terminal: bool = False, width: int = 80) -> tuple[Console, io.StringIO]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.curves import Run, drawn_panels, points_of, read_runs, smoothed
 from planish.errors import UserError
+from planish.runlog.curves import Run, drawn_panels, points_of, read_runs, smoothed
 
 
 def run(name: str, **points: dict[float, float]) -> Run:

@@ -21,10 +21,10 @@ from types import ModuleType
 
 import pytest
 
-from planish import model_renderer
 from planish.cli import COMMANDS
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import read_options
+from planish.runlog import model_renderer
 from planish.testing import tiny_model
 
 DOCS = Path(__file__).parents[1] / "docs"

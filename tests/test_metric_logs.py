@@ -21,9 +21,9 @@ from rich.console import Console
 
 from planish.errors import StorageError, UserError
 from planish.files import read_rows
-from planish.metric_logs import MetricLogs, open_metric_logs, require_loggers
-from planish.metric_services import SERVICES, CopiedRun, Service
-from planish.runs import RunDirectory
+from planish.runlog.metric_services import SERVICES, CopiedRun, Service
+from planish.runlog.metrics_log import MetricLogs, open_metric_logs, require_loggers
+from planish.runlog.run_directory import RunDirectory
 
 # The first process logs steps 0 to 4, the second steps 3 to 6, of which a service without a way
 # back takes 5 and 6.
@@ -231,7 +231,7 @@ def test_names_that_are_none_are_refused(loggers, message, recorder):
 
 
 def test_importing_the_logs_loads_no_service():
-    code = "import planish.metric_logs, sys; assert not {'torch', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
+    code = "import planish.runlog.metrics_log, sys; assert not {'torch', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -269,8 +269,8 @@ def test_tensorboard_shows_each_step_once_also_after_a_resumption(tmp_path):
 
 PROCESS = """
 import sys
-from planish.metric_logs import open_metric_logs
-from planish.runs import RunDirectory
+from planish.runlog.metrics_log import open_metric_logs
+from planish.runlog.run_directory import RunDirectory
 
 directory, logger, start, end = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 with RunDirectory(directory, {"learning_rate": 1e-4}) as run:

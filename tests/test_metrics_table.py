@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from planish.metrics_table import VALUE_WIDTH, metrics_table, number
+from planish.runlog.metrics_table import VALUE_WIDTH, metrics_table, number
 
 METRICS = {
     "time/total": 23.456,

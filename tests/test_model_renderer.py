@@ -6,7 +6,7 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UnknownModelError
-from planish.model_renderer import learn_renderer, model_renderer
+from planish.runlog.model_renderer import learn_renderer, model_renderer
 from planish.testing import tiny_model
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from planish.cli import main
 from planish.errors import UserError
-from planish.plotting import draw_curve, plot_runs
+from planish.runlog.plotting import draw_curve, plot_runs
 
 
 def write_run(directory: Path, steps: int, offset: float = 0.0) -> Path:

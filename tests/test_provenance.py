@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from planish import provenance
-from planish.provenance import code_diff
+from planish.runlog import provenance
+from planish.runlog.provenance import code_diff
 
 
 def git(directory, *arguments):

@@ -11,7 +11,13 @@ import pytest
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.files import read_rows, write_whole
-from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of, resume_points, weights_of
+from planish.runlog.run_directory import (
+    CheckpointRecord,
+    RunDirectory,
+    checkpoint_of,
+    resume_points,
+    weights_of,
+)
 
 CONFIG = {"batch_size": 4, "max_steps": 10}
 
@@ -187,7 +193,7 @@ def test_files_of_an_unknown_run_are_not_taken_over(tmp_path):
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
-    code = f"from planish.runs import RunDirectory; RunDirectory({str(tmp_path)!r}, {CONFIG!r})"
+    code = f"from planish.runlog.run_directory import RunDirectory; RunDirectory({str(tmp_path)!r}, {CONFIG!r})"
     with RunDirectory(tmp_path, CONFIG):
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "another process is writing this run" in second.stderr

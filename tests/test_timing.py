@@ -10,8 +10,8 @@ import pytest
 
 from planish.errors import StorageError, UserError
 from planish.files import read_rows
-from planish.runs import RunDirectory
-from planish.timing import Spans, TraceFile, write_trace
+from planish.runlog.run_directory import RunDirectory
+from planish.runlog.spans import Spans, TraceFile, write_trace
 
 
 class Clock:

@@ -16,12 +16,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from planish.checkpointing import choose_renderer
 from planish.client.local import chosen_url, connect, start_engine
 from planish.errors import UserError, as_user_errors
 from planish.model.config import ModelConfig
 from planish.renderers import Renderer
-from planish.runs import weights_of
+from planish.runlog.checkpoints import choose_renderer
+from planish.runlog.run_directory import weights_of
 from planish.server.openai_reading import Growing, Reading, marks_of, read_message
 from planish.service import CreateSampler, Sample, Service
 from planish.tokenizer import load_tokenizer

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from planish.client.service_client import ServiceClient
 from planish.commands.runs import add_place_arguments
-from planish.console import StepDisplay
 from planish.errors import UserError, as_user_errors
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
 from planish.evaluation.evaluate import CONCURRENCY, checked_draws
 from planish.evaluation.files import RESULTS, SAMPLES
 from planish.files import read_rows
 from planish.renderers import FORMATS
+from planish.runlog.console import StepDisplay
 
 INTERRUPTED = 130
 DRAWS = ("samples", "max_tokens", "temperature", "seed")

@@ -2,7 +2,7 @@
 
 import argparse
 
-from planish.plotting import plot_runs
+from planish.runlog.plotting import plot_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from planish.commands.records import Records, Row, as_json, records_of
 from planish.commands.tables import print_fields, print_table, time
 from planish.errors import UserError
-from planish.runs import CHECKPOINTS, weights_of
+from planish.runlog.run_directory import CHECKPOINTS, weights_of
 from planish.types import CheckpointPath
 
 _SHOWN = 20

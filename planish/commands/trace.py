@@ -2,7 +2,7 @@
 
 import argparse
 
-from planish.timing import write_trace
+from planish.runlog.spans import write_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import Start
 from planish.distillation.soft_targets import SoftData, soft_targets
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
-from planish.evaluators import TrainingClientEvaluator
+from planish.runlog.checkpoints import Start
+from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.supervised import config as supervised
 from planish.supervised.context import within_context
 from planish.supervised.nll import NLLEvaluator, held_out_data

@@ -15,7 +15,6 @@ from planish import logtree
 from planish.completers import StopCondition
 from planish.dataset_rows import open_rows
 from planish.errors import UserError
-from planish.model_renderer import model_renderer
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages
 from planish.rl.datasets import ProblemDataset
@@ -31,6 +30,7 @@ from planish.rl.types import (
     RLDatasetBuilder,
     StepResult,
 )
+from planish.runlog.model_renderer import model_renderer
 from planish.supervised.conversations import Conversation, conversation_of
 
 

@@ -13,7 +13,7 @@ import chz
 from planish.errors import UserError
 from planish.rl.config import KLReferenceConfig
 from planish.rl.train import policy_client
-from planish.runs import checkpoint_of
+from planish.runlog.run_directory import checkpoint_of
 
 
 @chz.chz

@@ -6,7 +6,7 @@ from planish.evaluation.evaluator import TaskEvaluator
 from planish.evaluation.models import OpenedModel, open_model
 from planish.evaluation.tasks import TASKS, TaskKind, load_task
 from planish.evaluation.types import ChoiceTask, Question, SampledTask, Sampling, Task, Verdict
-from planish.mean import Mean
+from planish.runlog.statistics import Mean
 
 __all__ = [
     "TASKS",

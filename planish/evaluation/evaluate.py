@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.checkpointing import choose_renderer
-from planish.console import Stage, StepDisplay
 from planish.errors import UserError
 from planish.evaluation.answering import Answerer, Asked, ask, ask_for_choice
 from planish.evaluation.files import Answers, EvaluationDirectory
@@ -26,6 +24,8 @@ from planish.evaluation.metrics import check_k, metrics_of
 from planish.evaluation.types import ChoiceTask, Sampling, Task
 from planish.interruption import at_once
 from planish.renderers import Renderer
+from planish.runlog.checkpoints import choose_renderer
+from planish.runlog.console import Stage, StepDisplay
 
 CONCURRENCY = 64
 VERSIONS = ("planish", "torch", "transformers", "math-verify")

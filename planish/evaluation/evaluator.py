@@ -6,8 +6,8 @@ from typing import Any
 from planish.evaluation.evaluate import CONCURRENCY, evaluate
 from planish.evaluation.metrics import named
 from planish.evaluation.types import Sampling, Task
-from planish.evaluators import SamplingClientEvaluator
 from planish.renderers import Renderer
+from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class TaskEvaluator(SamplingClientEvaluator):

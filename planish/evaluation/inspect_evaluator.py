@@ -8,13 +8,13 @@ from inspect_ai import eval_async
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model
 
-from planish.checkpointing import choose_renderer
 from planish.errors import PlanishError
 from planish.evaluation.inspect_model import MAX_CONNECTIONS
 from planish.evaluation.models import OpenedModel
-from planish.evaluators import SamplingClientEvaluator
 from planish.inspect_entry import provider
 from planish.renderers import Renderer
+from planish.runlog.checkpoints import choose_renderer
+from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class InspectEvaluator(SamplingClientEvaluator):

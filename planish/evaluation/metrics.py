@@ -1,6 +1,6 @@
 """What is counted over the answers of an evaluation. Each key is defined in metric_definitions.py.
 
-The unit of every error is the problem (see planish/mean.py). Answers that could not be judged or
+The unit of every error is the problem (see planish/runlog/statistics.py). Answers that could not be judged or
 asked for are wrong, and counted.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from planish.errors import UserError
 from planish.evaluation.estimates import pass_at_k
 from planish.evaluation.types import ChosenAnswer, SampledAnswer
-from planish.mean import Mean
+from planish.runlog.statistics import Mean
 
 Metrics = dict[str, float]
 

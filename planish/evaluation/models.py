@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.checkpointing import choose_renderer
 from planish.errors import PlanishError, UnknownModelError
 from planish.model.weights import weights_fingerprint
 from planish.renderers import Renderer
-from planish.runs import weights_of
+from planish.runlog.checkpoints import choose_renderer
+from planish.runlog.run_directory import weights_of
 from planish.types import Checkpoint, CheckpointPath
 
 SCHEMES = ("tinker://", "planish://")

@@ -18,7 +18,13 @@ from planish.commands.records import Records
 from planish.engine.checkpoint_files import ADAPTER_CONFIG
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.files import read_rows
-from planish.runs import CONFIG, METRICS, CheckpointRecord, checkpoint_records, weights_of
+from planish.runlog.run_directory import (
+    CONFIG,
+    METRICS,
+    CheckpointRecord,
+    checkpoint_records,
+    weights_of,
+)
 
 _PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
 """Options that say where a run was watched and kept, not what it did."""

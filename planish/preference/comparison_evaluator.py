@@ -22,17 +22,17 @@ import chz
 
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
-from planish.evaluators import SamplingClientEvaluator
 from planish.interruption import at_once
-from planish.mean import Mean
-from planish.model_renderer import model_renderer
 from planish.preference.judging import judged
 from planish.preference.preference_envs import Answer, read_answer
 from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, checked_prompts
 from planish.preference.types import Comparison, Messages
 from planish.renderers import Renderer
-from planish.runs import checkpoint_of
+from planish.runlog.evaluators import SamplingClientEvaluator
+from planish.runlog.model_renderer import model_renderer
+from planish.runlog.run_directory import checkpoint_of
+from planish.runlog.statistics import Mean
 
 POLICY, REFERENCE = 0, 1
 """Places of the draws."""

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from planish import ServiceClient
-from planish.checkpointing import Start
 from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
-from planish.evaluators import TrainingClientEvaluator
 from planish.files import write_whole
 from planish.interruption import at_once
 from planish.preference.datasets import pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
-from planish.runs import REFERENCE, checkpoint_of
+from planish.runlog.checkpoints import Start
+from planish.runlog.evaluators import TrainingClientEvaluator
+from planish.runlog.run_directory import REFERENCE, checkpoint_of
 from planish.supervised import config as supervised
 from planish.supervised.context import within_context
 from planish.supervised.nll import DATUMS_PER_CALL, held_out_data

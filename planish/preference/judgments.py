@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.evaluators import SamplingClientEvaluator
 from planish.interruption import at_once
-from planish.mean import Mean
 from planish.preference.preference_models import LogOddsModel, PreferenceModel, asked
 from planish.preference.types import Label, LabeledComparison
+from planish.runlog.evaluators import SamplingClientEvaluator
+from planish.runlog.statistics import Mean
 
 SMALLEST = 1e-6
 BINS = 10

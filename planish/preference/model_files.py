@@ -15,11 +15,11 @@ import chz
 from planish import ServiceClient
 from planish.errors import DamagedFileError, UserError
 from planish.files import write_whole
-from planish.model_renderer import learn_renderer
 from planish.preference.bradley_terry import QUESTION
 from planish.preference.forms import Kind, form_of
 from planish.preference.preference_models import LogOddsModel, PreferenceModelBuilder
-from planish.runs import PREFERENCE_MODEL
+from planish.runlog.model_renderer import learn_renderer
+from planish.runlog.run_directory import PREFERENCE_MODEL
 
 
 @chz.chz

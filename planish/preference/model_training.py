@@ -17,7 +17,6 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import Start
 from planish.errors import UserError
 from planish.preference.calibration import fit_temperature
 from planish.preference.forms import Form, LogOddsModel
@@ -25,7 +24,8 @@ from planish.preference.judgments import HeldOutPreferences, log_odds_of_chosen
 from planish.preference.model_datasets import ComparisonDataset, PreferenceDatasetBuilder
 from planish.preference.model_files import Description
 from planish.preference.types import LabeledComparison
-from planish.runs import PREFERENCE_MODEL, weights_of
+from planish.runlog.checkpoints import Start
+from planish.runlog.run_directory import PREFERENCE_MODEL, weights_of
 from planish.supervised import config as supervised
 from planish.supervised.context import within_context
 from planish.supervised.objective import Gradient

@@ -23,7 +23,6 @@ import chz
 from planish import logtree
 from planish.completers import StopCondition
 from planish.errors import UserError
-from planish.model_renderer import model_renderer
 from planish.preference.judging import judged
 from planish.preference.matchups import (
     Result,
@@ -51,6 +50,7 @@ from planish.rl.types import (
     StepResult,
     Trajectory,
 )
+from planish.runlog.model_renderer import model_renderer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from functools import partial
 
 import chz
 
-from planish.model_renderer import model_renderer
 from planish.problems.grading import extract_boxed
 from planish.problems.gsm8k import QUESTION_SUFFIX, Problem, shown_example
 from planish.problems.math_datasets import COLLECTIONS, load_splits
@@ -20,6 +19,7 @@ from planish.renderers import Renderer
 from planish.rl.datasets import ProblemDataset
 from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
+from planish.runlog.model_renderer import model_renderer
 
 
 class BoxedProblemEnv(ProblemEnv):

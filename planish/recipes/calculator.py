@@ -25,7 +25,6 @@ from typing import Any
 
 import chz
 
-from planish.model_renderer import model_renderer
 from planish.recipes import training_run
 from planish.recipes.arithmetic_expressions import decimal, evaluate, last_number
 from planish.recipes.generated_dataset import GeneratedDataset
@@ -34,6 +33,7 @@ from planish.renderers import Message, get_text_content
 from planish.rl.datasets import ProblemDataset
 from planish.rl.message_env import EnvFromMessageEnv
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+from planish.runlog.model_renderer import model_renderer
 from planish.tool_use import AgentToolMessageEnv, build_agent_tool_env, tool
 
 SHOWN_PROBLEMS = 3

@@ -19,12 +19,12 @@ from typing import Literal
 
 import chz
 
-from planish.model_renderer import model_renderer
 from planish.recipes.code_problems import CodeProblem
 from planish.recipes.process_sandbox import process_sandbox
 from planish.renderers import Message, get_text_content
 from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, StopReason, Trajectory
+from planish.runlog.model_renderer import model_renderer
 from planish.sandbox import FunctionTest, Limits, Outcome, ProgramTest, Sandbox, TestResult
 
 BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)

@@ -17,11 +17,8 @@ from typing import Any
 import chz
 
 from planish import AdamParams, SamplingParams, ServiceClient
-from planish.checkpointing import RunCheckpoints, origin_metadata
 from planish.completers import derived_seed
-from planish.console import StepDisplay, step_line
 from planish.model.sources import DEFAULT_MODEL
-from planish.plotting import draw_curve
 from planish.recipes import training_run
 from planish.recipes.grpo import (
     Judgement,
@@ -34,7 +31,10 @@ from planish.recipes.grpo import (
     training_examples,
 )
 from planish.renderers import Renderer, get_renderer, get_text_content
-from planish.runs import RunDirectory, remove_run
+from planish.runlog.checkpoints import RunCheckpoints, origin_metadata
+from planish.runlog.console import StepDisplay, step_line
+from planish.runlog.plotting import draw_curve
+from planish.runlog.run_directory import RunDirectory, remove_run
 from planish.types import SampledSequence
 
 WARM_UP = 4

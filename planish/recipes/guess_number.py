@@ -26,7 +26,6 @@ from typing import Any
 
 import chz
 
-from planish.model_renderer import model_renderer
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import BATCHES
 from planish.recipes.rl_options import RLOptions, run
@@ -34,6 +33,7 @@ from planish.renderers import Message, get_text_content
 from planish.rl.datasets import ProblemDataset
 from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDatasetBuilder, Trajectory
+from planish.runlog.model_renderer import model_renderer
 
 TEST_GAMES = 64
 SHOWN_GAMES = 3

@@ -21,13 +21,13 @@ import chz
 
 from planish import logtree
 from planish.errors import UserError
-from planish.model_renderer import model_renderer
 from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
 from planish.rl.datasets import ProblemDataset
 from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import Action, ActionExtra, RLDataset, RLDatasetBuilder, StepResult
+from planish.runlog.model_renderer import model_renderer
 
 TEST_ENTRIES = 100
 SUFFIX = "\nWrite the final answer between <answer> and </answer>."

@@ -25,11 +25,8 @@ from typing import Any
 import chz
 
 from planish import AdamParams, SamplingParams, ServiceClient
-from planish.checkpointing import RunCheckpoints, choose_renderer, start_training
 from planish.completers import derived_seed
-from planish.console import StepDisplay, step_line
 from planish.model.sources import DEFAULT_MODEL
-from planish.plotting import draw_curve
 from planish.problems.grading import Grader, GradingError
 from planish.problems.gsm8k import Problem, load_problems, problem_prompt
 from planish.recipes import training_run
@@ -46,7 +43,10 @@ from planish.recipes.grpo import (
 )
 from planish.renderers import Renderer, get_text_content
 from planish.rl.config import RL_LOSSES
-from planish.runs import RunDirectory
+from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, start_training
+from planish.runlog.console import StepDisplay, step_line
+from planish.runlog.plotting import draw_curve
+from planish.runlog.run_directory import RunDirectory
 from planish.types import TTL_REMEDY, SampledSequence, is_ttl
 
 PRESETS: dict[str, dict[str, Any]] = {

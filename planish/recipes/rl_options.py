@@ -22,7 +22,6 @@ from typing import Any, Literal
 import chz
 
 from planish.errors import UserError
-from planish.evaluators import Evaluator
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import run_main
 from planish.rl import train
@@ -36,6 +35,7 @@ from planish.rl.config import (
     check,
 )
 from planish.rl.types import RLDatasetBuilder
+from planish.runlog.evaluators import Evaluator
 from planish.schedules import SCHEDULES
 
 

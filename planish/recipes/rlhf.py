@@ -28,7 +28,6 @@ import chz
 
 from planish import ServiceClient
 from planish.files import write_whole
-from planish.model_renderer import learn_renderer
 from planish.preference import model_training
 from planish.preference.comparison_evaluator import Contest
 from planish.preference.model_files import Description
@@ -45,7 +44,8 @@ from planish.recipes.rlhf_options import (
     sft_config,
 )
 from planish.rl import train as rl_training
-from planish.runs import RunDirectory, checkpoint_of, resume_points
+from planish.runlog.model_renderer import learn_renderer
+from planish.runlog.run_directory import RunDirectory, checkpoint_of, resume_points
 from planish.supervised import train as supervised_training
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -25,14 +25,14 @@ from planish import ServiceClient
 from planish.chat_endpoint import ChatEndpoint
 from planish.completers import MessageCompleter, TinkerMessageCompleter
 from planish.errors import UserError
-from planish.model_renderer import learn_renderer
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.rubric_sums import SHOWN_VERDICTS, drawn_rubrics
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
 from planish.rubric.grading import Grader
 from planish.rubric.rubrics import RubricRow, read_rubric_row
-from planish.runs import checkpoint_of
+from planish.runlog.model_renderer import learn_renderer
+from planish.runlog.run_directory import checkpoint_of
 from planish.supervised.datasets import placed, row_splits
 
 LARGEST = 20

@@ -19,7 +19,6 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.model_renderer import model_renderer
 from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.matchups import TournamentPattern
 from planish.preference.preference_envs import (
@@ -32,6 +31,7 @@ from planish.preference.types import Comparison, Messages
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Renderer, get_text_content
+from planish.runlog.model_renderer import model_renderer
 
 QUESTIONS = (
     "Say one sentence about {}.",

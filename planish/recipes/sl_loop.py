@@ -23,17 +23,17 @@ from typing import Any
 import chz
 
 from planish import AdamParams, Datum, ServiceClient
-from planish.checkpointing import RunCheckpoints, choose_renderer, start_training
-from planish.console import StepDisplay, step_line
 from planish.dataset_rows import load_rows
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.plotting import draw_curve
 from planish.problems.gsm8k import problem_prompt, read_problem
 from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
-from planish.runs import RunDirectory
+from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, start_training
+from planish.runlog.console import StepDisplay, step_line
+from planish.runlog.plotting import draw_curve
+from planish.runlog.run_directory import RunDirectory
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import check_rows
 from planish.types import TTL_REMEDY, ForwardBackwardOutput, is_ttl

@@ -17,11 +17,11 @@ from planish.distillation.sampling import TeacherSampler, sample_conversations
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
 from planish.files import hold_directory
-from planish.model_renderer import model_renderer
 from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, chat_builder
 from planish.recipes.sum_prompts import drawn_sum_prompts, sum_test
 from planish.renderers import TrainOnWhat
+from planish.runlog.model_renderer import model_renderer
 from planish.supervised.conversations import Conversation
 from planish.supervised.datasets import FromRowsBuilder
 

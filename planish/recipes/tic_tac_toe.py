@@ -27,7 +27,6 @@ from typing import Any
 
 import chz
 
-from planish.model_renderer import model_renderer
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
@@ -37,6 +36,7 @@ from planish.renderers import Message, get_text_content
 from planish.rl.datasets import ProblemDataset
 from planish.rl.message_env import MessageStepResult
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+from planish.runlog.model_renderer import model_renderer
 
 MOST_OPENING_MOVES = 4
 """So that no game is over before it begins."""

@@ -20,7 +20,7 @@ from chz.blueprint import (
 from planish import ServiceClient
 from planish.errors import PlanishError, UserError
 from planish.interruption import run_in_thread
-from planish.model_renderer import learn_renderer
+from planish.runlog.model_renderer import learn_renderer
 
 C = TypeVar("C")
 T = TypeVar("T")

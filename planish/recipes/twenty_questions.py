@@ -28,7 +28,6 @@ import chz
 
 from planish import ServiceClient
 from planish.completers import TinkerMessageCompleter
-from planish.model_renderer import learn_renderer, model_renderer
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
@@ -38,6 +37,7 @@ from planish.renderers import Message, get_text_content
 from planish.rl.datasets import ProblemDataset
 from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+from planish.runlog.model_renderer import learn_renderer, model_renderer
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {"choices": 0, "max_questions": 20, "max_tokens": 64, "temperature": 1.0},

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import chz
 
 from planish.errors import UnsupportedError, UserError
-from planish.metric_logs import require_loggers
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
+from planish.runlog.metrics_log import require_loggers
 from planish.schedules import SCHEDULES
 from planish.service import complete_config
 from planish.types import TTL_REMEDY, is_ttl

@@ -9,7 +9,7 @@ from planish.rl.data_processing import TrainingSequence
 from planish.rl.metrics import token_counts
 from planish.rl.rollouts import GroupRollout
 from planish.rl.types import Metrics, RolloutError
-from planish.runs import CheckpointRecord
+from planish.runlog.run_directory import CheckpointRecord
 
 
 @dataclass

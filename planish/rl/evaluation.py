@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planish.completers import TinkerTokenCompleter, derived_seed
-from planish.console import Stage
-from planish.evaluators import SamplingClientEvaluator
 from planish.interruption import at_once
 from planish.rl.metrics import environment_metrics
 from planish.rl.playing import GroupPlayer
 from planish.rl.rollout_strategy import FailFast
 from planish.rl.rollouts import GroupRollout
 from planish.rl.types import EnvGroupBuilder, RLDataset
+from planish.runlog.console import Stage
+from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class RLTestSetEvaluator(SamplingClientEvaluator):

@@ -19,20 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planish.checkpointing import RunCheckpoints, Start
 from planish.completers import TinkerTokenCompleter, derived_seed
-from planish.console import Stage
 from planish.errors import UserError
-from planish.evaluators import (
-    Evaluator,
-    TrainingClientEvaluator,
-    add_metrics,
-    asking,
-    checked_metrics,
-    evaluator_name,
-)
 from planish.interruption import Interrupted, Interruption, first_error
-from planish.metric_logs import MetricLog
 from planish.rl.config import Config
 from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages
@@ -47,9 +36,20 @@ from planish.rl.rollout_strategy import strategy_from
 from planish.rl.rollouts import GroupRollout, to_its_end
 from planish.rl.training_step import TrainingStep, train_on
 from planish.rl.types import EnvGroupBuilder, Metrics, RLDataset, RolloutError
-from planish.runs import CheckpointRecord, RunDirectory
+from planish.runlog.checkpoints import RunCheckpoints, Start
+from planish.runlog.console import Stage
+from planish.runlog.evaluators import (
+    Evaluator,
+    TrainingClientEvaluator,
+    add_metrics,
+    asking,
+    checked_metrics,
+    evaluator_name,
+)
+from planish.runlog.metrics_log import MetricLog
+from planish.runlog.run_directory import CheckpointRecord, RunDirectory
+from planish.runlog.spans import Spans, TraceFile
 from planish.schedules import learning_rate_at
-from planish.timing import Spans, TraceFile
 
 SaveCheckpoint = Callable[[int, Mapping[str, Any]], CheckpointRecord]
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from planish import logtree
 from planish.completers import TokenCompleter
-from planish.console import Stage
 from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_pool import RolloutPool
 from planish.rl.rollout_strategy import RolloutStrategy
 from planish.rl.rollouts import GroupRollout, do_group_rollout
 from planish.rl.types import EnvGroupBuilder, RolloutError
+from planish.runlog.console import Stage
 
 
 @dataclass(frozen=True)

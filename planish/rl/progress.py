@@ -3,7 +3,7 @@ saved, and how fast.
 
 Stages overlap freely: with an asynchronous lag, step 13 is sampled while step 12 is trained on, and
 each is shown with its number. Bars on a terminal, a line now and then elsewhere
-(planish/console.py). The metrics of a finished step are printed by a log (planish/metric_logs.py),
+(planish/runlog/console.py). The metrics of a finished step are printed by a log (planish/runlog/metrics_log.py),
 on the same console.
 """
 
@@ -11,7 +11,7 @@ from typing import Self
 
 from rich.console import Console
 
-from planish.console import Stage, StepDisplay
+from planish.runlog.console import Stage, StepDisplay
 
 
 class TrainingProgress:

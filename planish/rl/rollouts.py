@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 from planish import logtree
 from planish.completers import TokenCompleter
 from planish.errors import NonFiniteError, UserError
-from planish.evaluators import checked_metrics
 from planish.rl.group_play import GroupPlay, Played, is_chance, located, named, time_limit
 from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_strategy import FailFast, FailureRules, RolloutStrategy
 from planish.rl.single_rollout import OnTurn, do_single_rollout
 from planish.rl.types import EnvGroupBuilder, Metrics, RolloutError, TrajectoryGroup
+from planish.runlog.evaluators import checked_metrics
 
 __all__ = ["GroupRollout", "OnTurn", "do_group_rollout", "do_single_rollout"]
 

@@ -29,7 +29,6 @@ from typing import Any
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import NonFiniteError, UserError
-from planish.evaluators import checked_metrics
 from planish.rl.rollout_limits import RolloutLimits
 from planish.rl.types import (
     Env,
@@ -42,6 +41,7 @@ from planish.rl.types import (
     Trajectory,
     Transition,
 )
+from planish.runlog.evaluators import checked_metrics
 from planish.types import ModelInput
 
 OnTurn = Callable[[TokensWithLogprobs], None]

@@ -8,12 +8,8 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import RunCheckpoints, Start, origin_metadata, start_training
 from planish.errors import UserError
-from planish.evaluators import Evaluator
 from planish.files import write_whole
-from planish.metric_logs import open_metric_logs
-from planish.provenance import code_diff
 from planish.rl.config import Config, KLReferenceConfig, check, may_change
 from planish.rl.datasets import ConcatenatedRLDataset, EpochCycledRLDataset, RebatchedRLDataset
 from planish.rl.evaluation import RLTestSetEvaluator
@@ -22,8 +18,12 @@ from planish.rl.loop import Loop
 from planish.rl.progress import TrainingProgress
 from planish.rl.rollout_files import RolloutFiles, split_label
 from planish.rl.types import RLDataset
-from planish.runs import CODE_DIFF, RunDirectory, checkpoint_of
-from planish.timing import TraceFile
+from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
+from planish.runlog.evaluators import Evaluator
+from planish.runlog.metrics_log import open_metric_logs
+from planish.runlog.provenance import code_diff
+from planish.runlog.run_directory import CODE_DIFF, RunDirectory, checkpoint_of
+from planish.runlog.spans import TraceFile
 
 
 async def main(config: Config, service_client: Any = None) -> Path:

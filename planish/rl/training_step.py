@@ -20,7 +20,7 @@ from planish.rl.config import Config
 from planish.rl.data_processing import TrainingSequence, assemble_training_data, compute_advantages
 from planish.rl.rollouts import GroupRollout
 from planish.rl.types import Metrics
-from planish.timing import Spans
+from planish.runlog.spans import Spans
 from planish.types import AdamParams, ForwardBackwardOutput
 
 T = TypeVar("T")

@@ -16,7 +16,6 @@ import chz
 
 from planish import logtree
 from planish.errors import UserError
-from planish.model_renderer import model_renderer
 from planish.renderers import Message, get_text_content
 from planish.rl.datasets import ProblemDataset
 from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
@@ -24,6 +23,7 @@ from planish.rl.metrics import mean
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from planish.rubric.grading import Grade, Grader
 from planish.rubric.rubrics import RubricRow
+from planish.runlog.model_renderer import model_renderer
 
 UNFINISHED_REWARD = -0.1
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import chz
 
 from planish.errors import UserError
-from planish.evaluators import Evaluator
-from planish.metric_logs import require_loggers
+from planish.runlog.evaluators import Evaluator
+from planish.runlog.metrics_log import require_loggers
 from planish.schedules import SCHEDULES
 from planish.supervised.types import SupervisedDatasetBuilder
 from planish.types import TTL_REMEDY, is_ttl

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planish.checkpointing import RunCheckpoints, Start
-from planish.console import StepDisplay
 from planish.errors import UserError
-from planish.evaluators import (
+from planish.interruption import Interrupted, Interruption
+from planish.runlog.checkpoints import RunCheckpoints, Start
+from planish.runlog.console import StepDisplay
+from planish.runlog.evaluators import (
     Evaluator,
     TrainingClientEvaluator,
     add_metrics,
@@ -30,14 +31,13 @@ from planish.evaluators import (
     checked_metrics,
     evaluator_name,
 )
-from planish.interruption import Interrupted, Interruption
-from planish.metric_logs import MetricLog
-from planish.runs import RunDirectory
+from planish.runlog.metrics_log import MetricLog
+from planish.runlog.run_directory import RunDirectory
+from planish.runlog.spans import Spans, TraceFile
 from planish.schedules import learning_rate_at
 from planish.supervised.config import Config
 from planish.supervised.objective import Gradient, Metrics, Objective
 from planish.supervised.types import Batch, SupervisedDataset
-from planish.timing import Spans, TraceFile
 from planish.types import AdamParams
 
 

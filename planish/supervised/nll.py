@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any, Self
 
 from planish.errors import UserError
-from planish.evaluators import TrainingClientEvaluator
+from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.supervised.types import SupervisedDataset
 from planish.types import Datum, ForwardBackwardOutput
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from planish.evaluators import Evaluator
+from planish.runlog.evaluators import Evaluator
 from planish.supervised.nll import NLLEvaluator, Tally
 from planish.supervised.types import SupervisedDataset
 from planish.types import Datum

@@ -11,19 +11,19 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.checkpointing import RunCheckpoints, Start, origin_metadata, start_training
-from planish.console import StepDisplay
 from planish.errors import UserError
 from planish.files import write_whole
-from planish.metric_logs import open_metric_logs
-from planish.provenance import code_diff
-from planish.runs import CODE_DIFF, RunDirectory
+from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
+from planish.runlog.console import StepDisplay
+from planish.runlog.metrics_log import open_metric_logs
+from planish.runlog.provenance import code_diff
+from planish.runlog.run_directory import CODE_DIFF, RunDirectory
+from planish.runlog.spans import TraceFile
 from planish.supervised.config import Config, check, may_change
 from planish.supervised.context import within_context
 from planish.supervised.loop import Loop, Measured
 from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
-from planish.timing import TraceFile
 
 SHOWN = {
     "train_mean_nll": "nll {:.4f}",

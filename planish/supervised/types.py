@@ -12,9 +12,9 @@ from typing import Self
 
 import chz
 
-from planish.model_renderer import model_renderer
 from planish.renderers import Renderer, TrainOnWhat
 from planish.renderers.datums import Reduction
+from planish.runlog.model_renderer import model_renderer
 from planish.types import Datum
 
 

@@ -12,8 +12,8 @@ from planish.commands import chat
 from planish.commands.chat_session import ChatSession, Draws, Ended, Taken
 from planish.commands.chat_voice import Answer, Piece, Voice, listening
 from planish.errors import UserError
-from planish.model_renderer import model_renderer
 from planish.recipes.chat_sl import Options
+from planish.runlog.model_renderer import model_renderer
 from planish.server.openai_reading import Reading
 from planish.supervised.conversations import conversation_of
 from planish.testing import END_OF_TURN, tiny_model

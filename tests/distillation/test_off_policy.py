@@ -15,7 +15,7 @@ from planish.distillation.soft_targets import SoftData, soft_datum, soft_targets
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.files import read_rows
-from planish.model_renderer import learn_renderer
+from planish.runlog.model_renderer import learn_renderer
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import VOCAB_SIZE, tiny_model

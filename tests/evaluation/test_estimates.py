@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from planish.errors import UserError
 from planish.evaluation.estimates import pass_at_k
-from planish.mean import Mean
+from planish.runlog.statistics import Mean
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

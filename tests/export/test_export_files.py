@@ -16,7 +16,7 @@ from planish.cli import main
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export.model_card import Base
 from planish.export.whole_directory import whole_directory
-from planish.runs import RunDirectory
+from planish.runlog.run_directory import RunDirectory
 from planish.testing import tiny_model
 
 MERGED = {

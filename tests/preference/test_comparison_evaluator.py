@@ -10,7 +10,6 @@ import pytest
 
 from planish import ServiceClient
 from planish.errors import UserError
-from planish.evaluators import checked_metrics
 from planish.preference.comparison_evaluator import (
     Answering,
     ComparisonEvaluator,
@@ -24,6 +23,7 @@ from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts
 from planish.preference.types import Comparison
 from planish.rl.metric_definitions import definition_of
+from planish.runlog.evaluators import checked_metrics
 from planish.types import SampledSequence, SampleResponse
 
 PROMPTS = [[{"role": "user", "content": f"Say {n}."}] for n in range(4)]

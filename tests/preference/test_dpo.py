@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
-from planish.model_renderer import learn_renderer
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
 from planish.preference.dpo import (
     Config,
@@ -27,7 +26,8 @@ from planish.preference.dpo import (
 )
 from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
 from planish.preference.metric_definitions import definition_of
-from planish.runs import REFERENCE, checkpoint_of
+from planish.runlog.model_renderer import learn_renderer
+from planish.runlog.run_directory import REFERENCE, checkpoint_of
 from planish.supervised.loop import Loop
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import tiny_model

@@ -10,7 +10,6 @@ import pytest
 from planish import ServiceClient
 from planish.errors import DamagedFileError, UserError
 from planish.files import read_rows
-from planish.model_renderer import learn_renderer
 from planish.preference import model_training
 from planish.preference.bradley_terry import QUESTION
 from planish.preference.datasets import ComparisonBuilderFromRows
@@ -22,7 +21,8 @@ from planish.preference.model_metric_definitions import definition_of
 from planish.preference.model_training import Config, main
 from planish.preference.splits import prompt_of
 from planish.preference.types import read_comparison
-from planish.runs import PREFERENCE_MODEL
+from planish.runlog.model_renderer import learn_renderer
+from planish.runlog.run_directory import PREFERENCE_MODEL
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import tiny_model
 

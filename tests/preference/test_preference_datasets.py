@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from planish import model_renderer
 from planish.errors import UserError
 from planish.preference.datasets import (
     ComparisonBuilderFromJsonl,
@@ -15,6 +14,7 @@ from planish.preference.datasets import (
 )
 from planish.preference.types import Comparison, Label, LabeledComparison
 from planish.renderers import TrainOnWhat
+from planish.runlog import model_renderer
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 
 

@@ -15,7 +15,6 @@ import pytest
 from planish import logtree
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import NonFiniteError, UserError
-from planish.model_renderer import model_renderer
 from planish.preference.datasets import ComparisonBuilderFromJsonl
 from planish.preference.matchups import TournamentPattern
 from planish.preference.preference_envs import (
@@ -28,6 +27,7 @@ from planish.renderers import get_text_content
 from planish.rl.rollout_limits import TerminationRewardPolicy
 from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure
 from planish.rl.rollouts import do_group_rollout
+from planish.runlog.model_renderer import model_renderer
 
 PROMPT = [{"role": "user", "content": "Say something."}]
 

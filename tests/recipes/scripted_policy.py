@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
-from planish.model_renderer import model_renderer
 from planish.rl.data_processing import trajectory_to_data
 from planish.rl.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, RLDatasetBuilder, Trajectory, TrajectoryGroup
+from planish.runlog.model_renderer import model_renderer
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from planish.model_renderer import model_renderer
 from planish.problems.gsm8k import Problem, problem_prompt
 from planish.problems.math_datasets import BOX_SUFFIX
 from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
 from planish.renderers import get_renderer
+from planish.runlog.model_renderer import model_renderer
 from planish.testing import EOS_TOKEN_ID
 
 DATA = Path(__file__).parents[1] / "problems" / "data"

@@ -16,7 +16,7 @@ from planish.rl.metrics import (
 )
 from planish.rl.rollouts import GroupRollout
 from planish.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
-from planish.runs import CheckpointRecord
+from planish.runlog.run_directory import CheckpointRecord
 from planish.types import ModelInput
 
 

@@ -13,13 +13,13 @@ from digit_env import Digits, DigitsBuilder
 from eventful_env import EventfulBuilder
 
 from planish.errors import UnsupportedError, UserError
-from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.files import read_rows
 from planish.interruption import Interruption
 from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.metric_definitions import definition_of
 from planish.rl.train import main
+from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 
 STEPS = 6
 

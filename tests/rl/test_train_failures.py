@@ -21,13 +21,13 @@ from digit_env import DigitsBuilder
 from eventful_env import AtGroup, Eventful, EventfulBuilder, nothing
 
 from planish.errors import CheckpointError, DamagedFileError, NonFiniteError, UserError
-from planish.evaluators import SamplingClientEvaluator
 from planish.files import read_rows
 from planish.interruption import run_in_thread
 from planish.rl import train as training
 from planish.rl.config import AsyncConfig, Config, StreamMinibatchConfig
 from planish.rl.rollout_strategy import MinViableGroup
 from planish.rl.types import RLDatasetBuilder
+from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ from scripted_judge import ScriptedJudge
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
-from planish.model_renderer import model_renderer
 from planish.rl.metric_definitions import definition_of
 from planish.rl.rollout_strategy import MinViableGroup, RetryOnFailure
 from planish.rl.rollouts import do_group_rollout
 from planish.rubric.env import RubricDatasetBuilder, RubricGroupBuilder, RubricRows
 from planish.rubric.grading import Grader, UnreadableVerdictError
 from planish.rubric.rubrics import Criterion, RubricRow
+from planish.runlog.model_renderer import model_renderer
 
 QUESTION: Any = ({"role": "user", "content": "What is 3 + 4?"},)
 RESULT = Criterion("Is it 7?", name="result", weight=3, truth_regex=r"7\Z")

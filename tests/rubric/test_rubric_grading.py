@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_judge import ScriptedJudge
 
-from planish.model_renderer import model_renderer
 from planish.rubric.grading import Grader, UnreadableVerdictError, judge_prompt
 from planish.rubric.rubrics import Criterion, Example, RubricRow
+from planish.runlog.model_renderer import model_renderer
 
 QUESTION: Any = ({"role": "user", "content": "What is 3 + 4?"},)
 CRITERION = Criterion("Is the result 7?")

@@ -3,8 +3,8 @@ import json
 import pytest
 from ledger_service import LedgerService
 
-from planish import model_renderer
 from planish.renderers import get_renderer
+from planish.runlog import model_renderer
 from planish.testing import save_byte_tokenizer
 from planish.tokenizer import load_tokenizer
 

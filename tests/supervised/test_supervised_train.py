@@ -9,10 +9,10 @@ import pytest
 from ledger_service import Killed, LedgerClient, LedgerService
 
 from planish.errors import NonFiniteError, UserError
-from planish.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.files import read_rows
 from planish.interruption import Interruption
-from planish.runs import RunDirectory
+from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
+from planish.runlog.run_directory import RunDirectory
 from planish.supervised.config import Config
 from planish.supervised.datasets import FromConversationFileBuilder
 from planish.supervised.loop import Loop

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from planish.errors import UserError
 from planish.files import Row, read_rows
-from planish.runs import METRICS
+from planish.runlog.run_directory import METRICS
 
 Points = Mapping[float, float]
 """Values over steps, in the order of the steps."""

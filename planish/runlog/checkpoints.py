@@ -25,7 +25,7 @@ from planish.errors import (
     as_user_errors,
 )
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
-from planish.runs import CheckpointRecord, RunDirectory, checkpoint_of
+from planish.runlog.run_directory import CheckpointRecord, RunDirectory, checkpoint_of
 
 logger = logging.getLogger(__name__)
 

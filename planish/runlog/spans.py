@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from planish.errors import UserError
 from planish.files import Row, RowFile, read_rows, write_whole
-from planish.runs import TRACE
+from planish.runlog.run_directory import TRACE
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 The run directory's metrics.jsonl is the record: if it cannot be written, the run ends. A console
 shows each step as a table or a line. W&B, Trackio and TensorBoard are copies of the record
-(planish/metric_services.py):
+(planish/runlog/metric_services.py):
 
 * A copy that cannot be opened is an error at the start. One that fails later is named once, loudly,
   and left out; the run goes on, and the copy catches up with the record when the run is resumed.
@@ -25,12 +25,12 @@ from typing import Self
 
 from rich.console import Console
 
-from planish.console import step_line
 from planish.errors import UserError
 from planish.files import Row, write_whole
-from planish.metric_services import SERVICES, CopiedRun, Service
-from planish.metrics_table import metrics_table
-from planish.runs import CONFIG, METRIC_LOGS, RunDirectory
+from planish.runlog.console import step_line
+from planish.runlog.metric_services import SERVICES, CopiedRun, Service
+from planish.runlog.metrics_table import metrics_table
+from planish.runlog.run_directory import CONFIG, METRIC_LOGS, RunDirectory
 
 Metrics = Mapping[str, float | int]
 

@@ -11,9 +11,9 @@ engine would (planish/model/sources.py).
 
 from typing import Any
 
-from planish.checkpointing import choose_renderer
 from planish.model.sources import resolve_model
 from planish.renderers import Renderer
+from planish.runlog.checkpoints import choose_renderer
 from planish.tokenizer import load_tokenizer
 
 _RENDERERS: dict[tuple[str, str | None], Renderer] = {}

@@ -6,9 +6,9 @@
                         resumes
     code.diff           the commit of the code and what differed from it
     timing_spans.jsonl  one object a training step: when each part of it ran
-    trace_events.jsonl  the same as Chrome trace events, if asked for (planish/timing.py)
+    trace_events.jsonl  the same as Chrome trace events, if asked for (planish/runlog/spans.py)
     metric_logs.json    how far W&B, Trackio and TensorBoard have been told, where they are
-                        (planish/metric_logs.py)
+                        (planish/runlog/metrics_log.py)
     reference.json      the policy that preference training measures against
                         (planish/preference/dpo.py)
     preference_model.json

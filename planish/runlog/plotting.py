@@ -1,6 +1,6 @@
 """Curves of one or several runs, as a picture (PNG) and as a page to explore (HTML, works offline).
 
-What is drawn is chosen in planish/curves.py. Both show the same panels: a color for each run, a
+What is drawn is chosen in planish/runlog/curves.py. Both show the same panels: a color for each run, a
 line style for each metric.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planish.curves import Curve, DrawnPanel, Run, drawn_panels, points_of, read_runs
 from planish.errors import UserError
 from planish.files import Row, write_whole
+from planish.runlog.curves import Curve, DrawnPanel, Run, drawn_panels, points_of, read_runs
 
 PNG = "curves.png"
 PAGE = "curves.html"

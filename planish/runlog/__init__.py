@@ -1,0 +1,1 @@
+"""What a training run leaves behind: its directory, metrics, checkpoints, curves and spans."""
