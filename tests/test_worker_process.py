@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from planish.worker_process import WorkerError, WorkerProcess, WorkerStartError
+from planish.processes.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 PROGRAM = """
 import os, sys, time
@@ -149,7 +149,7 @@ def test_control_c_at_a_terminal_is_not_for_the_process_and_what_ends_its_group_
 KILLED_WHILE_IT_ASKS = """
 import os, signal, sys, threading
 from pathlib import Path
-from planish.worker_process import WorkerProcess
+from planish.processes.worker_process import WorkerProcess
 process = WorkerProcess(Path(sys.argv[1]))
 process.ask({}, 30.0)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()

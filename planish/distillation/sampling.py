@@ -26,7 +26,7 @@ from typing import Any
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import DamagedFileError, UserError
 from planish.files import RowFile, read_rows, write_whole
-from planish.interruption import at_once
+from planish.processes.interruption import at_once
 from planish.renderers import Renderer
 from planish.runlog.console import Stage, StepDisplay
 from planish.supervised.conversations import Conversation

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from planish.interruption import at_once
+from planish.processes.interruption import at_once
 from planish.types import Datum, ModelInput, SamplingParams, TopkLogprobs
 
 

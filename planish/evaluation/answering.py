@@ -14,7 +14,7 @@ from planish.evaluation.types import (
     ScoredChoice,
     Verdict,
 )
-from planish.interruption import at_once
+from planish.processes.interruption import at_once
 from planish.renderers import Message, Renderer, get_text_content
 from planish.types import ModelInput, SamplingParams
 

@@ -22,7 +22,7 @@ from planish.evaluation.answering import Answerer, Asked, ask, ask_for_choice
 from planish.evaluation.files import Answers, EvaluationDirectory
 from planish.evaluation.metrics import check_k, metrics_of
 from planish.evaluation.types import ChoiceTask, Sampling, Task
-from planish.interruption import at_once
+from planish.processes.interruption import at_once
 from planish.renderers import Renderer
 from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.console import Stage, StepDisplay

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from planish.interruption import at_once
 from planish.preference.choices import Choice
 from planish.preference.datasets import pairs_of
 from planish.preference.types import Comparison, LabeledComparison, Messages
+from planish.processes.interruption import at_once
 from planish.renderers import Renderer
 from planish.supervised.objective import Metrics
 from planish.supervised.types import Batch

@@ -22,12 +22,12 @@ import chz
 
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
-from planish.interruption import at_once
 from planish.preference.judging import judged
 from planish.preference.preference_envs import Answer, read_answer
 from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, checked_prompts
 from planish.preference.types import Comparison, Messages
+from planish.processes.interruption import at_once
 from planish.renderers import Renderer
 from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.model_renderer import model_renderer

@@ -25,9 +25,9 @@ from planish import ServiceClient
 from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.files import write_whole
-from planish.interruption import at_once
 from planish.preference.datasets import pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
+from planish.processes.interruption import at_once
 from planish.runlog.checkpoints import Start
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.runlog.run_directory import REFERENCE, checkpoint_of

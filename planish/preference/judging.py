@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from planish.errors import NonFiniteError, UserError
-from planish.interruption import at_once
 from planish.preference.preference_models import PreferenceModel, ScoringPreferenceModel, asked
 from planish.preference.types import Comparison, Messages
+from planish.processes.interruption import at_once
 
 ROUNDING = 1e-6
 

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.interruption import at_once
 from planish.preference.preference_models import LogOddsModel, PreferenceModel, asked
 from planish.preference.types import Label, LabeledComparison
+from planish.processes.interruption import at_once
 from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.statistics import Mean
 

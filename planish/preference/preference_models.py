@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from planish.interruption import at_once
 from planish.preference.types import Comparison, Messages
+from planish.processes.interruption import at_once
 
 
 class PreferenceModel(Protocol):

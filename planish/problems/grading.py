@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from planish.errors import UnjudgedAnswerError
-from planish.worker_process import WorkerError, WorkerProcess, WorkerStartError
+from planish.processes.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 PLAIN_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?")
 BOX = r"\boxed{"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnjudgedAnswerError, UnsupportedError, UserError
-from planish.worker_process import WorkerError, WorkerProcess, WorkerStartError
+from planish.processes.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 ENTRIES = 10_000
 """Different entries of a task, unless its config names a size."""

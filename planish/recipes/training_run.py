@@ -19,7 +19,7 @@ from chz.blueprint import (
 
 from planish import ServiceClient
 from planish.errors import PlanishError, UserError
-from planish.interruption import run_in_thread
+from planish.processes.interruption import run_in_thread
 from planish.runlog.model_renderer import learn_renderer
 
 C = TypeVar("C")

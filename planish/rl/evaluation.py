@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planish.completers import TinkerTokenCompleter, derived_seed
-from planish.interruption import at_once
+from planish.processes.interruption import at_once
 from planish.rl.metrics import environment_metrics
 from planish.rl.playing import GroupPlayer
 from planish.rl.rollout_strategy import FailFast

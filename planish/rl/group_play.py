@@ -23,7 +23,7 @@ from typing import TypeVar
 from planish import logtree
 from planish.completers import TokenCompleter, derived_seed
 from planish.errors import EngineClosedError, UserError
-from planish.interruption import only_errors
+from planish.processes.interruption import only_errors
 from planish.rl.rollout_strategy import RolloutStrategy
 from planish.rl.single_rollout import OnTurn, do_single_rollout
 from planish.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory

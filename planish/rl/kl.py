@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from planish.interruption import at_once
+from planish.processes.interruption import at_once
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import Metrics
 from planish.types import ForwardBackwardOutput, ModelInput

@@ -21,7 +21,7 @@ from typing import Any
 
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
-from planish.interruption import Interrupted, Interruption, first_error
+from planish.processes.interruption import Interrupted, Interruption, first_error
 from planish.rl.config import Config
 from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from planish.completers import TokenCompleter
 from planish.errors import UserError
-from planish.interruption import interrupts_held_back
+from planish.processes.interruption import interrupts_held_back
 from planish.rl import rollout_player
 from planish.rl.group_play import lone_error
 from planish.rl.rollout_wire import (

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from planish.errors import UserError
-from planish.interruption import only_errors
+from planish.processes.interruption import only_errors
 
 
 class SamplingClientEvaluator(ABC):

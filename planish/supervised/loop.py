@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UserError
-from planish.interruption import Interrupted, Interruption
+from planish.processes.interruption import Interrupted, Interruption
 from planish.runlog.checkpoints import RunCheckpoints, Start
 from planish.runlog.console import StepDisplay
 from planish.runlog.evaluators import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UserError
-from planish.interruption import only_errors
+from planish.processes.interruption import only_errors
 from planish.renderers import Message, ToolCall, UnparsedToolCall
 from planish.renderers.codec import whole_characters
 from planish.rl.group_play import lone_error

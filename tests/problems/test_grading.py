@@ -6,7 +6,7 @@ import pytest
 from math_verify import parse, verify
 
 from planish.problems.grading import Grade, Grader, GradingError, extract_boxed
-from planish.worker_process import WorkerStartError
+from planish.processes.worker_process import WorkerStartError
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planish.interruption import Interrupted, Interruption
+from planish.processes.interruption import Interrupted, Interruption
 from planish.recipes import math_rl, rl_basic, shorter
 from planish.recipes.training_run import Presets, finished, read_options
 

@@ -14,7 +14,7 @@ from eventful_env import EventfulBuilder
 
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
-from planish.interruption import Interruption
+from planish.processes.interruption import Interruption
 from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.metric_definitions import definition_of

@@ -22,7 +22,7 @@ from eventful_env import AtGroup, Eventful, EventfulBuilder, nothing
 
 from planish.errors import CheckpointError, DamagedFileError, NonFiniteError, UserError
 from planish.files import read_rows
-from planish.interruption import run_in_thread
+from planish.processes.interruption import run_in_thread
 from planish.rl import train as training
 from planish.rl.config import AsyncConfig, Config, StreamMinibatchConfig
 from planish.rl.rollout_strategy import MinViableGroup

@@ -10,7 +10,7 @@ from ledger_service import Killed, LedgerClient, LedgerService
 
 from planish.errors import NonFiniteError, UserError
 from planish.files import read_rows
-from planish.interruption import Interruption
+from planish.processes.interruption import Interruption
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.runlog.run_directory import RunDirectory
 from planish.supervised.config import Config

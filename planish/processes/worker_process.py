@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import PlanishError
-from planish.interruption import interrupts_held_back
+from planish.processes.interruption import interrupts_held_back
 
 START_SECONDS = 120.0
 
