@@ -51,8 +51,8 @@ def _():
     import sys
 
     import planish
+    from planish.datasets.gsm8k import load_problems, problem_prompt
     from planish.model.sources import DEFAULT_MODEL
-    from planish.problems.gsm8k import load_problems, problem_prompt
     from planish.renderers import get_renderer, get_text_content, recommended_renderer_name
 
     return (
@@ -144,7 +144,7 @@ def _(mo):
     ## The reward
 
     The model is asked to put its result into `\boxed{}`. Whatever stands in the last box is compared with the known
-    result. That is all the supervision there is. (`planish.problems.grading` also accepts fractions, units and
+    result. That is all the supervision there is. (`planish.datasets.grading` also accepts fractions, units and
     expressions.)
     """)
 

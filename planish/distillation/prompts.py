@@ -13,7 +13,7 @@ import chz
 
 from planish import logtree
 from planish.completers import StopCondition
-from planish.dataset_rows import open_rows
+from planish.datasets.rows import open_rows
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages

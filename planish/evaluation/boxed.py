@@ -8,12 +8,12 @@ same.
 from collections.abc import Mapping
 from typing import Any
 
+from planish.datasets.grading import extract_boxed
+from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem, shown_example
+from planish.datasets.math_problems import BOX_SUFFIX, math_answer, text_of
+from planish.datasets.process_grader import process_grader
 from planish.errors import UnjudgedAnswerError, UserError
 from planish.evaluation.types import Question, Verdict
-from planish.problems.grading import extract_boxed
-from planish.problems.gsm8k import QUESTION_SUFFIX, read_problem, shown_example
-from planish.problems.math_datasets import BOX_SUFFIX, math_answer, text_of
-from planish.problems.process_grader import process_grader
 
 
 def gsm8k_question(row: Mapping[str, Any], where: str, number: int) -> Question:

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from string import ascii_uppercase as LETTERS
 from typing import Any
 
+from planish.datasets.grading import extract_boxed
+from planish.datasets.math_problems import text_of
 from planish.errors import UserError
 from planish.evaluation.types import Question, Verdict
-from planish.problems.grading import extract_boxed
-from planish.problems.math_datasets import text_of
 
 ASK_FOR_LETTER = 'Answer with the letter of the right choice. End with "Answer: " and that letter.'
 NO_WORD = r"(?![A-Za-z0-9'])(?!(?<=[AI]) [a-z])"

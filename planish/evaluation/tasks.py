@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.dataset_rows import located_rows
+from planish.datasets.rows import located_rows
 from planish.errors import UserError
 from planish.evaluation.boxed import grade_boxed, gsm8k_question, math_question
 from planish.evaluation.multiple_choice import grade_letter, lettered_question, open_question

@@ -3,7 +3,7 @@ math_rl.
 
     reward = correct + 0.1 * (format - 1)
 
-`correct`: the last box holds the known answer, by value (planish/problems/grading.py). `format`:
+`correct`: the last box holds the known answer, by value (planish/datasets/grading.py). `format`:
 there is a box, and the message is properly ended.
 """
 
@@ -11,10 +11,10 @@ from functools import partial
 
 import chz
 
-from planish.problems.grading import extract_boxed
-from planish.problems.gsm8k import QUESTION_SUFFIX, Problem, shown_example
-from planish.problems.math_datasets import COLLECTIONS, load_splits
-from planish.problems.process_grader import process_grader
+from planish.datasets.grading import extract_boxed
+from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, shown_example
+from planish.datasets.math_problems import COLLECTIONS, load_splits
+from planish.datasets.process_grader import process_grader
 from planish.renderers import Renderer
 from planish.rl.datasets import ProblemDataset
 from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
@@ -52,7 +52,7 @@ def boxed_problem_env(
 
 @chz.chz
 class BoxedProblemDatasetBuilder(RLDatasetBuilder):
-    """A collection of planish/problems/math_datasets.py: groups for training, single attempts for
+    """A collection of planish/datasets/math_problems.py: groups for training, single attempts for
     tests.
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import chz
 
-from planish.dataset_rows import has_split, load_rows
+from planish.datasets.rows import has_split, load_rows
 from planish.errors import UserError
 from planish.recipes.code_env import CodeGroup, Rules, as_answer, instruction
 from planish.recipes.code_functions import FunctionProblem, draw_function

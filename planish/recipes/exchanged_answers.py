@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import chz
 
-from planish.dataset_rows import has_split
+from planish.datasets.gsm8k import load_problems
+from planish.datasets.rows import has_split
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Comparison, LabeledComparison
-from planish.problems.gsm8k import load_problems
 
 
 @dataclass(frozen=True)

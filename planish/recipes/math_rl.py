@@ -23,8 +23,8 @@ from typing import Any
 
 import chz
 
+from planish.datasets.math_problems import COLLECTIONS
 from planish.errors import UserError
-from planish.problems.math_datasets import COLLECTIONS
 from planish.recipes import training_run
 from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder
 from planish.recipes.reasoning_problems import TaskDatasetBuilder

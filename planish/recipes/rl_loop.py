@@ -26,9 +26,9 @@ import chz
 
 from planish import AdamParams, SamplingParams, ServiceClient
 from planish.completers import derived_seed
+from planish.datasets.grading import Grader, GradingError
+from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
 from planish.model.sources import DEFAULT_MODEL
-from planish.problems.grading import Grader, GradingError
-from planish.problems.gsm8k import Problem, load_problems, problem_prompt
 from planish.recipes import training_run
 from planish.recipes.grpo import (
     Judgement,

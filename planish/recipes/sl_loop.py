@@ -23,10 +23,10 @@ from typing import Any
 import chz
 
 from planish import AdamParams, Datum, ServiceClient
-from planish.dataset_rows import load_rows
+from planish.datasets.gsm8k import problem_prompt, read_problem
+from planish.datasets.rows import load_rows
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.problems.gsm8k import problem_prompt, read_problem
 from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights

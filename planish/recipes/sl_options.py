@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import chz
 
+from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem
 from planish.errors import UserError
 from planish.learning_rates import get_lr
 from planish.model.sources import DEFAULT_MODEL
-from planish.problems.gsm8k import QUESTION_SUFFIX, read_problem
 from planish.recipes.training_run import run_main
 from planish.renderers import TrainOnWhat
 from planish.schedules import SCHEDULES

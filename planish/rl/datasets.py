@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import chz
 import numpy as np
 
-from planish.dataset_rows import check_shuffle_seed
+from planish.datasets.rows import check_shuffle_seed
 from planish.errors import UserError
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 

@@ -13,7 +13,7 @@ from typing import Any, overload
 import chz
 import numpy as np
 
-from planish.dataset_rows import check_shuffle_seed, has_split, open_rows
+from planish.datasets.rows import check_shuffle_seed, has_split, open_rows
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
 from planish.supervised.conversations import Conversation, Row, conversation_of
@@ -160,7 +160,7 @@ def check_rows(
 
 @chz.chz
 class FromRowsBuilder(ChatDatasetBuilder):
-    """Conversations of a hub name, a local directory or one file (planish/dataset_rows.py)."""
+    """Conversations of a hub name, a local directory or one file (planish/datasets/rows.py)."""
 
     dataset: str = chz.field(doc="hub name, local directory or JSONL file")
     test_size: int | None = chz.field(

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from fake_sampler import END, FakeSampler, Killed
 
+from planish.datasets.process_grader import SharedGrader
 from planish.errors import UserError
 from planish.evaluation import Sampling, TaskEvaluator, boxed, evaluate, load_task
 from planish.evaluation.metric_definitions import definition_of
 from planish.evaluation.metrics import named
-from planish.problems.process_grader import SharedGrader
 
 DRAWN = Sampling(samples=4, max_tokens=200, temperature=0.8, seed=5)
 

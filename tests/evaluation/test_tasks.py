@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from planish.datasets.gsm8k import load_problems, problem_prompt
 from planish.errors import UserError
 from planish.evaluation.multiple_choice import letter_of
 from planish.evaluation.tasks import TASKS, load_task
 from planish.evaluation.types import ChoiceTask, SampledTask
-from planish.problems.gsm8k import load_problems, problem_prompt
 
 CHOICES = {"question": "Which?", "choices": ["one", "two"]}
 

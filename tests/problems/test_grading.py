@@ -5,7 +5,7 @@ import time
 import pytest
 from math_verify import parse, verify
 
-from planish.problems.grading import Grade, Grader, GradingError, extract_boxed
+from planish.datasets.grading import Grade, Grader, GradingError, extract_boxed
 from planish.processes.worker_process import WorkerStartError
 
 

@@ -6,9 +6,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from planish.dataset_rows import load_rows
+from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
+from planish.datasets.rows import load_rows
 from planish.errors import UserError
-from planish.problems.gsm8k import Problem, load_problems, problem_prompt
 
 ROW = {"question": "How many?", "answer": "She has 2*3 = <<2*3=6>>6.\nThen <<6+1=7>>7.\n#### 1,007"}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from planish.datasets import math_problems as math_datasets
+from planish.datasets.grading import Grader
+from planish.datasets.math_problems import COLLECTIONS, boxed_answer, load_splits
 from planish.errors import UserError
-from planish.problems import math_datasets
-from planish.problems.grading import Grader
-from planish.problems.math_datasets import COLLECTIONS, boxed_answer, load_splits
 
 DATA = Path(__file__).parent / "data"
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from planish.datasets.grading import Grade, GradingError
+from planish.datasets.process_grader import SharedGrader, process_grader
 from planish.errors import UnjudgedAnswerError
-from planish.problems.grading import Grade, GradingError
-from planish.problems.process_grader import SharedGrader, process_grader
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from planish.problems.gsm8k import Problem, problem_prompt
-from planish.problems.math_datasets import BOX_SUFFIX
+from planish.datasets.gsm8k import Problem, problem_prompt
+from planish.datasets.math_problems import BOX_SUFFIX
 from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
 from planish.renderers import get_renderer
 from planish.runlog.model_renderer import model_renderer

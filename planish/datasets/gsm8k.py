@@ -1,6 +1,6 @@
 r"""Questions with known answers, in the form of GSM8K, and how they are put to a model.
 
-Where a dataset is and how it is named: planish/dataset_rows.py. A row has a "question" and an
+Where a dataset is and how it is named: planish/datasets/rows.py. A row has a "question" and an
 "answer"; the final answer is what follows "####" if that mark is there, and the whole answer if
 not.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planish.dataset_rows import load_rows
+from planish.datasets.rows import load_rows
 from planish.errors import UserError
 
 QUESTION_SUFFIX = r" Give the final answer as a number without units, inside \boxed{}."

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.dataset_rows import has_split, load_rows
+from planish.datasets.grading import extract_boxed
+from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, read_problem
+from planish.datasets.rows import has_split, load_rows
 from planish.errors import UserError
-from planish.problems.grading import extract_boxed
-from planish.problems.gsm8k import QUESTION_SUFFIX, Problem, read_problem
 
 BOX_SUFFIX = r" Write the final answer inside \boxed{}."
 HENDRYCKS = "EleutherAI/hendrycks_math"

@@ -10,7 +10,7 @@ import atexit
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-from planish.problems.grading import Grade, Grader
+from planish.datasets.grading import Grade, Grader
 
 
 class SharedGrader:
