@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from planish import chat_endpoint
-from planish.chat_endpoint import ChatEndpoint, EndpointError
 from planish.errors import UserError
+from planish.integrations import openai_endpoint as chat_endpoint
+from planish.integrations.openai_endpoint import ChatEndpoint, EndpointError
 
 ASKED: Any = [{"role": "user", "content": "Well?"}]
 

@@ -22,9 +22,9 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.chat_endpoint import ChatEndpoint
 from planish.completers import MessageCompleter, TinkerMessageCompleter
 from planish.errors import UserError
+from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.rubric_sums import SHOWN_VERDICTS, drawn_rubrics

@@ -6,7 +6,7 @@
 
 `env_id` is an installed environment or any importable module with a function `load_environment`.
 Prompts, turns, tools, rewards and metrics are the environment's; the loop is planish/rl/train.py.
-How the two meet: planish/rl/verifiers_env.py.
+How the two meet: planish/integrations/verifiers/environments.py.
 """
 
 import sys
@@ -16,10 +16,10 @@ from typing import Any
 import chz
 
 from planish.errors import UserError
+from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder, read_env_args
+from planish.integrations.verifiers.library import load_environment
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
-from planish.rl.verifiers_datasets import VerifiersDatasetBuilder, read_env_args
-from planish.rl.verifiers_library import load_environment
 
 
 @chz.chz

@@ -60,7 +60,7 @@ class Grade:
 
 @dataclass(frozen=True)
 class Grader:
-    """`judge` may be any model: behind an endpoint (planish.chat_endpoint), or one that a sampling
+    """`judge` may be any model: behind an endpoint (planish.integrations.openai_endpoint), or one that a sampling
     client holds.
     """
 

@@ -37,10 +37,10 @@ from inspect_ai.tool import ToolInfo
 from planish import ServiceClient
 from planish.errors import PlanishError, UnsupportedError
 from planish.evaluation import open_model
-from planish.evaluation.inspect_evaluator import InspectEvaluator, metrics_of
-from planish.evaluation.inspect_messages import renderer_messages
-from planish.evaluation.inspect_model import PlanishAPI
-from planish.inspect_entry import provider
+from planish.integrations.inspect.entry import provider
+from planish.integrations.inspect.evaluator import InspectEvaluator, metrics_of
+from planish.integrations.inspect.messages import renderer_messages
+from planish.integrations.inspect.model import PlanishAPI
 from planish.types import SamplingParams
 
 # Inspect and what it needs warn of each other's newer versions.
@@ -230,7 +230,7 @@ def test_a_model_is_found_by_its_name(small_model, monkeypatch, tmp_path):
 
 
 def test_the_entry_point_names_a_module_that_loads_no_torch():
-    program = "import sys, planish.inspect_entry; print('torch' in sys.modules)"
+    program = "import sys, planish.integrations.inspect.entry; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -16,12 +16,12 @@ pytest.importorskip("verifiers")
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
+from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder
+from planish.integrations.verifiers.library import load_environment
 from planish.recipes.verifiers_rl import Options, main
 from planish.rl.data_processing import trajectory_to_data
 from planish.rl.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, TrajectoryGroup
-from planish.rl.verifiers_datasets import VerifiersDatasetBuilder
-from planish.rl.verifiers_library import load_environment
 from planish.runlog import model_renderer as renderers
 from planish.runlog.model_renderer import model_renderer
 from planish.testing import tiny_model

@@ -6,17 +6,17 @@ from types import SimpleNamespace as Object
 import pytest
 
 from planish.errors import UnsupportedError, UserError
-from planish.renderers import Message, get_renderer
-from planish.rl import verifiers_library
-from planish.rl.verifiers_datasets import read_env_args
-from planish.rl.verifiers_env import _as_told
-from planish.rl.verifiers_messages import (
+from planish.integrations.verifiers import library as verifiers_library
+from planish.integrations.verifiers.datasets import read_env_args
+from planish.integrations.verifiers.environments import _as_told
+from planish.integrations.verifiers.messages import (
     answer_fields,
     check_sampling,
     offered,
     read_message,
     read_tool,
 )
+from planish.renderers import Message, get_renderer
 
 CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": '{"a": 1}'}}
 

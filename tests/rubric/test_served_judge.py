@@ -9,10 +9,10 @@ import pytest
 from served_model import serving
 
 from planish import AdamParams, ServiceClient
-from planish.chat_endpoint import ChatEndpoint
 from planish.completers import TinkerMessageCompleter
 from planish.errors import UserError
 from planish.files import read_rows
+from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import rubric
 from planish.renderers import TrainOnWhat, get_renderer
 from planish.rubric.grading import Grader, judge_prompt

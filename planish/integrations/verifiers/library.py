@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from planish.errors import UnsupportedError, UserError
-from planish.rl.verifiers_messages import check_sampling
+from planish.integrations.verifiers.messages import check_sampling
 
 INSTALL = "pip install 'planish[verifiers]'"
 MODEL = "planish"

@@ -17,9 +17,9 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 
 from planish.client.service_client import ServiceClient
 from planish.errors import UnsupportedError
-from planish.evaluation.inspect_messages import choice, renderer_messages
-from planish.evaluation.inspect_options import check_options, sampling_params
 from planish.evaluation.models import OpenedModel, open_model
+from planish.integrations.inspect.messages import choice, renderer_messages
+from planish.integrations.inspect.options import check_options, sampling_params
 
 MAX_TOKENS = 2048
 """Of an answer where the task does not say, as Inspect's own providers have it; less where the

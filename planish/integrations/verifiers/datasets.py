@@ -9,10 +9,10 @@ from typing import Any
 import chz
 
 from planish.errors import UserError
+from planish.integrations.verifiers.environments import VerifiersGroup
+from planish.integrations.verifiers.library import load_environment
 from planish.rl.datasets import ProblemDataset
 from planish.rl.types import RLDataset, RLDatasetBuilder
-from planish.rl.verifiers_env import VerifiersGroup
-from planish.rl.verifiers_library import load_environment
 from planish.runlog.model_renderer import model_renderer
 
 Rows = Sequence[Mapping[str, Any]]

@@ -9,9 +9,9 @@ from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model
 
 from planish.errors import PlanishError
-from planish.evaluation.inspect_model import MAX_CONNECTIONS
 from planish.evaluation.models import OpenedModel
-from planish.inspect_entry import provider
+from planish.integrations.inspect.entry import provider
+from planish.integrations.inspect.model import MAX_CONNECTIONS
 from planish.renderers import Renderer
 from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.evaluators import SamplingClientEvaluator

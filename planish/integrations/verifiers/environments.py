@@ -21,6 +21,8 @@ from typing import Any
 from planish import logtree
 from planish.completers import StopCondition
 from planish.errors import PlanishError, UserError
+from planish.integrations.verifiers.library import MODEL, Asked, PromptTooLong, Told, policy_client
+from planish.integrations.verifiers.messages import answer_fields, offered, read_message, read_tool
 from planish.renderers import Message, Renderer
 from planish.rl.conversation import Conversation
 from planish.rl.types import (
@@ -35,8 +37,6 @@ from planish.rl.types import (
     StopReason,
     Trajectory,
 )
-from planish.rl.verifiers_library import MODEL, Asked, PromptTooLong, Told, policy_client
-from planish.rl.verifiers_messages import answer_fields, offered, read_message, read_tool
 from planish.types import ModelInput
 
 _STOPS = {

@@ -14,7 +14,7 @@ def planish_api() -> Any:
     """Imported here and not above: Inspect loads this module at each start, and torch takes
     seconds.
     """
-    return import_module("planish.evaluation.inspect_model").PlanishAPI
+    return import_module("planish.integrations.inspect.model").PlanishAPI
 
 
 provider: Any = modelapi(name="planish")(planish_api)

@@ -1,0 +1,1 @@
+"""Environments of the verifiers library, as environments of planish."""
