@@ -2,7 +2,7 @@
 
 import sys
 
-from planish.cli import main
+from planish.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

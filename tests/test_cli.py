@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from planish.cli import main
+from planish.commands.cli import main
 from planish.runlog.spans import Spans, TraceFile
 from planish.testing import tiny_model
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from planish.cli import COMMANDS, main
+from planish.commands.cli import COMMANDS, main
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -22,7 +22,7 @@ def test_a_command_has_help_of_its_own(command, capsys):
 
 def test_help_names_all_commands_and_loads_none():
     program = (
-        "import sys\nfrom planish.cli import main\n"
+        "import sys\nfrom planish.commands.cli import main\n"
         "try: main(['--help'])\nfinally: print(sorted({'torch', 'starlette', 'transformers', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -21,7 +21,7 @@ from types import ModuleType
 
 import pytest
 
-from planish.cli import COMMANDS
+from planish.commands.cli import COMMANDS
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import read_options
 from planish.runlog import model_renderer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.cli import main
+from planish.commands.cli import main
 from planish.errors import UserError
 from planish.runlog.plotting import draw_curve, plot_runs
 

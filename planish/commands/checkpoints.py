@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from planish.commands.records import Records, Row, as_json, downloaded, records_of
+from planish.client.checkpoint_records import Records, Row, as_json, downloaded, records_of
 from planish.commands.runs import add_source_arguments, check_run_id, limit_of
 from planish.commands.tables import print_fields, print_table, size, time, time_left
 from planish.errors import UserError

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from planish.commands.records import as_json, records_of
+from planish.client.checkpoint_records import as_json, records_of
 from planish.commands.runs import add_source_arguments
 from planish.commands.tables import size
 from planish.errors import UserError

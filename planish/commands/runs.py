@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from planish.commands.records import Records, Row, as_json, records_of
+from planish.client.checkpoint_records import Records, Row, as_json, records_of
 from planish.commands.tables import print_fields, print_table, time
 from planish.errors import UserError
 from planish.runlog.run_directory import CHECKPOINTS, weights_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from planish.commands.records import Records
+from planish.client.checkpoint_records import Records
 from planish.engine.checkpoint_files import ADAPTER_CONFIG
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.files import read_rows

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from planish.cli import main
 from planish.commands import chat
 from planish.commands.chat_session import ChatSession, Draws, Ended, Taken
 from planish.commands.chat_voice import Answer, Piece, Voice, listening
+from planish.commands.cli import main
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options
 from planish.runlog.model_renderer import model_renderer

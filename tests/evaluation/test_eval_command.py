@@ -16,7 +16,7 @@ import pytest
 
 import planish
 from planish import ServiceClient
-from planish.cli import _parser, main
+from planish.commands.cli import _parser, main
 from planish.errors import UserError
 from planish.evaluation import TASKS, Sampling, evaluate, load_task, open_model
 from planish.testing import tiny_model

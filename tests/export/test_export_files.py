@@ -11,9 +11,9 @@ import torch
 from huggingface_hub.repocard import metadata_load
 from safetensors.torch import save_file
 
-from planish import weights
-from planish.cli import main
+from planish.commands.cli import main
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.export import weights
 from planish.export.model_card import Base
 from planish.export.whole_directory import whole_directory
 from planish.runlog.run_directory import RunDirectory

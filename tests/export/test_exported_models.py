@@ -12,7 +12,8 @@ from safetensors import safe_open
 from trained_adapters import TOKENS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from planish import ModelInput, ServiceClient, weights
+from planish import ModelInput, ServiceClient
+from planish.export import weights
 from planish.export.lora_update import Matrices, read_update
 from planish.export.merging import Rounding, Source, merged
 

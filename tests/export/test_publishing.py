@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from planish import weights
 from planish.errors import UserError
+from planish.export import weights
 
 
 class Hub(ThreadingHTTPServer):

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from server_process import BASE_MODEL, running_server
 
 import planish
-from planish import weights
-from planish.cli import main
 from planish.commands.checkpoints import duration
+from planish.commands.cli import main
 from planish.commands.tables import size, time_left
 from planish.errors import UserError
+from planish.export import weights
 
 ALICE, BOB = "tml-alices-key", "tml-bobs-key"
 

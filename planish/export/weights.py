@@ -16,7 +16,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from planish.commands.records import downloaded, records_of
+from planish.client.checkpoint_records import downloaded, records_of
 from planish.errors import UserError
 from planish.export.merging import SHARD_BYTES
 from planish.export.origin import Origin
