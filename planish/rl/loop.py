@@ -22,6 +22,7 @@ from typing import Any
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.processes.interruption import Interrupted, Interruption, first_error
+from planish.reports.rollout_files import RolloutFiles
 from planish.rl.config import Config
 from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages
@@ -30,7 +31,6 @@ from planish.rl.kl import Pull
 from planish.rl.metrics import environment_metrics, sampling_entropy, sampling_times, staleness
 from planish.rl.playing import GroupPlayer
 from planish.rl.progress import TrainingProgress
-from planish.rl.rollout_files import RolloutFiles
 from planish.rl.rollout_pool import RolloutPool
 from planish.rl.rollout_strategy import strategy_from
 from planish.rl.rollouts import GroupRollout, to_its_end

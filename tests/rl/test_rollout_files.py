@@ -15,7 +15,7 @@ from rollout_samples import NASTY, group, logged_tree, questions, several, singl
 from planish import logtree
 from planish.completers import TokensWithLogprobs
 from planish.errors import UserError
-from planish.rl.rollout_files import PAGE, SUMMARIES, TREE, RolloutFiles, split_label
+from planish.reports.rollout_files import PAGE, SUMMARIES, TREE, RolloutFiles, split_label
 from planish.rl.types import RolloutError, Trajectory
 from planish.types import ModelInput
 

@@ -19,9 +19,9 @@ from planish import logtree
 from planish.completers import TokensWithLogprobs
 from planish.logtree.html import visible
 from planish.renderers import get_renderer
+from planish.reports.rollout_files import RolloutFiles
+from planish.reports.rollout_overview import short
 from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
-from planish.rl.rollout_files import RolloutFiles
-from planish.rl.rollout_overview import short
 from planish.rl.rollout_strategy import RetryOnFailure
 from planish.rl.rollouts import GroupRollout, do_group_rollout
 from planish.rl.types import RolloutError, Trajectory

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from planish.logtree.html import visible
-from planish.rl.rollout_tokens import TokenTexts
+from planish.reports.rollout_tokens import TokenTexts
 from planish.tokenizer import load_tokenizer, save_tokenizer
 
 IM_START, IM_END, THINK = 257, 258, 264

@@ -14,10 +14,10 @@ from markupsafe import Markup
 
 from planish.completers import TokensWithLogprobs
 from planish.logtree.html import visible
-from planish.rl.rollout_log import GroupLog
-from planish.rl.rollout_overview import ending, kind_of, own_metrics, pooled, token_probability
-from planish.rl.rollout_tokens import TokenTexts
-from planish.rl.rollout_tree import new_tokens
+from planish.reports.rollout_log import GroupLog
+from planish.reports.rollout_overview import ending, kind_of, own_metrics, pooled, token_probability
+from planish.reports.rollout_tokens import TokenTexts
+from planish.reports.rollout_tree import new_tokens
 from planish.rl.rollouts import GroupRollout
 from planish.rl.types import Observation, RolloutError, Trajectory, Transition
 

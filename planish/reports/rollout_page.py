@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 from planish.logtree.html import css_of, to_html
 from planish.logtree.nodes import Node
-from planish.rl.rollout_overview import overview, short
-from planish.rl.rollout_tokens import TokenTexts
-from planish.rl.rollout_tree import number
-from planish.rl.rollout_views import GroupView, TrajectoryView, group_view
+from planish.reports.rollout_overview import overview, short
+from planish.reports.rollout_tokens import TokenTexts
+from planish.reports.rollout_tree import number
+from planish.reports.rollout_views import GroupView, TrajectoryView, group_view
 from planish.rl.rollouts import GroupRollout
 
 _PAGES = Environment(

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from planish.errors import StorageError, UserError
 from planish.files import write_whole
 from planish.logtree.nodes import Node
-from planish.rl.rollout_page import rollout_page
-from planish.rl.rollout_summaries import summary_rows
-from planish.rl.rollout_tokens import TokenTexts
-from planish.rl.rollout_tree import iteration_trace
+from planish.reports.rollout_page import rollout_page
+from planish.reports.rollout_summaries import summary_rows
+from planish.reports.rollout_tokens import TokenTexts
+from planish.reports.rollout_tree import iteration_trace
 from planish.rl.rollouts import GroupRollout
 
 PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"

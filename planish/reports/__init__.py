@@ -1,0 +1,1 @@
+"""What was rolled out, for people and programs: pages, trees and summaries."""
