@@ -12,7 +12,7 @@ import chz
 
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
-from planish.rl.datasets import ConcatenatedRLDataset, RebatchedRLDataset
+from planish.rl.environments.datasets import ConcatenatedRLDataset, RebatchedRLDataset
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
 
 

@@ -17,8 +17,8 @@ from planish.datasets.rows import open_rows
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages
-from planish.rl.datasets import ProblemDataset
-from planish.rl.problem_env import only_step
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_env import only_step
 from planish.rl.types import (
     Action,
     ActionExtra,

@@ -36,8 +36,8 @@ from planish.preference.preference_models import PreferenceModel, PreferenceMode
 from planish.preference.prompts import PromptBuilder, checked_prompts
 from planish.preference.types import Comparison, Messages
 from planish.renderers import Renderer, get_text_content
-from planish.rl.datasets import ProblemDataset
-from planish.rl.problem_env import only_step
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_env import only_step
 from planish.rl.types import (
     Action,
     ActionExtra,

@@ -16,8 +16,8 @@ from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, shown_example
 from planish.datasets.math_problems import COLLECTIONS, load_splits
 from planish.datasets.process_grader import process_grader
 from planish.renderers import Renderer
-from planish.rl.datasets import ProblemDataset
-from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
 

@@ -30,8 +30,8 @@ from planish.recipes.arithmetic_expressions import decimal, evaluate, last_numbe
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.datasets import ProblemDataset
-from planish.rl.message_env import EnvFromMessageEnv
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.message_env import EnvFromMessageEnv
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
 from planish.runlog.model_renderer import model_renderer
 from planish.tool_use import AgentToolMessageEnv, build_agent_tool_env, tool

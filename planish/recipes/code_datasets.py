@@ -15,7 +15,7 @@ from planish.recipes.code_functions import FunctionProblem, draw_function
 from planish.recipes.code_problems import CodeProblem, read_problem
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.renderers import Message
-from planish.rl.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.types import RLDataset, RLDatasetBuilder
 
 SHOWN_EXAMPLES = 3

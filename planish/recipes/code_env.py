@@ -22,7 +22,7 @@ import chz
 from planish.recipes.code_problems import CodeProblem
 from planish.recipes.process_sandbox import process_sandbox
 from planish.renderers import Message, get_text_content
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, StopReason, Trajectory
 from planish.runlog.model_renderer import model_renderer
 from planish.sandbox import FunctionTest, Limits, Outcome, ProgramTest, Sandbox, TestResult

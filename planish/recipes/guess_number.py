@@ -30,8 +30,8 @@ from planish.recipes import training_run
 from planish.recipes.generated_dataset import BATCHES
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.datasets import ProblemDataset
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDatasetBuilder, Trajectory
 from planish.runlog.model_renderer import model_renderer
 

@@ -24,8 +24,8 @@ from planish.errors import UserError
 from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
-from planish.rl.datasets import ProblemDataset
-from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import Action, ActionExtra, RLDataset, RLDatasetBuilder, StepResult
 from planish.runlog.model_renderer import model_renderer
 

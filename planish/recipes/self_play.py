@@ -16,7 +16,7 @@ from abc import abstractmethod
 
 from planish.completers import StopCondition
 from planish.renderers import Renderer
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv
 from planish.rl.types import (
     Action,
     ActionExtra,

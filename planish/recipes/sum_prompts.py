@@ -8,9 +8,9 @@ import random
 from functools import partial
 
 from planish.recipes.sums import SHOWN, Sum, draw_sum, held_out_sums, shown_exchanges, sum_env
-from planish.rl.datasets import ProblemDataset
-from planish.rl.evaluation import RLTestSetEvaluator
-from planish.rl.problem_env import ProblemGroupBuilder
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_env import ProblemGroupBuilder
+from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.supervised.conversations import Conversation
 
 MAX_TOKENS = 16

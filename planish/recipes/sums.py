@@ -21,8 +21,8 @@ from planish.errors import UserError
 from planish.recipes.arithmetic_expressions import last_number
 from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.renderers import Message, Renderer
-from planish.rl.datasets import ProblemDataset
-from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
 

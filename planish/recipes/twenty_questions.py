@@ -34,8 +34,8 @@ from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.twenty_questions_answerer import ANSWER_TOKENS, Answerer
 from planish.recipes.twenty_questions_words import held_out_words, training_words
 from planish.renderers import Message, get_text_content
-from planish.rl.datasets import ProblemDataset
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
 from planish.runlog.model_renderer import learn_renderer, model_renderer
 

@@ -23,7 +23,7 @@ from planish.reports.rollout_page import rollout_page
 from planish.reports.rollout_summaries import summary_rows
 from planish.reports.rollout_tokens import TokenTexts
 from planish.reports.rollout_tree import iteration_trace
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 
 PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"
 _OF_SPLIT = r"(?:train|eval_[A-Za-z0-9_.-]+)"

@@ -1,7 +1,7 @@
 """What the environments of a group logged, as the rollout page shows it.
 
 A section "Trajectory i" or "Trajectory i, attempt k" is what the environment at place i of the
-group logged in one attempt (planish/rl/group_play.py opens it). It is shown with its trajectory if
+group logged in one attempt (planish/rl/rollout/group_rollout.py opens it). It is shown with its trajectory if
 that attempt was the one that counted; failed attempts, and all that belongs to no trajectory, are
 shown with the group. Sections fold; those that hold messages begin folded, since the tokens of the
 turns say the same. Messages that are on the page already are named and not drawn again.

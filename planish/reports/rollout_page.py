@@ -21,7 +21,7 @@ from planish.reports.rollout_overview import overview, short
 from planish.reports.rollout_tokens import TokenTexts
 from planish.reports.rollout_tree import number
 from planish.reports.rollout_views import GroupView, TrajectoryView, group_view
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 
 _PAGES = Environment(
     loader=ChoiceLoader([PackageLoader("planish.rl", "."), PackageLoader("planish.logtree", ".")]),

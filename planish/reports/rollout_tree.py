@@ -16,7 +16,7 @@ from typing import Any
 from planish import logtree
 from planish.logtree.nodes import Node, section
 from planish.reports.rollout_tokens import TokenTexts
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Logs, Observation, RolloutError, Trajectory, Transition
 
 SHORT_LOG = 120

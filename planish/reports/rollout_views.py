@@ -18,7 +18,7 @@ from planish.reports.rollout_log import GroupLog
 from planish.reports.rollout_overview import ending, kind_of, own_metrics, pooled, token_probability
 from planish.reports.rollout_tokens import TokenTexts
 from planish.reports.rollout_tree import new_tokens
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Observation, RolloutError, Trajectory, Transition
 
 LAST_WORDS = 150

@@ -10,8 +10,8 @@ import chz
 
 from planish.errors import UnsupportedError, UserError
 from planish.rl.advantages import ADVANTAGES
-from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_strategy import RolloutStrategy, strategy_from
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.metrics_log import require_loggers
 from planish.schedules import SCHEDULES

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from planish.rl.data_processing import TrainingSequence
-from planish.rl.metrics import token_counts
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.metrics import token_counts
+from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics, RolloutError
 from planish.runlog.run_directory import CheckpointRecord
 

@@ -26,14 +26,19 @@ from planish.reports.rollout_files import RolloutFiles
 from planish.rl.config import Config
 from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages
-from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.kl import Pull
-from planish.rl.metrics import environment_metrics, sampling_entropy, sampling_times, staleness
-from planish.rl.playing import GroupPlayer
 from planish.rl.progress import TrainingProgress
-from planish.rl.rollout_pool import RolloutPool
-from planish.rl.rollout_strategy import strategy_from
-from planish.rl.rollouts import GroupRollout, to_its_end
+from planish.rl.rollout.evaluation import RLTestSetEvaluator
+from planish.rl.rollout.metrics import (
+    environment_metrics,
+    sampling_entropy,
+    sampling_times,
+    staleness,
+)
+from planish.rl.rollout.processes.pool import RolloutPool
+from planish.rl.rollout.rollouts import GroupRollout, to_its_end
+from planish.rl.rollout.runner import GroupPlayer
+from planish.rl.rollout.strategy import strategy_from
 from planish.rl.training_step import TrainingStep, train_on
 from planish.rl.types import EnvGroupBuilder, Metrics, RLDataset, RolloutError
 from planish.runlog.checkpoints import RunCheckpoints, Start

@@ -12,11 +12,15 @@ from planish.errors import UserError
 from planish.files import write_whole
 from planish.reports.rollout_files import RolloutFiles, split_label
 from planish.rl.config import Config, KLReferenceConfig, check, may_change
-from planish.rl.datasets import ConcatenatedRLDataset, EpochCycledRLDataset, RebatchedRLDataset
-from planish.rl.evaluation import RLTestSetEvaluator
+from planish.rl.environments.datasets import (
+    ConcatenatedRLDataset,
+    EpochCycledRLDataset,
+    RebatchedRLDataset,
+)
 from planish.rl.kl import KLPenalty, Pull
 from planish.rl.loop import Loop
 from planish.rl.progress import TrainingProgress
+from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.rl.types import RLDataset
 from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
 from planish.runlog.evaluators import Evaluator

@@ -18,7 +18,7 @@ from planish.rl import kl
 from planish.rl.advantages import is_constant
 from planish.rl.config import Config
 from planish.rl.data_processing import TrainingSequence, assemble_training_data, compute_advantages
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics
 from planish.runlog.spans import Spans
 from planish.types import AdamParams, ForwardBackwardOutput

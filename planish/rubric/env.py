@@ -17,9 +17,9 @@ import chz
 from planish import logtree
 from planish.errors import UserError
 from planish.renderers import Message, get_text_content
-from planish.rl.datasets import ProblemDataset
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.metrics import mean
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.rollout.metrics import mean
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
 from planish.rubric.grading import Grade, Grader
 from planish.rubric.rubrics import RubricRow

@@ -20,7 +20,7 @@ from typing import Self
 from planish.completers import MessageCompleter
 from planish.errors import PlanishError
 from planish.renderers import Message, get_text_content
-from planish.rl.group_play import lone_error
+from planish.rl.rollout.group_rollout import lone_error
 from planish.rubric.rubrics import QUOTE, Criterion, RubricRow
 
 OPENING = (

@@ -23,14 +23,14 @@ import chz
 from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
 from planish.renderers.renderer import Messages
-from planish.rl.group_play import time_limit
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.rollout_limits import (
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.limits import (
     ParseErrorPolicy,
     RolloutConfig,
     TerminationRewardPolicy,
     ToolExecution,
 )
+from planish.rl.rollout.group_rollout import time_limit
 from planish.rl.types import Logs, Metrics, StopReason
 from planish.tool_use.blocking import call
 from planish.tool_use.toolbox import CallResult, Toolbox

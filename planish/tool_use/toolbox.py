@@ -16,8 +16,8 @@ from planish.errors import UserError
 from planish.processes.interruption import only_errors
 from planish.renderers import Message, ToolCall, UnparsedToolCall
 from planish.renderers.codec import whole_characters
-from planish.rl.group_play import lone_error
-from planish.rl.rollout_limits import TOOL_EXECUTIONS, ToolExecution
+from planish.rl.limits import TOOL_EXECUTIONS, ToolExecution
+from planish.rl.rollout.group_rollout import lone_error
 from planish.rl.types import Metrics
 from planish.tool_use.tools import Tool, ToolInput, ToolResult, error_tool_result
 

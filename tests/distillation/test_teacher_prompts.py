@@ -19,7 +19,7 @@ from planish.distillation.sampling import (
 from planish.errors import DamagedFileError, UserError
 from planish.files import RowFile, read_rows
 from planish.renderers import get_renderer
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.rollout.rollouts import do_group_rollout
 from planish.types import SampledSequence, SampleResponse
 
 QUESTION = [{"role": "user", "content": "a"}]

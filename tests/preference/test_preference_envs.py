@@ -24,9 +24,9 @@ from planish.preference.preference_envs import (
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptsOfComparisons
 from planish.renderers import get_text_content
-from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.rollouts import do_group_rollout
+from planish.rl.rollout.strategy import FailFast, MinViableGroup, RetryOnFailure
 from planish.runlog.model_renderer import model_renderer
 
 PROMPT = [{"role": "user", "content": "Say something."}]

@@ -8,7 +8,7 @@ from typing import Any
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, RLDatasetBuilder, Trajectory, TrajectoryGroup
 from planish.runlog.model_renderer import model_renderer
 

@@ -22,8 +22,8 @@ from planish.recipes.code_problems import CodeProblem
 from planish.recipes.code_rl import Options
 from planish.recipes.process_sandbox import process_sandbox
 from planish.recipes.training_run import read_options
-from planish.rl.message_env import EnvFromMessageEnv
-from planish.rl.rollout_limits import RolloutLimits
+from planish.rl.environments.message_env import EnvFromMessageEnv
+from planish.rl.limits import RolloutLimits
 from planish.sandbox import (
     FunctionTest,
     Limits,

@@ -20,8 +20,8 @@ from planish.recipes.tic_tac_toe import (
 )
 from planish.recipes.tic_tac_toe_board import Board
 from planish.renderers import get_text_content
-from planish.rl.rollout_strategy import MinViableGroup, RetryOnFailure
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.rollout.rollouts import do_group_rollout
+from planish.rl.rollout.strategy import MinViableGroup, RetryOnFailure
 
 X_WINS = "1 4 2 5 3"
 O_WINS = "1 4 2 5 9 6"

@@ -6,7 +6,7 @@ from typing import Any
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.renderers import Renderer
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.types import InitialObservationOverflow, StepResult
 from planish.types import ModelInput
 

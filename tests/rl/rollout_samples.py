@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from planish import logtree
 from planish.completers import TokensWithLogprobs
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics, RolloutError, Trajectory, TrajectoryGroup, Transition
 from planish.types import ModelInput
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
-from planish.rl.datasets import (
+from planish.rl.environments.datasets import (
     ConcatenatedRLDataset,
     EpochCycledRLDataset,
     InterleavedRLDataset,

@@ -15,9 +15,9 @@ from planish.model.embedded import DIRECTORY_NAME
 from planish.model.sources import models_home
 from planish.renderers import Message, get_renderer
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
-from planish.rl.rollouts import do_single_rollout
+from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.limits import ParseErrorPolicy, RolloutLimits
+from planish.rl.rollout.rollouts import do_single_rollout
 from planish.rl.types import InitialObservationOverflow, StopReason
 from planish.tokenizer import load_tokenizer
 

@@ -7,14 +7,14 @@ import pytest
 from planish.completers import TokensWithLogprobs
 from planish.rl.counters import Counters
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.metrics import (
+from planish.rl.rollout.metrics import (
     environment_metrics,
     sampling_entropy,
     sampling_times,
     staleness,
     token_counts,
 )
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
 from planish.runlog.run_directory import CheckpointRecord
 from planish.types import ModelInput

@@ -12,8 +12,8 @@ from byte_chat import END, ScriptedPolicy, tokens_of
 from planish import logtree
 from planish.errors import UnjudgedAnswerError, UserError
 from planish.renderers import get_renderer
-from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
-from planish.rl.rollouts import do_single_rollout
+from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
+from planish.rl.rollout.rollouts import do_single_rollout
 from planish.rl.types import StopReason
 
 

@@ -7,7 +7,7 @@ import chz
 import pytest
 
 from planish.errors import UserError
-from planish.rl.rollout_limits import (
+from planish.rl.limits import (
     ParseErrorPolicy,
     RolloutConfig,
     RolloutLimits,

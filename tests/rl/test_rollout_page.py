@@ -21,9 +21,9 @@ from planish.logtree.html import visible
 from planish.renderers import get_renderer
 from planish.reports.rollout_files import RolloutFiles
 from planish.reports.rollout_overview import short
-from planish.rl.problem_env import ProblemEnv, ProblemGroupBuilder
-from planish.rl.rollout_strategy import RetryOnFailure
-from planish.rl.rollouts import GroupRollout, do_group_rollout
+from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
+from planish.rl.rollout.rollouts import GroupRollout, do_group_rollout
+from planish.rl.rollout.strategy import RetryOnFailure
 from planish.rl.types import RolloutError, Trajectory
 from planish.types import ModelInput
 

@@ -34,12 +34,12 @@ from rollout_fakes import (
 
 from planish import logtree
 from planish.errors import EngineClosedError, UserError
-from planish.rl import rollout_process
-from planish.rl.rollout_pool import RolloutPool
-from planish.rl.rollout_process import ProcessDiedError, RolloutProcess
-from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure
-from planish.rl.rollout_wire import RolloutProcessError
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.rollout.processes import process as rollout_process
+from planish.rl.rollout.processes.messages import RolloutProcessError
+from planish.rl.rollout.processes.pool import RolloutPool
+from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
+from planish.rl.rollout.rollouts import do_group_rollout
+from planish.rl.rollout.strategy import FailFast, MinViableGroup, RetryOnFailure
 from planish.rl.types import RolloutError
 
 
@@ -424,7 +424,7 @@ SCRIPT = """
     import asyncio, sys
     sys.path.insert(0, {here!r})
     from rollout_fakes import Files, Stuck
-    from planish.rl.rollout_pool import RolloutPool
+    from planish.rl.rollout.processes.pool import RolloutPool
 
     async def main():
         async with RolloutPool(1) as pool:

@@ -13,9 +13,9 @@ from rollout_fakes import PROMPT, Breaking, Draws, Duel, Flaky, Group, Plain, ba
 from planish import logtree
 from planish.completers import TokensWithLogprobs, derived_seed
 from planish.errors import EngineClosedError, NonFiniteError, UserError
-from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure, strategy_from
-from planish.rl.rollouts import do_group_rollout, do_single_rollout
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.rollouts import do_group_rollout, do_single_rollout
+from planish.rl.rollout.strategy import FailFast, MinViableGroup, RetryOnFailure, strategy_from
 from planish.rl.types import Env, RolloutError, StepResult, StopReason
 
 STRATEGIES = [FailFast(), RetryOnFailure(), MinViableGroup()]

@@ -13,8 +13,8 @@ from planish import logtree
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import NonFiniteError, UserError
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.rollout_limits import RolloutLimits
-from planish.rl.rollouts import do_single_rollout
+from planish.rl.limits import RolloutLimits
+from planish.rl.rollout.rollouts import do_single_rollout
 from planish.rl.types import Env, InitialObservationOverflow, StepResult, StopReason
 from planish.types import ModelInput
 

@@ -16,8 +16,8 @@ from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
 from planish.processes.interruption import Interruption
 from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
-from planish.rl.evaluation import RLTestSetEvaluator
 from planish.rl.metric_definitions import definition_of
+from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.rl.train import main
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 

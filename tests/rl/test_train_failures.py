@@ -25,7 +25,7 @@ from planish.files import read_rows
 from planish.processes.interruption import run_in_thread
 from planish.rl import train as training
 from planish.rl.config import AsyncConfig, Config, StreamMinibatchConfig
-from planish.rl.rollout_strategy import MinViableGroup
+from planish.rl.rollout.strategy import MinViableGroup
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import SamplingClientEvaluator
 

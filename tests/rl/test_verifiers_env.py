@@ -20,7 +20,7 @@ from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder
 from planish.integrations.verifiers.library import load_environment
 from planish.recipes.verifiers_rl import Options, main
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, TrajectoryGroup
 from planish.runlog import model_renderer as renderers
 from planish.runlog.model_renderer import model_renderer

@@ -13,8 +13,8 @@ from scripted_judge import ScriptedJudge
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
 from planish.rl.metric_definitions import definition_of
-from planish.rl.rollout_strategy import MinViableGroup, RetryOnFailure
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.rollout.rollouts import do_group_rollout
+from planish.rl.rollout.strategy import MinViableGroup, RetryOnFailure
 from planish.rubric.env import RubricDatasetBuilder, RubricGroupBuilder, RubricRows
 from planish.rubric.grading import Grader, UnreadableVerdictError
 from planish.rubric.rubrics import Criterion, RubricRow

@@ -12,14 +12,14 @@ from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UnsupportedError, UserError
 from planish.renderers import get_renderer
 from planish.rl.data_processing import trajectory_to_data
-from planish.rl.rollout_limits import (
+from planish.rl.limits import (
     ParseErrorPolicy,
     RolloutConfig,
     RolloutLimits,
     TerminationRewardPolicy,
     agentic,
 )
-from planish.rl.rollouts import do_single_rollout
+from planish.rl.rollout.rollouts import do_single_rollout
 from planish.tool_use import AgentToolMessageEnv, ToolResult, build_agent_tool_env, tool
 
 END = "<|im_end|>"

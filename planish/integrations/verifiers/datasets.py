@@ -11,7 +11,7 @@ import chz
 from planish.errors import UserError
 from planish.integrations.verifiers.environments import VerifiersGroup
 from planish.integrations.verifiers.library import load_environment
-from planish.rl.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.types import RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
 

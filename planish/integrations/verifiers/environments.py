@@ -8,7 +8,7 @@ answer. What holds for every environment of planish holds for these: seeds, retr
 other processes.
 
 Tokens are the truth: a next prompt begins with the tokens that were sampled, not with the text that
-they made (planish/rl/conversation.py); only if an environment rewrites its history is a prompt
+they made (planish/rl/environments/conversation.py); only if an environment rewrites its history is a prompt
 rendered anew. Rewards and metrics are the rubric's, of the whole group at once. Rewards that an
 environment gives to single turns have no place in that and are not used.
 """
@@ -24,7 +24,7 @@ from planish.errors import PlanishError, UserError
 from planish.integrations.verifiers.library import MODEL, Asked, PromptTooLong, Told, policy_client
 from planish.integrations.verifiers.messages import answer_fields, offered, read_message, read_tool
 from planish.renderers import Message, Renderer
-from planish.rl.conversation import Conversation
+from planish.rl.environments.conversation import Conversation
 from planish.rl.types import (
     Action,
     ActionExtra,

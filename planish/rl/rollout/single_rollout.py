@@ -29,7 +29,7 @@ from typing import Any
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import NonFiniteError, UserError
-from planish.rl.rollout_limits import RolloutLimits
+from planish.rl.limits import RolloutLimits
 from planish.rl.types import (
     Env,
     InitialObservationOverflow,

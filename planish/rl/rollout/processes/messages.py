@@ -19,8 +19,8 @@ from typing import Any, Self
 from planish import logtree
 from planish.completers import StopCondition, TokensWithLogprobs
 from planish.errors import PlanishError
-from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_strategy import RolloutStrategy
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.strategy import RolloutStrategy
 from planish.rl.types import EnvGroupBuilder, RolloutError, TrajectoryGroup
 from planish.types import ModelInput
 

@@ -21,9 +21,9 @@ from typing import Any, Self
 from planish.completers import TokenCompleter
 from planish.errors import UserError
 from planish.processes.interruption import interrupts_held_back
-from planish.rl import rollout_player
-from planish.rl.group_play import lone_error
-from planish.rl.rollout_wire import (
+from planish.rl.rollout.group_rollout import lone_error
+from planish.rl.rollout.processes import worker as rollout_player
+from planish.rl.rollout.processes.messages import (
     GRACE_SECONDS,
     Abandon,
     Cancel,
@@ -39,7 +39,7 @@ from planish.rl.rollout_wire import (
     SampleFailed,
     Wire,
 )
-from planish.rl.rollouts import OnTurn, to_its_end
+from planish.rl.rollout.rollouts import OnTurn, to_its_end
 
 DRAIN_SECONDS = 2.0
 

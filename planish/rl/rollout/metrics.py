@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from planish.rl.advantages import is_constant
 from planish.rl.data_processing import TrainingSequence
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics, Trajectory
 
 

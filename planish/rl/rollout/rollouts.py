@@ -23,10 +23,17 @@ from typing import Any, TypeVar
 from planish import logtree
 from planish.completers import TokenCompleter
 from planish.errors import NonFiniteError, UserError
-from planish.rl.group_play import GroupPlay, Played, is_chance, located, named, time_limit
-from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_strategy import FailFast, FailureRules, RolloutStrategy
-from planish.rl.single_rollout import OnTurn, do_single_rollout
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.group_rollout import (
+    GroupPlay,
+    Played,
+    is_chance,
+    located,
+    named,
+    time_limit,
+)
+from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
+from planish.rl.rollout.strategy import FailFast, FailureRules, RolloutStrategy
 from planish.rl.types import EnvGroupBuilder, Metrics, RolloutError, TrajectoryGroup
 from planish.runlog.evaluators import checked_metrics
 

@@ -25,7 +25,7 @@ from typing import Any
 from planish import logtree
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
-from planish.rl.rollout_wire import (
+from planish.rl.rollout.processes.messages import (
     GRACE_SECONDS,
     Abandon,
     Cancel,
@@ -41,7 +41,7 @@ from planish.rl.rollout_wire import (
     Task,
     Wire,
 )
-from planish.rl.rollouts import do_group_rollout
+from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import RolloutError
 from planish.types import ModelInput
 

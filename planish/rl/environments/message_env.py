@@ -3,7 +3,7 @@ them.
 
 A `MessageEnv` knows the conversation; `EnvFromMessageEnv` knows tokens. The adapter parses what was
 sampled, checks it in a fixed order, gives the message to the environment, and makes the next prompt
-by appending (planish/rl/conversation.py). One adapter and one environment play one episode.
+by appending (planish/rl/environments/conversation.py). One adapter and one environment play one episode.
 
 A turn ends the episode when, in this order,
 
@@ -29,10 +29,10 @@ from planish import logtree
 from planish.completers import StopCondition
 from planish.errors import UserError
 from planish.renderers import Message, Renderer
-from planish.rl.conversation import Conversation
-from planish.rl.message_turn import Outcome, Turn, log_turn
-from planish.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
-from planish.rl.single_rollout import checked_done
+from planish.rl.environments.conversation import Conversation
+from planish.rl.environments.message_turn import Outcome, Turn, log_turn
+from planish.rl.limits import ParseErrorPolicy, RolloutLimits
+from planish.rl.rollout.single_rollout import checked_done
 from planish.rl.types import (
     Action,
     ActionExtra,

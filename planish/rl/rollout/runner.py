@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from planish import logtree
 from planish.completers import TokenCompleter
-from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_pool import RolloutPool
-from planish.rl.rollout_strategy import RolloutStrategy
-from planish.rl.rollouts import GroupRollout, do_group_rollout
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.processes.pool import RolloutPool
+from planish.rl.rollout.rollouts import GroupRollout, do_group_rollout
+from planish.rl.rollout.strategy import RolloutStrategy
 from planish.rl.types import EnvGroupBuilder, RolloutError
 from planish.runlog.console import Stage
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.processes.interruption import at_once
-from planish.rl.metrics import environment_metrics
-from planish.rl.playing import GroupPlayer
-from planish.rl.rollout_strategy import FailFast
-from planish.rl.rollouts import GroupRollout
+from planish.rl.rollout.metrics import environment_metrics
+from planish.rl.rollout.rollouts import GroupRollout
+from planish.rl.rollout.runner import GroupPlayer
+from planish.rl.rollout.strategy import FailFast
 from planish.rl.types import EnvGroupBuilder, RLDataset
 from planish.runlog.console import Stage
 from planish.runlog.evaluators import SamplingClientEvaluator

@@ -37,12 +37,12 @@ from planish.completers import TokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.logtree.nodes import Node
 from planish.logtree.trace import append
-from planish.rl.group_play import named
-from planish.rl.rollout_limits import TerminationRewardPolicy
-from planish.rl.rollout_process import ProcessDiedError, RolloutProcess
-from planish.rl.rollout_strategy import FailFast, RolloutStrategy
-from planish.rl.rollout_wire import Play, Task
-from planish.rl.rollouts import OnTurn
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.group_rollout import named
+from planish.rl.rollout.processes.messages import Play, Task
+from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
+from planish.rl.rollout.rollouts import OnTurn
+from planish.rl.rollout.strategy import FailFast, RolloutStrategy
 from planish.rl.types import EnvGroupBuilder, RolloutError, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class RolloutPool:
         on_turn: OnTurn | None = None,
         failures: list[RolloutError] | None = None,
     ) -> TrajectoryGroup | None:
-        """As `planish.rl.rollouts.do_group_rollout`, in one of the processes."""
+        """As `planish.rl.rollout.rollouts.do_group_rollout`, in one of the processes."""
         strategy = strategy or FailFast()
         task = pickled(Task(builder, strategy, termination), builder)
         logs = log_place()

@@ -24,8 +24,8 @@ from planish import logtree
 from planish.completers import TokenCompleter, derived_seed
 from planish.errors import EngineClosedError, UserError
 from planish.processes.interruption import only_errors
-from planish.rl.rollout_strategy import RolloutStrategy
-from planish.rl.single_rollout import OnTurn, do_single_rollout
+from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
+from planish.rl.rollout.strategy import RolloutStrategy
 from planish.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class GroupPlay:
 
 
 def is_chance(error: Exception) -> bool:
-    """Whether another attempt may go well: see planish/rl/rollout_strategy.py."""
+    """Whether another attempt may go well: see planish/rl/rollout/strategy.py."""
     return not isinstance(error, (UserError, EngineClosedError))
 
 

@@ -1,0 +1,1 @@
+"""Environments and the data sets that make them."""

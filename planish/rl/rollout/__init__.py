@@ -1,0 +1,1 @@
+"""Rollouts: one episode, groups of them, and what they measure."""

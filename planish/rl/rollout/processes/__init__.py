@@ -1,0 +1,1 @@
+"""Rollouts in worker processes."""
