@@ -3,9 +3,9 @@
 import pytest
 
 from planish.errors import UserError
-from planish.learning_rates import get_lora_lr_over_full_finetune_lr, get_lr
 from planish.model.sources import DEFAULT_MODEL
 from planish.testing import tiny_model
+from planish.training.learning_rates import get_lora_lr_over_full_finetune_lr, get_lr
 
 PUBLISHED = {
     "meta-llama/Llama-3.2-1B": 4.908e-4,

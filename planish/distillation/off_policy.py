@@ -26,12 +26,12 @@ from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
 from planish.runlog.checkpoints import Start
 from planish.runlog.evaluators import TrainingClientEvaluator
-from planish.supervised import config as supervised
-from planish.supervised.context import within_context
 from planish.supervised.nll import NLLEvaluator, held_out_data
 from planish.supervised.objective import CrossEntropy, Gradient, Metrics
-from planish.supervised.train import SHOWN, train
 from planish.supervised.types import SupervisedDataset
+from planish.training import supervised_config as supervised
+from planish.training.supervised_context import within_context
+from planish.training.train_supervised import SHOWN, train
 from planish.types import Datum, ModelInput, SamplingParams
 
 READ_BESIDES = 2

@@ -25,11 +25,11 @@ from planish import ServiceClient
 from planish.distillation.datasets import DistillationDatasetBuilder, teacher_name
 from planish.distillation.teachers import pinned, teacher_client
 from planish.errors import UnsupportedError, UserError
-from planish.rl import config as rl
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.kl import gaps, mean_gap, pulled
-from planish.rl.train import train
 from planish.rl.types import Metrics
+from planish.training import rl_config as rl
+from planish.training.train_rl import train
 
 
 @chz.chz

@@ -11,9 +11,9 @@ from typing import Any
 import chz
 
 from planish.errors import UserError
-from planish.rl.config import KLReferenceConfig
-from planish.rl.train import policy_client
 from planish.runlog.run_directory import checkpoint_of
+from planish.training.rl_config import KLReferenceConfig
+from planish.training.train_rl import policy_client
 
 
 @chz.chz

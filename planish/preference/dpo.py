@@ -31,12 +31,12 @@ from planish.processes.interruption import at_once
 from planish.runlog.checkpoints import Start
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.runlog.run_directory import REFERENCE, checkpoint_of
-from planish.supervised import config as supervised
-from planish.supervised.context import within_context
 from planish.supervised.nll import DATUMS_PER_CALL, held_out_data
 from planish.supervised.objective import Metrics
-from planish.supervised.train import train
 from planish.supervised.types import SupervisedDataset
+from planish.training import supervised_config as supervised
+from planish.training.supervised_context import within_context
+from planish.training.train_supervised import train
 from planish.types import Datum, ForwardBackwardOutput, ModelInput
 
 SHOWN = {

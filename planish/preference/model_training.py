@@ -26,11 +26,11 @@ from planish.preference.model_files import Description
 from planish.preference.types import LabeledComparison
 from planish.runlog.checkpoints import Start
 from planish.runlog.run_directory import PREFERENCE_MODEL, weights_of
-from planish.supervised import config as supervised
-from planish.supervised.context import within_context
 from planish.supervised.objective import Gradient
-from planish.supervised.train import train
 from planish.supervised.types import SupervisedDataset
+from planish.training import supervised_config as supervised
+from planish.training.supervised_context import within_context
+from planish.training.train_supervised import train
 from planish.types import Datum
 
 SHOWN = {

@@ -31,8 +31,8 @@ from planish.preference.datasets import (
 from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
 from planish.recipes.preference_pairs import KINDS, count_of_sums, drawn_pairs
-from planish.schedules import SCHEDULES
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
+from planish.training.schedules import SCHEDULES
 
 DRAWN, LARGEST = "style", 30
 PRESETS: dict[str, dict[str, Any]] = {

@@ -31,8 +31,8 @@ from planish.preference.model_datasets import PreferenceDatasetBuilder
 from planish.recipes import training_run
 from planish.recipes.courteous_answers import CourteousAnswersBuilder
 from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
-from planish.schedules import SCHEDULES
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
+from planish.training.schedules import SCHEDULES
 
 Pairs = Literal["courtesy", "sums", "solutions"]
 LARGEST, QUESTIONS = 20, "openai/gsm8k"

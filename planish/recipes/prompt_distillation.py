@@ -25,10 +25,10 @@ from planish.recipes.sl_options import shared_settings
 from planish.recipes.sums import shown_exchanges
 from planish.recipes.teacher_answers import SUMS, TeacherOptions
 from planish.recipes.training_run import run_main
-from planish.supervised import train
-from planish.supervised.config import Config
-from planish.supervised.config import check as check_config
 from planish.supervised.conversations import Conversation
+from planish.training import train_supervised as train
+from planish.training.supervised_config import Config
+from planish.training.supervised_config import check as check_config
 
 
 @chz.chz

@@ -9,7 +9,7 @@
 
 The reward is correct + 0.1 * (format - 1): 1 for the right answer in a box, and a tenth less for an
 answer without a box or without an end. Each step plays `batch_size` problems `group_size` times,
-compares answers within their group, and makes one gradient step. The loop is planish/rl/train.py,
+compares answers within their group, and makes one gradient step. The loop is planish/training/train_rl.py,
 the environment planish/recipes/boxed_problems.py.
 """
 

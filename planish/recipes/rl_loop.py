@@ -42,11 +42,11 @@ from planish.recipes.grpo import (
     training_examples,
 )
 from planish.renderers import Renderer, get_text_content
-from planish.rl.config import RL_LOSSES
 from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, start_training
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
+from planish.training.rl_config import RL_LOSSES
 from planish.types import TTL_REMEDY, SampledSequence, is_ttl
 
 PRESETS: dict[str, dict[str, Any]] = {

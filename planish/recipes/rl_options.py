@@ -1,4 +1,4 @@
-"""What the recipes of `planish.rl.train` have in common: their options, flat, and the way from
+"""What the recipes of `planish.training.train_rl` have in common: their options, flat, and the way from
 these to a run.
 
 A recipe's options are a class on top of `RLOptions` that adds its own and gives defaults of its
@@ -24,9 +24,11 @@ import chz
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import run_main
-from planish.rl import train
 from planish.rl.advantages import ADVANTAGES
-from planish.rl.config import (
+from planish.rl.types import RLDatasetBuilder
+from planish.runlog.evaluators import Evaluator
+from planish.training import train_rl as train
+from planish.training.rl_config import (
     RL_LOSSES,
     AsyncConfig,
     Config,
@@ -34,14 +36,12 @@ from planish.rl.config import (
     StreamMinibatchConfig,
     check,
 )
-from planish.rl.types import RLDatasetBuilder
-from planish.runlog.evaluators import Evaluator
-from planish.schedules import SCHEDULES
+from planish.training.schedules import SCHEDULES
 
 
 @chz.chz
 class RLOptions:
-    """Options of every recipe; those with the name of one of `planish.rl.config.Config` are that
+    """Options of every recipe; those with the name of one of `planish.training.rl_config.Config` are that
     one.
     """
 
@@ -162,7 +162,7 @@ def train_config(
     recipe_name: str,
     evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
 ) -> Config:
-    """The options as `planish.rl.train` takes them."""
+    """The options as `planish.training.train_rl` takes them."""
     return Config(
         **shared_settings(options),
         dataset_builder=dataset_builder,

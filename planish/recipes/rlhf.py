@@ -43,10 +43,10 @@ from planish.recipes.rlhf_options import (
     rl_config,
     sft_config,
 )
-from planish.rl import train as rl_training
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import RunDirectory, checkpoint_of, resume_points
-from planish.supervised import train as supervised_training
+from planish.training import train_rl as rl_training
+from planish.training import train_supervised as supervised_training
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {

@@ -41,10 +41,10 @@ from planish.recipes.wordy_sums import (
     WordySums,
 )
 from planish.renderers import Renderer
-from planish.rl import config as rl
-from planish.schedules import SCHEDULES
-from planish.supervised import config as supervised
 from planish.supervised.types import SupervisedDatasetBuilder
+from planish.training import rl_config as rl
+from planish.training import supervised_config as supervised
+from planish.training.schedules import SCHEDULES
 
 T = TypeVar("T")
 

@@ -12,21 +12,21 @@ import chz
 
 from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem
 from planish.errors import UserError
-from planish.learning_rates import get_lr
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import run_main
 from planish.renderers import TrainOnWhat
-from planish.schedules import SCHEDULES
-from planish.supervised import train
-from planish.supervised.config import Config, check
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from planish.training import train_supervised as train
+from planish.training.learning_rates import get_lr
+from planish.training.schedules import SCHEDULES
+from planish.training.supervised_config import Config, check
 
 
 @chz.chz
 class SLOptions:
-    """Options of every recipe; those with the name of one of `planish.supervised.config.Config` are
+    """Options of every recipe; those with the name of one of `planish.training.supervised_config.Config` are
     that one.
     """
 
@@ -110,7 +110,7 @@ def run(
 def sl_config(
     options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str
 ) -> Config:
-    """The options as `planish.supervised.train` takes them."""
+    """The options as `planish.training.train_supervised` takes them."""
     return Config(
         **shared_settings(options), dataset_builder=dataset_builder, recipe_name=recipe_name
     )

@@ -5,7 +5,7 @@
     python -m planish.recipes.verifiers_rl env_id=my_module 'env_args={"difficulty": 2}'
 
 `env_id` is an installed environment or any importable module with a function `load_environment`.
-Prompts, turns, tools, rewards and metrics are the environment's; the loop is planish/rl/train.py.
+Prompts, turns, tools, rewards and metrics are the environment's; the loop is planish/training/train_rl.py.
 How the two meet: planish/integrations/verifiers/environments.py.
 """
 

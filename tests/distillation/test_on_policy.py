@@ -28,9 +28,9 @@ from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
 from planish.model.config import ModelConfig
 from planish.model.lora import LoraLayout
-from planish.rl.config import KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from planish.training.rl_config import KLReferenceConfig, StreamMinibatchConfig
 from planish.types import LoraConfig
 
 

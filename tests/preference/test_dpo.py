@@ -28,9 +28,9 @@ from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
 from planish.preference.metric_definitions import definition_of
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import REFERENCE, checkpoint_of
-from planish.supervised.loop import Loop
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import tiny_model
+from planish.training.supervised_loop import Loop
 from planish.types import Datum, ModelInput
 
 TRL = json.loads((Path(__file__).parent / "data" / "trl_dpo.json").read_text())

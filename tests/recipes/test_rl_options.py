@@ -8,8 +8,8 @@ import pytest
 from planish.errors import UserError
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run, train_config
-from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.types import RLDatasetBuilder
+from planish.training.rl_config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 
 
 @chz.chz

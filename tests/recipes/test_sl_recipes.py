@@ -8,11 +8,11 @@ import pytest
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
-from planish.learning_rates import get_lr
 from planish.recipes import chat_sl, sl_basic, sl_loop
 from planish.recipes.sl_options import read_chat
 from planish.recipes.training_run import read_options
 from planish.renderers import TrainOnWhat
+from planish.training.learning_rates import get_lr
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4, dear."}]
 

@@ -5,7 +5,6 @@ from math import log
 import pytest
 
 from planish.completers import TokensWithLogprobs
-from planish.rl.counters import Counters
 from planish.rl.data_processing import trajectory_to_data
 from planish.rl.rollout.metrics import (
     environment_metrics,
@@ -17,6 +16,7 @@ from planish.rl.rollout.metrics import (
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
 from planish.runlog.run_directory import CheckpointRecord
+from planish.training.rl_counters import Counters
 from planish.types import ModelInput
 
 

@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from planish.rl.progress import TrainingProgress
+from planish.training.rl_progress import TrainingProgress
 
 
 def test_every_stage_of_an_asynchronous_run_is_named_with_its_step():

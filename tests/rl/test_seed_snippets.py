@@ -9,8 +9,8 @@ import pytest
 from digest_service import FakeService
 from digit_env import DigitsBuilder
 
-from planish.rl.config import Config
-from planish.rl.train import main
+from planish.training.rl_config import Config
+from planish.training.train_rl import main
 
 METRICS = """
 df = pd.read_json("path/to/metrics.jsonl", lines=True)

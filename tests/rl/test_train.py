@@ -15,11 +15,11 @@ from eventful_env import EventfulBuilder
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
 from planish.processes.interruption import Interruption
-from planish.rl.config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.rl.metric_definitions import definition_of
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
-from planish.rl.train import main
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
+from planish.training.rl_config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
+from planish.training.train_rl import main
 
 STEPS = 6
 
@@ -27,7 +27,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch):
     """Git takes longer than a whole run."""
-    monkeypatch.setattr("planish.rl.train.code_diff", lambda paths: "")
+    monkeypatch.setattr("planish.training.train_rl.code_diff", lambda paths: "")
 
 
 def config_of(path, **changes):

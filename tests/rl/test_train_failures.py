@@ -23,11 +23,11 @@ from eventful_env import AtGroup, Eventful, EventfulBuilder, nothing
 from planish.errors import CheckpointError, DamagedFileError, NonFiniteError, UserError
 from planish.files import read_rows
 from planish.processes.interruption import run_in_thread
-from planish.rl import train as training
-from planish.rl.config import AsyncConfig, Config, StreamMinibatchConfig
 from planish.rl.rollout.strategy import MinViableGroup
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import SamplingClientEvaluator
+from planish.training import train_rl as training
+from planish.training.rl_config import AsyncConfig, Config, StreamMinibatchConfig
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from planish import ServiceClient
 from planish.files import read_rows
-from planish.rl.config import AsyncConfig, Config
-from planish.rl.train import main
 from planish.testing import tiny_model
+from planish.training.rl_config import AsyncConfig, Config
+from planish.training.train_rl import main
 from planish.types import CheckpointPath
 
 TIMING = ("time/", "tokens/prefill", "tokens/cumulative/prefill", "env/all/total_cached_ob_tokens")

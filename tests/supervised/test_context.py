@@ -6,11 +6,11 @@ import json
 import chz
 import pytest
 
-from planish.supervised.config import Config
-from planish.supervised.context import within_context
 from planish.supervised.datasets import FromConversationFileBuilder
-from planish.supervised.train import main
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from planish.training.supervised_config import Config
+from planish.training.supervised_context import within_context
+from planish.training.train_supervised import main
 from planish.types import GetServerCapabilitiesResponse, SupportedModel
 
 

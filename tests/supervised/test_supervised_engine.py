@@ -10,11 +10,11 @@ from safetensors.numpy import load_file
 
 from planish import ServiceClient
 from planish.files import read_rows
-from planish.supervised.config import Config
 from planish.supervised.datasets import FromConversationFileBuilder
-from planish.supervised.train import main
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import tiny_model
+from planish.training.supervised_config import Config
+from planish.training.train_supervised import main
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,16 @@ from planish.files import read_rows
 from planish.processes.interruption import Interruption
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.runlog.run_directory import RunDirectory
-from planish.supervised.config import Config
 from planish.supervised.datasets import FromConversationFileBuilder
-from planish.supervised.loop import Loop
 from planish.supervised.metric_definitions import definition_of
-from planish.supervised.train import main
 from planish.supervised.types import (
     ChatDatasetBuilderCommonConfig,
     SupervisedDataset,
     SupervisedDatasetBuilder,
 )
+from planish.training.supervised_config import Config
+from planish.training.supervised_loop import Loop
+from planish.training.train_supervised import main
 
 STEPS = 6
 """Three batches of four of 13 conversations, twice."""

@@ -1,4 +1,4 @@
-"""A training run: from its options to its directory. The loop itself is planish/rl/loop.py."""
+"""A training run: from its options to its directory. The loop itself is planish/training/rl_loop.py."""
 
 import asyncio
 from contextlib import nullcontext
@@ -11,15 +11,12 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import write_whole
 from planish.reports.rollout_files import RolloutFiles, split_label
-from planish.rl.config import Config, KLReferenceConfig, check, may_change
 from planish.rl.environments.datasets import (
     ConcatenatedRLDataset,
     EpochCycledRLDataset,
     RebatchedRLDataset,
 )
 from planish.rl.kl import KLPenalty, Pull
-from planish.rl.loop import Loop
-from planish.rl.progress import TrainingProgress
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.rl.types import RLDataset
 from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
@@ -28,6 +25,9 @@ from planish.runlog.metrics_log import open_metric_logs
 from planish.runlog.provenance import code_diff
 from planish.runlog.run_directory import CODE_DIFF, RunDirectory, checkpoint_of
 from planish.runlog.spans import TraceFile
+from planish.training.rl_config import Config, KLReferenceConfig, check, may_change
+from planish.training.rl_loop import Loop
+from planish.training.rl_progress import TrainingProgress
 
 
 async def main(config: Config, service_client: Any = None) -> Path:

@@ -10,8 +10,8 @@ import chz
 from planish.errors import UserError
 from planish.runlog.evaluators import Evaluator
 from planish.runlog.metrics_log import require_loggers
-from planish.schedules import SCHEDULES
 from planish.supervised.types import SupervisedDatasetBuilder
+from planish.training.schedules import SCHEDULES
 from planish.types import TTL_REMEDY, is_ttl
 
 

@@ -1,5 +1,5 @@
 """A supervised run: from its options to its directory. The loop itself is
-planish/supervised/loop.py.
+planish/training/supervised_loop.py.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from planish.runlog.metrics_log import open_metric_logs
 from planish.runlog.provenance import code_diff
 from planish.runlog.run_directory import CODE_DIFF, RunDirectory
 from planish.runlog.spans import TraceFile
-from planish.supervised.config import Config, check, may_change
-from planish.supervised.context import within_context
-from planish.supervised.loop import Loop, Measured
 from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
+from planish.training.supervised_config import Config, check, may_change
+from planish.training.supervised_context import within_context
+from planish.training.supervised_loop import Loop, Measured
 
 SHOWN = {
     "train_mean_nll": "nll {:.4f}",

@@ -23,11 +23,8 @@ from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.processes.interruption import Interrupted, Interruption, first_error
 from planish.reports.rollout_files import RolloutFiles
-from planish.rl.config import Config
-from planish.rl.counters import Counters
 from planish.rl.data_processing import compute_advantages
 from planish.rl.kl import Pull
-from planish.rl.progress import TrainingProgress
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.rl.rollout.metrics import (
     environment_metrics,
@@ -39,7 +36,6 @@ from planish.rl.rollout.processes.pool import RolloutPool
 from planish.rl.rollout.rollouts import GroupRollout, to_its_end
 from planish.rl.rollout.runner import GroupPlayer
 from planish.rl.rollout.strategy import strategy_from
-from planish.rl.training_step import TrainingStep, train_on
 from planish.rl.types import EnvGroupBuilder, Metrics, RLDataset, RolloutError
 from planish.runlog.checkpoints import RunCheckpoints, Start
 from planish.runlog.console import Stage
@@ -54,7 +50,11 @@ from planish.runlog.evaluators import (
 from planish.runlog.metrics_log import MetricLog
 from planish.runlog.run_directory import CheckpointRecord, RunDirectory
 from planish.runlog.spans import Spans, TraceFile
-from planish.schedules import learning_rate_at
+from planish.training.rl_config import Config
+from planish.training.rl_counters import Counters
+from planish.training.rl_progress import TrainingProgress
+from planish.training.rl_step import TrainingStep, train_on
+from planish.training.schedules import learning_rate_at
 
 SaveCheckpoint = Callable[[int, Mapping[str, Any]], CheckpointRecord]
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from planish.errors import UserError
 from planish.rl import kl
 from planish.rl.advantages import is_constant
-from planish.rl.config import Config
 from planish.rl.data_processing import TrainingSequence, assemble_training_data, compute_advantages
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics
 from planish.runlog.spans import Spans
+from planish.training.rl_config import Config
 from planish.types import AdamParams, ForwardBackwardOutput
 
 T = TypeVar("T")

@@ -34,10 +34,10 @@ from planish.runlog.evaluators import (
 from planish.runlog.metrics_log import MetricLog
 from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans, TraceFile
-from planish.schedules import learning_rate_at
-from planish.supervised.config import Config
 from planish.supervised.objective import Gradient, Metrics, Objective
 from planish.supervised.types import Batch, SupervisedDataset
+from planish.training.schedules import learning_rate_at
+from planish.training.supervised_config import Config
 from planish.types import AdamParams
 
 

@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import chz
 
-from planish.supervised.config import Config
 from planish.supervised.types import ChatDatasetBuilder
+from planish.training.supervised_config import Config
 
 C = TypeVar("C", bound=Config)
 

@@ -14,8 +14,8 @@ from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.metrics_log import require_loggers
-from planish.schedules import SCHEDULES
 from planish.service import complete_config
+from planish.training.schedules import SCHEDULES
 from planish.types import TTL_REMEDY, is_ttl
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")

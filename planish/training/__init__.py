@@ -1,0 +1,1 @@
+"""Training loops: RL and supervised runs, their options and schedules."""
