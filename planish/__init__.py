@@ -24,6 +24,7 @@ from planish.errors import (
     UnsupportedError,
     UserError,
 )
+from planish.moved_modules import find_former_names
 from planish.types import (
     AdamParams,
     Checkpoint,
@@ -40,6 +41,7 @@ from planish.types import (
 )
 
 APIFuture = Pending
+find_former_names()
 
 __all__ = [
     "APIFuture",

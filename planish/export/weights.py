@@ -1,6 +1,6 @@
 """Weights out of planish, by the names that the public cookbooks have for it.
 
-    from planish import weights
+    from planish.export import weights
 
     adapter = weights.download(tinker_path="tinker://.../sampler_weights/final", output_dir="adapter")
     weights.build_lora_adapter(base_model="Qwen/Qwen3-8B", adapter_path=adapter, output_path="peft")

@@ -26,7 +26,7 @@ from planish.recipes.sums import shown_exchanges
 from planish.recipes.teacher_answers import SUMS, TeacherOptions
 from planish.recipes.training_run import run_main
 from planish.supervised.conversations import Conversation
-from planish.training import train_supervised as train
+from planish.training import train_supervised
 from planish.training.supervised_config import Config
 from planish.training.supervised_config import check as check_config
 
@@ -56,7 +56,7 @@ def main(options: Options, service_client: Any = None) -> Path:
 
     async def answered(config: Config, service_client: Any) -> Path:
         await teacher_answers.write_answers(options, service_client, prefix, shows_examples=False)
-        return await train.main(config, service_client)
+        return await train_supervised.main(config, service_client)
 
     return run_main(answered, config, service_client)
 

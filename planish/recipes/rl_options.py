@@ -27,7 +27,7 @@ from planish.recipes.training_run import run_main
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
-from planish.training import train_rl as train
+from planish.training import train_rl
 from planish.training.rl_config import (
     RL_LOSSES,
     AsyncConfig,
@@ -146,13 +146,13 @@ def run(
     """Train, with the given service client or one of the run's own; returns the run directory.
 
     Options are checked before anything is loaded. In code that is async already: `await
-    train.main(train_config(...))`.
+    train_rl.main(train_config(...))`.
     """
     config = train_config(
         options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders
     )
     check(config)
-    return run_main(train.main, config, service_client)
+    return run_main(train_rl.main, config, service_client)
 
 
 def train_config(

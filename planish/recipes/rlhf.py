@@ -45,8 +45,7 @@ from planish.recipes.rlhf_options import (
 )
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import RunDirectory, checkpoint_of, resume_points
-from planish.training import train_rl as rl_training
-from planish.training import train_supervised as supervised_training
+from planish.training import train_rl, train_supervised
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -81,14 +80,14 @@ def run_stages(options: Options, service_client: Any) -> Path:
     options = chz.replace(options, renderer_name=renderer.name)
     check_data(options, renderer)
     say("1 of 4: supervised training of the policy")
-    sft = training_run.finished(supervised_training.main(sft_config(options), service_client))
+    sft = training_run.finished(train_supervised.main(sft_config(options), service_client))
     say("2 of 4: training of the preference model")
     judge = training_run.finished(model_training.main(preference_config(options), service_client))
     # By the checkpoint's own path: what comes after it must not change if the stage is made longer.
     trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
     policy = training_run.finished(
-        rl_training.main(rl_config(options, trained, service_client), service_client)
+        train_rl.main(rl_config(options, trained, service_client), service_client)
     )
     say("4 of 4: the policy against that of the first stage")
     evaluate(options, trained, policy, service_client)

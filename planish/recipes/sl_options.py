@@ -18,7 +18,7 @@ from planish.renderers import TrainOnWhat
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
-from planish.training import train_supervised as train
+from planish.training import train_supervised
 from planish.training.learning_rates import get_lr
 from planish.training.schedules import SCHEDULES
 from planish.training.supervised_config import Config, check
@@ -104,7 +104,7 @@ def run(
         options, chat_builder(options, dataset or options.dataset), recipe_name=recipe_name
     )
     check(config)
-    return run_main(train.main, config, service_client)
+    return run_main(train_supervised.main, config, service_client)
 
 
 def sl_config(

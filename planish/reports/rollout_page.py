@@ -24,7 +24,9 @@ from planish.reports.rollout_views import GroupView, TrajectoryView, group_view
 from planish.rl.rollout.rollouts import GroupRollout
 
 _PAGES = Environment(
-    loader=ChoiceLoader([PackageLoader("planish.rl", "."), PackageLoader("planish.logtree", ".")]),
+    loader=ChoiceLoader(
+        [PackageLoader("planish.reports", "."), PackageLoader("planish.logtree", ".")]
+    ),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,

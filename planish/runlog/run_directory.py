@@ -38,6 +38,7 @@ from planish.files import (
     read_rows,
     write_whole,
 )
+from planish.moved_modules import current_name
 from planish.types import CheckpointPath
 
 METRICS = "metrics.jsonl"
@@ -191,8 +192,14 @@ def _has_bytes(path: Path) -> bool:
 
 
 def _options(config: Row, ignored: Collection[str]) -> Row:
-    """The options by dotted names, those aside that are `ignored`."""
-    return dict(_dotted({name: value for name, value in config.items() if name not in ignored}))
+    """The options by dotted names, without those that are `ignored`. Classes and functions have
+    the names that they have today, so that a run of an older planish can be resumed.
+    """
+    kept = {name: value for name, value in config.items() if name not in ignored}
+    return {
+        name: current_name(value) if isinstance(value, str) else value
+        for name, value in _dotted(kept)
+    }
 
 
 def _dotted(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,1 +1,1 @@
-"""Supervised training: conversations in, weights and curves out. Start at train.py."""
+"""Supervised training: conversations and comparisons as datums, and what is minimised on them."""

@@ -16,7 +16,7 @@ from planish.renderers import get_renderer
 from planish.runlog.model_renderer import model_renderer
 from planish.testing import EOS_TOKEN_ID
 
-DATA = Path(__file__).parents[1] / "problems" / "data"
+DATA = Path(__file__).parents[1] / "datasets" / "data"
 PROBLEM = Problem("How many?", r"\frac{1}{2}", "")
 
 

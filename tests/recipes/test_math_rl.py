@@ -17,7 +17,7 @@ from planish.recipes.sums import SumDatasetBuilder
 from planish.recipes.training_run import read_options
 from planish.testing import tiny_model
 
-DATA = Path(__file__).parents[1] / "problems" / "data"
+DATA = Path(__file__).parents[1] / "datasets" / "data"
 
 
 @pytest.fixture(scope="module")

@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_bits(
 
 def test_a_run_that_is_killed_between_stages(whole, small_model, tmp_path, monkeypatch):
     options = options_of(small_model, tmp_path / "run")
-    for module in (rlhf.model_training, rlhf.rl_training):
+    for module in (rlhf.model_training, rlhf.train_rl):
         with monkeypatch.context() as patched:
             patched.setattr(module, "main", killed)
             with pytest.raises(Killed):

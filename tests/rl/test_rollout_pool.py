@@ -34,7 +34,7 @@ from rollout_fakes import (
 
 from planish import logtree
 from planish.errors import EngineClosedError, UserError
-from planish.rl.rollout.processes import process as rollout_process
+from planish.rl.rollout.processes import process as process_module
 from planish.rl.rollout.processes.messages import RolloutProcessError
 from planish.rl.rollout.processes.pool import RolloutPool
 from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
@@ -386,7 +386,7 @@ def test_a_process_is_dead_though_its_socket_lives(play):
 
 
 def test_a_pool_is_left_though_an_environment_computes(monkeypatch, tmp_path):
-    monkeypatch.setattr(rollout_process, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(process_module, "GRACE_SECONDS", 0.3)
 
     async def run():
         async with RolloutPool(1) as pool:

@@ -26,13 +26,13 @@ from planish.processes.interruption import run_in_thread
 from planish.rl.rollout.strategy import MinViableGroup
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import SamplingClientEvaluator
-from planish.training import train_rl as training
+from planish.training import train_rl
 from planish.training.rl_config import AsyncConfig, Config, StreamMinibatchConfig
 
 
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch):
-    monkeypatch.setattr(training, "code_diff", lambda paths: "")
+    monkeypatch.setattr(train_rl, "code_diff", lambda paths: "")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def config_of(path, builder: RLDatasetBuilder | None = None, **changes):
 
 
 def train(service, path, builder=None, **changes):
-    return asyncio.run(training.main(config_of(path, builder, **changes), service))
+    return asyncio.run(train_rl.main(config_of(path, builder, **changes), service))
 
 
 def rows_of(path):
@@ -459,7 +459,7 @@ def test_control_c_in_a_notebook_saves_what_was_done(service, tmp_path):
         tmp_path, EventfulBuilder(happening=AtGroup(2, press_and_wait)), save_every=100
     )
     with pytest.raises(KeyboardInterrupt):
-        run_in_thread(training.main(config, service))
+        run_in_thread(train_rl.main(config, service))
     assert steps_of(tmp_path) == [0]
     assert [batch for _, batch in saved(tmp_path)] == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -500,7 +500,7 @@ def test_a_test_that_is_stopped_goes_on_nowhere(service, tmp_path):
 
     builder = EventfulBuilder(happening=nothing, tests=2, at_test=wait_for_ever)
     error, left = asyncio.run(
-        tasks_left(training.main(config_of(tmp_path, builder, eval_every=1), service))
+        tasks_left(train_rl.main(config_of(tmp_path, builder, eval_every=1), service))
     )
     assert isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
     assert sorted(ended) == [0, 0, 1, 1]
@@ -525,7 +525,7 @@ def test_an_error_stops_a_test_that_goes_on_beside_it(service, tmp_path):
     config = config_of(
         tmp_path, builder, eval_every=1, async_config=AsyncConfig(max_steps_off_policy=2)
     )
-    error, left = asyncio.run(tasks_left(training.main(config, service)))
+    error, left = asyncio.run(tasks_left(train_rl.main(config, service)))
     assert isinstance(error, RuntimeError)
     assert not any("more tasks failed" in note for note in error.__notes__)
     assert left == set()

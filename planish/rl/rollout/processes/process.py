@@ -22,7 +22,7 @@ from planish.completers import TokenCompleter
 from planish.errors import UserError
 from planish.processes.interruption import interrupts_held_back
 from planish.rl.rollout.group_rollout import lone_error
-from planish.rl.rollout.processes import worker as rollout_player
+from planish.rl.rollout.processes import worker
 from planish.rl.rollout.processes.messages import (
     GRACE_SECONDS,
     Abandon,
@@ -72,9 +72,7 @@ class RolloutProcess:
     @classmethod
     async def start(cls) -> Self:
         here, there = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(
-            target=rollout_player.main, args=(there,)
-        )
+        process = multiprocessing.get_context("spawn").Process(target=worker.main, args=(there,))
         with interrupts_held_back(), there:
             process.start()
         # Not a daemon, which could not start processes of its own; so it must be gone before the

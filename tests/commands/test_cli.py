@@ -138,7 +138,7 @@ def test_control_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
 
 SAY = """
 import sys, types
-from planish import cli
+from planish.commands import cli
 sys.modules["say"] = say = types.ModuleType("say")
 say.add_arguments, say.run = lambda parser: None, lambda arguments: print("something")
 cli.COMMANDS = [cli.Command("say", "say", "says something")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.datasets import math_problems as math_datasets
+from planish.datasets import math_problems
 from planish.datasets.grading import Grader
 from planish.datasets.math_problems import COLLECTIONS, boxed_answer, load_splits
 from planish.errors import UserError
@@ -149,12 +149,12 @@ def test_the_published_math_is_both_splits_of_all_subjects_without_the_500(monke
 
     def rows(place, split):
         asked.append((place, split))
-        if place == math_datasets.MATH_500:
+        if place == math_problems.MATH_500:
             return [{"problem": "algebra train?", "solution": r"\boxed{5}", "answer": "5"}]
         subject = place.partition(":")[2]
         return [{"problem": f"{subject} {split}?", "solution": r"\boxed{4}"}]
 
-    monkeypatch.setattr(math_datasets, "load_rows", rows)
+    monkeypatch.setattr(math_problems, "load_rows", rows)
     splits = load_splits(COLLECTIONS["math"], None, eval_problems=None)
     assert len(splits.train) == 13
     assert "algebra train?" not in {problem.question for problem in splits.train}
@@ -165,7 +165,7 @@ def test_the_published_math_is_both_splits_of_all_subjects_without_the_500(monke
 def test_published_collections_without_a_test_split_are_not_asked_for_one(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        math_datasets,
+        math_problems,
         "load_rows",
         lambda place, split: (
             asked.append((place, split)) or [{"problem": f"{n}?", "answer": "1"} for n in range(4)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from planish.errors import UserError
-from planish.integrations import openai_endpoint as chat_endpoint
+from planish.integrations import openai_endpoint
 from planish.integrations.openai_endpoint import ChatEndpoint, EndpointError
 
 ASKED: Any = [{"role": "user", "content": "Well?"}]
@@ -45,7 +45,7 @@ def said(text: Any) -> tuple[int, dict[str, str], bytes]:
 
 @pytest.fixture
 def script(monkeypatch) -> Iterator[Script]:
-    monkeypatch.setattr(chat_endpoint, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(openai_endpoint, "FIRST_DELAY", 0.01)
     script = Script([])
     lock = threading.Lock()
 
