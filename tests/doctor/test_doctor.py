@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from planish.cli import main
+from planish.commands.cli import main
 from planish.doctor import acceleration, examination, software, storage
 from planish.doctor.acceleration import Preparation
 from planish.doctor.busy import Load, measure_load
