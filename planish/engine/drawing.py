@@ -53,7 +53,7 @@ def draw(
     device = logits.device
     temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
     chosen = on_device(uniforms, torch.float64, device)
-    own = cpu.usable(logits) and logits.is_contiguous()
+    own = cpu.usable(logits, "sampling") and logits.is_contiguous()
     if own and not any(map(_is_filtered, params)):
         at = torch.arange(len(params)) if rows is None else torch.tensor(rows)
         drawn, normalizer = cpu_head.draw(logits, at, temperatures, chosen)
@@ -108,7 +108,7 @@ def _padded(weights: Tensor) -> Tensor:
 
 def _inverted(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Tokens [B, K] for weights [B, V]; of a row that is not finite, any."""
-    own = cpu.usable(weights) and weights.is_contiguous()
+    own = cpu.usable(weights, "sampling") and weights.is_contiguous()
     drawn = cpu_head.invert(weights, uniforms) if own else _invert(weights, uniforms)
     return drawn.clamp_(max=weights.shape[1] - 1)
 

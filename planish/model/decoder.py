@@ -31,7 +31,7 @@ from planish.model.linear import FrozenLinear
 from planish.model.lora import SITES, AdapterRows, LayerLora, LoraStack, Site, StackRows
 from planish.model.rope import RotaryEmbedding, Rotation, rotate
 from planish.model.weights import load_weights
-from planish.native import kernels
+from planish.native import cpu, kernels
 from planish.native.cpu import KeptAttention
 from planish.native.cpu_pass import PanelLayer, PanelPass
 from planish.native.cpu_products import PanelRows, PanelSite, WeightRoom
@@ -123,7 +123,7 @@ class Decoder:
                 if isinstance(attend, KeptAttention) and (panels or not adapters)
                 else None
             )
-            if planned is not None and self._in_panels is not None:
+            if planned is not None and cpu.serves("decode") and self._in_panels is not None:
                 return self._in_panels.decoded(tokens, positions, planned, panels)
         x = self._embedding[tokens].float()
         run = _Forward(self.config, self.dtype, self._rope(positions), attend, adapters, tile)
@@ -328,7 +328,7 @@ def add_norm(
     """x + more, and its norm. Without gradients x (float32) may be overwritten with the sum."""
     if torch.is_grad_enabled():
         return _AddNorm.apply(x, more, weight, eps, dtype)  # type: ignore[no-any-return]
-    own = kernels.serving(x)
+    own = kernels.serving(x, "norms")
     if own is not None:
         total, out, _ = own.rms_norm(x.contiguous(), more, weight, eps, dtype, in_place=True)
         return total, out
@@ -357,7 +357,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ):
-        own = kernels.serving(x)
+        own = kernels.serving(x, "norms")
         if own is not None:
             total, out, scale = own.rms_norm(x.contiguous(), more, weight, eps, dtype)
         else:
@@ -371,7 +371,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, grad: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
-        own = kernels.serving(x)
+        own = kernels.serving(x, "norms")
         if grad is None:
             found = grad_total
         elif own is not None:
@@ -400,7 +400,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    own = kernels.serving(gate_up)
+    own = kernels.serving(gate_up, "swiglu")
     if own is not None:
         return own.swiglu(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -418,7 +418,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
-        own = kernels.serving(gate_up)
+        own = kernels.serving(gate_up, "swiglu")
         if own is not None:
             return own.swiglu_backward(grad.contiguous(), gate_up)
         gate, up = gate_up.chunk(2, -1)

@@ -144,7 +144,7 @@ class _ScoredLogprobs(torch.autograd.Function):
                 stored = _stored_logits(
                     hidden[where], ctx.head, _of_all(ctx.site, hidden[where], ctx.lora, where)
                 )
-            own = kernels.serving(stored[-1])
+            own = kernels.serving(stored[-1], "log_sum_exp")
             if own is not None:
                 first, targets, amounts = pairs.by_row(where)
                 totals = log_total[where]
@@ -272,7 +272,7 @@ def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
     """Log-sum-exp of float32 logits [R, V] / temperature [R], which are overwritten with exp(entry
     - the row's largest).
     """
-    own = kernels.serving(logits)
+    own = kernels.serving(logits, "log_sum_exp")
     if own is not None:
         return own.normalizers(logits, temperature, weights=logits)
     peak = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
@@ -294,7 +294,7 @@ def _chunk_sums(weights: Tensor) -> Tensor:
 
 def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
     """log_normalizer of stored logits, which stay as they are."""
-    own = kernels.serving(stored[-1])
+    own = kernels.serving(stored[-1], "log_sum_exp")
     if own is not None:
         temperatures = torch.full((stored[-1].shape[0],), temperature, device=stored[-1].device)
         return own.normalizers(stored[-1], temperatures, _exact_part(stored))

@@ -99,7 +99,7 @@ def _yarn_kept(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    own = kernels.serving(x)
+    own = kernels.serving(x, "rope")
     if own is not None:
         return own.rotate(x, cos, sin, back=back)
     sin = -sin if back else sin

@@ -14,12 +14,8 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
-
-from planish.native.verdicts import describe_exit
 
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
 # Instruction sets are named one by one, rather than by -march=native: a cache may be shared by
@@ -57,34 +53,6 @@ def library(cache: Path, instructions: str) -> Path:
         )
         _compile(command, path)
     return path
-
-
-def tiles_agree(path: Path) -> bool:
-    """Whether the library multiplies by this CPU's tiles as it does without; asked in a process of
-    its own, as it may be its end.
-
-    Once, if the answer can be written down beside the library.
-    """
-    noted = path.with_suffix(".tiles")
-    if noted.exists():
-        verdict = noted.read_text()
-    else:
-        script = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).tiles_agree() else 1)"
-        asked = subprocess.run(
-            [sys.executable, "-c", script, str(path)], capture_output=True, check=False
-        )
-        verdict = {0: "agree", 1: "differ from those without"}.get(
-            asked.returncode, describe_exit(asked.returncode)
-        )
-        with suppress(OSError):  # the cache came with an image, say
-            made = path.with_suffix(f".{os.getpid()}")
-            made.write_text(verdict)
-            made.replace(noted)
-    if verdict != "agree":
-        logging.getLogger(__name__).warning(
-            "this CPU's AMX is not used, so matmuls in bfloat16 are torch's: %s (%s)", verdict, path
-        )
-    return verdict == "agree"
 
 
 def _compile(command: list[str], path: Path) -> None:

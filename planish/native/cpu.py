@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -26,7 +26,9 @@ from torch import Tensor
 
 from planish.errors import UserError
 from planish.files import cache_home
-from planish.native.build import BuildError, library, tiles_agree
+from planish.native.build import BuildError, library
+from planish.native.self_test import verdicts_of
+from planish.native.verdicts import Verdict
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
 _LANES = 16
@@ -142,24 +144,62 @@ def instructions() -> str:
     )
 
 
+class Library(ctypes.CDLL):
+    """The compiled kernels, and what their self-test found."""
+
+    verdicts: Sequence[Verdict] = ()
+    refused: Collection[str] = frozenset()
+    """The families (self_test.FAMILIES) that torch replaces."""
+
+
+under_test: Library | None = None
+"""Set in the process of the self-test: `loaded` returns this library as it is."""
+
+
 @cache
-def loaded() -> ctypes.CDLL | None:
-    """The library, or None where torch is to do the work."""
+def loaded() -> Library | None:
+    """Return the library, compiled and self-tested at first use, or None where torch does all the
+    work.
+    """
     chosen = wanted()
-    if chosen in ("torch", "triton"):
-        return None
+    if under_test is not None or chosen in ("torch", "triton"):
+        return under_test
     try:
         path, found = _library()
-        if found.has_tiles():
-            found.use_tiles(int(tiles_agree(path)))
-        return found
     except (BuildError, OSError) as error:
         if chosen == "native":
             raise UserError(f"PLANISH_KERNELS=native: {error}") from error
-        logging.getLogger(__name__).warning(
+        _log.warning(
             "no kernels of our own on this CPU, so all takes several times longer: %s", error
         )
         return None
+    has_tiles = bool(found.has_tiles())
+    found.verdicts = verdicts_of(path, has_tiles)
+    failed = {verdict.family: verdict.reason for verdict in found.verdicts if not verdict.passed}
+    if failed:
+        told = ", ".join(f"{family} ({reason})" for family, reason in failed.items())
+        if chosen == "native" and failed.keys() != {"amx"}:
+            raise UserError(f"PLANISH_KERNELS=native: kernels failed their self-test: {told}")
+        _log.warning("torch replaces kernels that failed their self-test: %s; %s", told, _REMEDY)
+    if len(failed) == len(found.verdicts):
+        return None
+    found.refused = frozenset(failed)
+    if failed.keys() - {"amx", "log_sum_exp", "sampling"}:
+        found.refused |= {"decode"}  # which is made of the other families
+    found.use_tiles(int(has_tiles and "amx" not in failed))
+    return found
+
+
+_log = logging.getLogger(__name__)
+_REMEDY = (
+    "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch uses no kernels of our own"
+)
+
+
+def serves(family: str) -> bool:
+    """Whether this family of the kernels may be used on this machine."""
+    found = loaded()
+    return found is not None and family not in found.refused
 
 
 def wanted() -> str:
@@ -170,27 +210,27 @@ def wanted() -> str:
     return found
 
 
-def _library() -> tuple[Path, ctypes.CDLL]:
+def _library() -> tuple[Path, Library]:
     cache, of = cache_home() / "kernels", instructions()
     path = library(cache, of)
     try:
-        return path, ctypes.CDLL(str(path))
+        return path, Library(str(path))
     except OSError:
         # a file that a power cut left half, or that a machine with a newer system put into a shared
         # cache
         path.unlink(missing_ok=True)
         path = library(cache, of)
-        return path, ctypes.CDLL(str(path))
+        return path, Library(str(path))
 
 
-def usable(x: Tensor) -> bool:
-    """Whether the kernels take tensors of this kind."""
-    return _serve(x.dtype, x.device) and loaded() is not None
+def usable(x: Tensor, family: str) -> bool:
+    """Whether this family of the kernels takes tensors of this kind."""
+    return _serve(x.dtype, x.device) and serves(family)
 
 
 def attends(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the attention serves heads of this size."""
-    return head_dim % _LANES == 0 and _serve(dtype, device) and loaded() is not None
+    return head_dim % _LANES == 0 and _serve(dtype, device) and serves("attention")
 
 
 def _serve(dtype: torch.dtype, device: torch.device) -> bool:

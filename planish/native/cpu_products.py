@@ -44,13 +44,13 @@ def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.devi
         return False
     if dtype == torch.bfloat16:
         return multiplies_bfloat16()
-    return dtype == torch.float32 and cpu.loaded() is not None
+    return dtype == torch.float32 and cpu.serves("matmul")
 
 
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has the instructions for it, and none with which oneDNN would be faster."""
     found = cpu.loaded()
-    return found is not None and bool(found.multiplies_bf16())
+    return cpu.serves("matmul") and found is not None and bool(found.multiplies_bf16())
 
 
 class WeightRoom:
@@ -123,7 +123,7 @@ def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.
 def adapts_forward(
     shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> bool:
-    return all(
+    return cpu.serves("lora") and all(
         fan_out % _VECTOR == 0 and multiplies(fan_out, fan_in, dtype, device)
         for fan_out, fan_in in shapes
     )

@@ -110,17 +110,19 @@ def fused_heads(x: Tensor) -> FusedHeads | None:
     """Norms and rotations of all heads as one kernel, for passes without gradients: where launches
     cost more than what they do.
     """
-    own = serving(x) if triton_serves(x.device) else None
+    own = serving(x, "norms") if triton_serves(x.device) else None
     return cast(FusedHeads, own) if own is not None else None
 
 
-def serving(x: Tensor) -> Kernels | None:
-    """The kernels that take tensors of this dtype on this device."""
+def serving(x: Tensor, family: str) -> Kernels | None:
+    """The kernels that take tensors of this dtype on this device, for one family of them: "norms",
+    "rope", "swiglu" or "log_sum_exp". None where torch does the work.
+    """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return None
     if triton_serves(x.device):
         return cast(Kernels, import_module("planish.native.triton_elementwise"))
-    return cast(Kernels, cpu) if cpu.usable(x) else None
+    return cast(Kernels, cpu) if cpu.usable(x, family) else None
 
 
 def triton_serves(device: torch.device) -> bool:

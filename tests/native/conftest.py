@@ -1,4 +1,3 @@
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +56,7 @@ def _served(by: str, tiles: Path | None = None) -> Iterator[None]:
         if by != "all instructions":
             if by == "AVX2" and cpu.instructions() == "AVX2":
                 pytest.skip("this machine has no more than AVX2")
-            library = ctypes.CDLL(str(tiles or build.library(cache_home() / "kernels", "AVX2")))
+            library = cpu.Library(str(tiles or build.library(cache_home() / "kernels", "AVX2")))
             library.use_tiles(int(tiles is not None))
             patch.setattr(cpu, "loaded", lambda: library)
         cpu._function.cache_clear()

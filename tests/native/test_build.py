@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 from planish.errors import UserError
 from planish.files import cache_home
 from planish.native import build, cpu
+from planish.native.verdicts import Verdict
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(
     with caplog.at_level(logging.WARNING):
         assert cpu.loaded() is None
     assert "no-such-compiler" in caplog.text
-    assert not cpu.usable(torch.zeros(1))
+    assert not cpu.usable(torch.zeros(1), "norms")
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
@@ -59,11 +59,13 @@ def small_source(tmp_path, monkeypatch):
     source = tmp_path / "kernels.cpp"
     source.write_text(
         'extern "C" __attribute__((visibility("default"))) int has_tiles() { return 0; }'
+        'extern "C" __attribute__((visibility("default"))) void use_tiles(int) {}'
     )
     monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "g++ -m64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(cpu, "verdicts_of", lambda *_: [Verdict("norms", True)])
 
 
 @pytest.mark.usefixtures("small_source")
@@ -73,18 +75,6 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path, asked_anew):
     path.write_bytes(whole[:20])
     assert cpu.loaded() is not None
     assert path.read_bytes() == whole
-
-
-@pytest.mark.usefixtures("small_source")
-def test_a_verdict_on_tiles_that_cannot_be_kept_holds_for_this_process(tmp_path, monkeypatch):
-    path = build.library(tmp_path / "kernels", "AVX2")
-
-    def refuse(*_):
-        raise PermissionError("Read-only file system")
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    assert not build.tiles_agree(path)
-    assert not path.with_suffix(".tiles").exists()
 
 
 def test_torch_can_be_asked_for(monkeypatch, asked_anew):

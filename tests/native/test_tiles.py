@@ -2,19 +2,10 @@
 what the instructions would.
 """
 
-import logging
-import subprocess
-
 import pytest
 import torch
 
-from planish.native import build
 from planish.native.cpu_products import PanelWeight, WeightRoom
-
-
-def test_tiles_multiply_as_pairs_do(emulated_library):
-    """In a process of its own: the emulator ends one that uses tiles without permission."""
-    assert build.tiles_agree(emulated_library)
 
 
 @pytest.mark.usefixtures("products")
@@ -40,23 +31,3 @@ def test_rows_beside_one_that_is_not_finite_stay_as_they_are(products):
     assert found[16].isnan().all()
     others = torch.arange(33) != 16
     assert (found[others] == 34).all()
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("return 1;", None),
-        ("return 0;", "differ from those without"),
-        ("__builtin_trap();", "illegal instruction in the self-test"),
-    ],
-)
-def test_tiles_are_used_where_they_were_seen_to_agree(body, reason, tmp_path, caplog):
-    """The library is asked once, in a process of its own: to die of it is another way to say no."""
-    source, path = tmp_path / "library.cpp", tmp_path / "library.so"
-    source.write_text(f'extern "C" int tiles_agree() {{ {body} }}')
-    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    with caplog.at_level(logging.WARNING):
-        assert build.tiles_agree(path) is (reason is None)
-    assert caplog.text == "" if reason is None else reason in caplog.text
-    path.unlink()
-    assert build.tiles_agree(path) is (reason is None)

@@ -1,0 +1,103 @@
+"""The self-test of the CPU's kernels: it passes those that are right, and catches each fault."""
+
+import pytest
+import torch
+
+from planish.native import cpu, cpu_check, self_test
+from planish.native.verdicts import Verdict
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+# Of each kernel: the family that tests it, and which of its arguments it writes.
+OUTPUTS = {
+    "rms_norm": ("norms", (4, 5, 6)),
+    "rms_norm_backward": ("norms", (5,)),
+    "rotate": ("rope", (5,)),
+    "swiglu": ("swiglu", (1,)),
+    "swiglu_backward": ("swiglu", (2,)),
+    "normalizers": ("log_sum_exp", (5, 6)),
+    "normalizers_backward": ("log_sum_exp", (0,)),
+    "attend": ("attention", (3, 4)),
+    "attend_backward": ("attention", (8, 9, 10)),
+    "invert": ("sampling", (2,)),
+    "draw": ("sampling", (4, 5)),
+    "likeliest": ("sampling", (3, 4, 5)),
+    "single_logits": ("sampling", (3,)),
+    "head_low": ("lora", (4,)),
+    "add_head": ("lora", (4,)),
+    "product": ("matmul", (3,)),
+    "add_lora": ("lora", (4, 7)),
+    "lora_backward": ("lora", (5, 6)),
+    "lora_gradients": ("lora", (8, 9)),
+    "decode": ("decode", (1,)),
+}
+IN_MEMORY = {"keep": "attention", "pack_panels": "matmul"}
+"""Kernels that write to addresses."""
+FLOAT_ONLY, HALF_ONLY = ("invert", "draw"), ("likeliest", "single_logits")
+FAULTS = [
+    (name, output, dtype)
+    for name, (_, outputs) in OUTPUTS.items()
+    for output in outputs
+    for dtype in (FLOAT, HALF)
+    if not (dtype == FLOAT and name in HALF_ONLY) and not (dtype == HALF and name in FLOAT_ONLY)
+]
+
+
+def test_every_kernel_has_a_fault_here():
+    assert cpu._SIGNATURES.keys() == OUTPUTS.keys() | IN_MEMORY.keys()
+    assert tuple(cpu_check.CHECKS) == self_test.FAMILIES
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("family", [name for name in self_test.FAMILIES if name != "amx"])
+def test_kernels_pass(family):
+    assert cpu_check.verdict_of(family) == Verdict(family, True)
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize(("name", "output", "dtype"), FAULTS)
+def test_a_wrong_entry_is_found(name, output, dtype, monkeypatch):
+    """One entry of one output is off by a twentieth of the largest."""
+    plain, faults = cpu.call, []
+
+    def faulty(called, called_dtype, *arguments):
+        plain(called, called_dtype, *arguments)
+        if called == name and called_dtype == dtype and isinstance(arguments[output], torch.Tensor):
+            written = arguments[output]
+            place = (*(n // 2 for n in written.shape[:1]), *(0 for _ in written.shape[1:]))
+            size = 1 if written.dtype == torch.int64 else 0.05 * written.abs().max()
+            written[place] += size
+            faults.append(size)
+
+    monkeypatch.setattr(cpu, "call", faulty)
+    family = OUTPUTS[name][0]
+    verdict = cpu_check.verdict_of(family)
+    assert faults
+    assert not verdict.passed
+    assert "differ" in verdict.reason or "depend" in verdict.reason
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("name", [*OUTPUTS, *IN_MEMORY])
+def test_a_kernel_that_writes_nothing_is_found(name, monkeypatch):
+    plain = cpu.call
+
+    def lazy(called, dtype, *arguments):
+        if called != name:
+            plain(called, dtype, *arguments)
+
+    monkeypatch.setattr(cpu, "call", lazy)
+    family = OUTPUTS[name][0] if name in OUTPUTS else IN_MEMORY[name]
+    assert not cpu_check.verdict_of(family).passed
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_a_row_that_depends_on_others_is_found(monkeypatch):
+    plain = cpu.call
+
+    def leaky(called, dtype, *arguments):
+        plain(called, dtype, *arguments)
+        if called == "product" and len(arguments[3]) > 1:
+            arguments[3].view(torch.int16)[len(arguments[3]) // 2, 0] ^= 1  # the last bit
+
+    monkeypatch.setattr(cpu, "call", leaky)
+    assert "depend on the other rows" in cpu_check.verdict_of("matmul").reason

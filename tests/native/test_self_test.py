@@ -1,0 +1,194 @@
+"""How the self-test of the CPU's kernels is run: once, in processes of its own, whatever they do."""
+
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from planish.errors import UserError
+from planish.native import cpu, self_test
+from planish.native.self_test import FAMILIES, verdicts_of
+from planish.native.verdicts import Verdict, read_verdicts
+
+PROGRAM = """
+import json, os, signal, sys, time
+library, tiles, *families = sys.argv[1:]
+with open(library + ".calls", "a") as calls:
+    calls.write(tiles + " " + " ".join(families) + "\\n")
+for family in families:
+    fate = os.environ.get("FATE_" + family, "")
+    if fate == "trap":
+        os.kill(os.getpid(), signal.SIGILL)
+    elif fate == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fate == "hang":
+        time.sleep(60)
+    elif fate == "error":
+        sys.exit("ImportError: no torch")
+    reason = "" if fate != "wrong" else "differs"
+    print(json.dumps({"family": family, "passed": not reason, "reason": reason}), flush=True)
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library in a cache of its own; another program, which says what it is told, tests it."""
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "stated_verdicts.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path / "program")
+    monkeypatch.setattr(self_test, "PROGRAM", "stated_verdicts")
+    (tmp_path / "kernels").mkdir()
+    return tmp_path / "kernels" / "kernels-0.so"
+
+
+def calls(library: Path) -> list[str]:
+    path = Path(f"{library}.calls")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def verdict_files(library: Path) -> list[Path]:
+    return sorted(library.parent.glob("verdicts-cpu-*.json"))
+
+
+def failed(verdicts: list[Verdict]) -> dict[str, str]:
+    return {verdict.family: verdict.reason for verdict in verdicts if not verdict.passed}
+
+
+def test_a_machine_is_tested_once(library, monkeypatch):
+    first = verdicts_of(library, True)
+    assert [verdict.family for verdict in first] == list(FAMILIES)
+    assert not failed(first)
+    monkeypatch.setattr(subprocess, "run", None)  # a second time, no process is started
+    assert verdicts_of(library, True) == first
+    assert len(verdict_files(library)) == 1
+
+
+def test_another_cpu_torch_or_library_is_tested_again(library, monkeypatch):
+    verdicts_of(library, False)
+    monkeypatch.setattr(self_test.platform, "machine", lambda: "another")
+    verdicts_of(library, False)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    verdicts_of(library, False)
+    verdicts_of(library.with_name("kernels-1.so"), False)
+    assert len(verdict_files(library)) == 4
+    assert len(calls(library)) == 3
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[{", b'[{"family": "norms", "passed": true, "reason": ""}]']
+)
+def test_a_damaged_file_is_made_again(library, content):
+    first = verdicts_of(library, False)
+    (path,) = verdict_files(library)
+    path.write_bytes(content)
+    assert verdicts_of(library, False) == first
+    assert read_verdicts(path) == first
+    assert len(calls(library)) == 2
+
+
+def test_where_the_cache_is_read_only_verdicts_hold_for_the_process(library, monkeypatch):
+    def refuse(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(self_test, "write_verdicts", refuse)
+    assert not failed(verdicts_of(library, False))
+    assert not verdict_files(library)
+
+
+def test_a_family_that_ends_the_process_fails_alone(library, monkeypatch):
+    monkeypatch.setenv("FATE_lora", "trap")
+    monkeypatch.setenv("FATE_norms", "wrong")
+    monkeypatch.setenv("FATE_rope", "trap")
+    found = verdicts_of(library, True)
+    said = "illegal instruction in the self-test"
+    assert failed(found) == {"lora": said, "norms": "differs", "rope": said}
+    assert [line.split()[:2] for line in calls(library)] == [
+        ["0", "amx"],
+        ["1", "attention"],
+        ["1", "swiglu"],
+    ]
+    assert len(verdict_files(library)) == 1
+
+
+def test_where_amx_fails_the_others_are_tested_without(library, monkeypatch):
+    monkeypatch.setenv("FATE_amx", "trap")
+    assert failed(verdicts_of(library, True)) == {"amx": "illegal instruction in the self-test"}
+    assert [line.split()[:2] for line in calls(library)] == [["0", "amx"], ["0", "matmul"]]
+
+
+@pytest.mark.parametrize(
+    ("fate", "reason", "count"),
+    [
+        ("killed", "killed in the self-test", 1),
+        ("hang", "the self-test did not end within 2 s", 1),
+        ("error", "ImportError: no torch", len(FAMILIES) - 2),
+    ],
+)
+def test_what_is_no_fault_of_the_kernels_is_tried_again_next_time(
+    fate, reason, count, library, monkeypatch
+):
+    monkeypatch.setattr(self_test, "TIMEOUT", 2)
+    monkeypatch.setenv("FATE_lora", fate)
+    found = failed(verdicts_of(library, False))
+    assert found == dict.fromkeys(FAMILIES[2 : 2 + count], reason)
+    assert not verdict_files(library)
+    monkeypatch.delenv("FATE_lora")
+    assert not failed(verdicts_of(library, False))
+
+
+@pytest.fixture
+def loaded_anew():
+    cpu.loaded.cache_clear()
+    yield
+    cpu.loaded.cache_clear()
+
+
+@pytest.mark.usefixtures("loaded_anew")
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [("norms", {"norms", "decode"}), ("sampling", {"sampling"}), ("decode", {"decode"})],
+)
+def test_torch_replaces_a_family_that_failed(family, refused, monkeypatch, caplog):
+    verdicts = [Verdict(each, each != family, "differs" * (each == family)) for each in FAMILIES]
+    monkeypatch.setattr(cpu, "verdicts_of", lambda *_: verdicts[1:])
+    with caplog.at_level(logging.WARNING):
+        found = cpu.loaded()
+    if found is None:
+        pytest.skip("this machine has no AVX2 or no C++ compiler")
+    assert found.refused == refused
+    assert not cpu.serves(family)
+    assert cpu.serves("matmul")
+    (record,) = caplog.records
+    assert f"{family} (differs)" in record.message
+    assert "PLANISH_KERNELS=torch" in record.message
+    monkeypatch.setenv("PLANISH_KERNELS", "native")
+    cpu.loaded.cache_clear()
+    with pytest.raises(UserError, match=rf"PLANISH_KERNELS=native.*{family} \(differs\)"):
+        cpu.loaded()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.usefixtures("loaded_anew")
+def test_a_library_that_ends_its_process_is_not_used(tmp_path, monkeypatch, caplog):
+    source, path = tmp_path / "library.cpp", tmp_path / "library.so"
+    source.write_text(
+        'extern "C" { int has_tiles() { return 1; } void use_tiles(int) {}\n'
+        "int tiles_agree() { __builtin_trap(); } }"
+    )
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    monkeypatch.setattr(cpu, "_library", lambda: (path, cpu.Library(str(path))))
+    with caplog.at_level(logging.WARNING):
+        assert cpu.loaded() is None
+    assert "amx (illegal instruction in the self-test)" in caplog.text
+    assert "rms_norm_f" in caplog.text
+
+
+def test_the_real_test_passes_also_with_tiles(emulated_library, tmp_path):
+    """The emulator ends a process that uses tiles without permission."""
+    copy = tmp_path / emulated_library.name
+    os.symlink(emulated_library, copy)
+    assert not failed(verdicts_of(copy, True))
