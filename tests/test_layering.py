@@ -22,7 +22,6 @@ LAYERS = (
         "tokenizer",
         "testing",
         "moved_modules",
-        "metric_definition",
     ),
     ("processes", "logtree", "sandbox"),
     ("datasets",),

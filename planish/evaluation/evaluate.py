@@ -40,7 +40,7 @@ class Results:
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
-    """Defined in planish/evaluation/metric_definitions.py."""
+    """Defined in docs/evaluation.md."""
 
 
 async def evaluate(

@@ -1,4 +1,4 @@
-"""What is counted over the answers of an evaluation. Each key is defined in metric_definitions.py.
+"""What is counted over the answers of an evaluation. docs/evaluation.md defines each key.
 
 The unit of every error is the problem (see planish/runlog/statistics.py). Answers that could not be judged or
 asked for are wrong, and counted.

@@ -62,7 +62,7 @@ class RubricEnv(MessageEnv):
 
 
 def grade_metrics(grade: Grade, answer: str) -> Metrics:
-    """Of one answer. Definitions: planish/rl/metric_definitions.py."""
+    """Of one answer. docs/metrics.md defines each key."""
     metrics: Metrics = {
         "rubric_score": grade.score,
         "judge/asked_again": mean([float(verdict.was_asked_again) for verdict in grade.verdicts]),

@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from metric_tables import definition_of
 from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
-from planish.distillation.metric_definitions import definition_of
 from planish.distillation.off_policy import Config, main
 from planish.distillation.soft_targets import SoftData, soft_datum, soft_targets
 from planish.distillation.teachers import TeacherConfig
@@ -132,7 +132,10 @@ def test_the_student_takes_on_the_distribution_and_every_metric_is_defined(
         rows[0]["test/teacher_kl"] + rows[0]["test/teacher_entropy"]
     )
     assert [
-        key for row in rows for key in row if key != "step" and definition_of(key) is None
+        key
+        for row in rows
+        for key in row
+        if key != "step" and definition_of(key, "distillation.md") is None
     ] == []
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 from fake_sampler import END, FakeSampler, Killed
+from metric_tables import definition_of
 
 from planish.datasets.process_grader import SharedGrader
 from planish.errors import UserError
 from planish.evaluation import Sampling, TaskEvaluator, boxed, evaluate, load_task
-from planish.evaluation.metric_definitions import definition_of
 from planish.evaluation.metrics import named
 
 DRAWN = Sampling(samples=4, max_tokens=200, temperature=0.8, seed=5)
@@ -293,4 +293,4 @@ def test_the_evaluator_of_a_training_loop(tokenizer, sums, capitals):
         "sums", measured(FakeSampler(tokenizer, lucky_sum), drawn.task, DRAWN, k=[1, 4]).metrics
     )
     for key in [*metrics, *asyncio.run(scored(FakeSampler(tokenizer)))]:
-        assert definition_of(key) is not None, key
+        assert definition_of(key, "evaluation.md") is not None, key

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import chz
 import numpy as np
 import pytest
+from metric_tables import definition_of
 
 from planish import ServiceClient
 from planish.errors import UserError
@@ -22,7 +23,6 @@ from planish.preference.comparison_evaluator import (
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts
 from planish.preference.types import Comparison
-from planish.rl.metric_definitions import definition_of
 from planish.runlog.evaluators import checked_metrics
 from planish.types import SampledSequence, SampleResponse
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from metric_tables import definition_of
 from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
@@ -25,7 +26,6 @@ from planish.preference.dpo import (
     reference_logprobs,
 )
 from planish.preference.losses import DPOLoss, IPOLoss, SimPOLoss
-from planish.preference.metric_definitions import definition_of
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import REFERENCE, checkpoint_of
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
@@ -201,7 +201,10 @@ def test_preferences_are_learned_and_every_metric_is_defined(client, models, pai
     assert rows[-1]["test/accuracy"] == 1.0
     assert rows[-1]["test/dpo_loss"] < rows[0]["test/dpo_loss"]
     assert [
-        key for row in rows for key in row if key != "step" and definition_of(key) is None
+        key
+        for row in rows
+        for key in row
+        if key != "step" and definition_of(key, "recipes/dpo.md") is None
     ] == []
 
 
@@ -213,7 +216,10 @@ def test_other_losses_learn_the_same_preferences(client, models, pairs, tmp_path
     assert rows[-1]["test/margin"] > rows[0]["test/margin"]
     assert "dpo_loss" not in rows[0]
     assert [
-        key for row in rows for key in row if key != "step" and definition_of(key) is None
+        key
+        for row in rows
+        for key in row
+        if key != "step" and definition_of(key, "recipes/dpo.md") is None
     ] == []
     assert (run / REFERENCE).exists() == (loss == "ipo")
     if loss == "ipo":

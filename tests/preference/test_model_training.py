@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from metric_tables import definition_of
 
 from planish import ServiceClient
 from planish.errors import DamagedFileError, UserError
@@ -17,7 +18,6 @@ from planish.preference.forms import form_of
 from planish.preference.judgments import judge, measures
 from planish.preference.model_datasets import PreferenceDatasetBuilder
 from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
-from planish.preference.model_metric_definitions import definition_of
 from planish.preference.model_training import Config, main
 from planish.preference.splits import prompt_of
 from planish.preference.types import read_comparison
@@ -94,7 +94,10 @@ def test_a_model_learns_is_calibrated_and_can_be_used_again(
     path = run(client, models[0], many_pairs, kind, tmp_path / "run", **ENOUGH[kind])
     rows = read_rows(path / "metrics.jsonl")
     assert [
-        key for row in rows for key in row if key != "step" and definition_of(key) is None
+        key
+        for row in rows
+        for key in row
+        if key != "step" and definition_of(key, "recipes/preference_model.md") is None
     ] == []
     assert rows[0]["num_pairs"] == 8
     assert rows[-1]["test/accuracy"] == 1.0

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from metric_tables import definition_of
 
 from planish import ServiceClient
 from planish.client.sampling_client import SamplingClient
@@ -28,7 +29,6 @@ from planish.recipes.rlhf_options import (
 )
 from planish.recipes.training_run import read_options
 from planish.recipes.wordy_sums import RuleBuilder, WordySums
-from planish.rl.metric_definitions import definition_of
 
 TIMING = (
     "time/",

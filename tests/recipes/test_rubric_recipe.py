@@ -6,13 +6,13 @@ import json
 import re
 
 import pytest
+from metric_tables import definition_of
 
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import rubric, rubric_judge, rubric_sums
 from planish.recipes.training_run import read_options
-from planish.rl.metric_definitions import definition_of
 from planish.rubric.rubrics import read_rubric_row
 from planish.supervised.conversations import conversation_of
 

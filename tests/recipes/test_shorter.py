@@ -5,6 +5,7 @@ import json
 import pickle
 
 import pytest
+from metric_tables import definition_of
 
 from planish import ServiceClient
 from planish.errors import UserError
@@ -12,7 +13,6 @@ from planish.files import read_rows
 from planish.preference.types import Comparison
 from planish.recipes import shorter
 from planish.recipes.shorter import DrawnPrompts, Shorter
-from planish.rl.metric_definitions import definition_of
 
 
 def options_of(small_model, tmp_path, **changes):

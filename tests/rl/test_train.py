@@ -11,11 +11,11 @@ import pytest
 from digest_service import GAP, FakeService, Killed
 from digit_env import Digits, DigitsBuilder
 from eventful_env import EventfulBuilder
+from metric_tables import definition_of
 
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
 from planish.processes.interruption import Interruption
-from planish.rl.metric_definitions import definition_of
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.training.rl_config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig

@@ -8,11 +8,11 @@ from typing import Any
 
 import chz
 import pytest
+from metric_tables import definition_of
 from scripted_judge import ScriptedJudge
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
-from planish.rl.metric_definitions import definition_of
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.rollout.strategy import MinViableGroup, RetryOnFailure
 from planish.rubric.env import RubricDatasetBuilder, RubricGroupBuilder, RubricRows

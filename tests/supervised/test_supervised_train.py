@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from ledger_service import Killed, LedgerClient, LedgerService
+from metric_tables import definition_of
 
 from planish.errors import NonFiniteError, UserError
 from planish.files import read_rows
@@ -14,7 +15,6 @@ from planish.processes.interruption import Interruption
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.runlog.run_directory import RunDirectory
 from planish.supervised.datasets import FromConversationFileBuilder
-from planish.supervised.metric_definitions import definition_of
 from planish.supervised.types import (
     ChatDatasetBuilderCommonConfig,
     SupervisedDataset,
@@ -124,7 +124,9 @@ def test_every_metric_is_defined(service, chats, tmp_path, name):
     train(service, chats, tmp_path, **VARIANTS[name])
     keys = {key for row in read_rows(tmp_path / "metrics.jsonl") for key in row}
     assert [
-        key for key in keys - {"step"} if definition_of(key) is None and not key.endswith("/steps")
+        key
+        for key in keys - {"step"}
+        if definition_of(key, "supervised.md") is None and not key.endswith("/steps")
     ] == []
 
 

@@ -1,4 +1,4 @@
-"""What is reported of a batch of rollouts. Definitions: planish/rl/metric_definitions.py.
+"""What is reported of a batch of rollouts. docs/metrics.md defines each key.
 
 Legend: P groups, G trajectories of a group. Nothing here is read to decide anything.
 """

@@ -1,0 +1,83 @@
+"""The tables of metrics in docs, as programs read them.
+
+Each page has its table between two marks, and the tables are the only place where a metric is
+defined. In a pattern, <word> stands for any text. A pattern that begins with env/ also covers
+<evaluator>/env/..., the same measure on an evaluator's rollouts. Of several patterns that fit a
+key, the first counts.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
+PAGES = (
+    "metrics.md",
+    "supervised.md",
+    "evaluation.md",
+    "distillation.md",
+    "recipes/dpo.md",
+    "recipes/preference_model.md",
+)
+LOOP_OF_PAGE = {
+    "distillation.md": ("metrics.md", "supervised.md"),
+    "recipes/dpo.md": ("supervised.md",),
+    "recipes/preference_model.md": ("supervised.md",),
+}
+"""Pages whose runs also log the metrics of a loop, which other pages define."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of a table."""
+
+    pattern: str
+    unit: str
+    definition: str
+    healthy: str
+    sick: str
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        expression = "(.+)".join(map(re.escape, re.split(r"<\w+>", self.pattern)))
+        prefix = "(?:[^/]+/)?" if self.pattern.startswith("env/") else ""
+        return re.compile(prefix + expression)
+
+    def covers(self, key: str) -> bool:
+        return self._expression.fullmatch(key) is not None
+
+
+def metrics_in(text: str) -> tuple[Metric, ...]:
+    """The rows of the tables between the marks. ValueError without marks, or for a row that has not
+    five cells.
+    """
+    _, found_begin, rest = text.partition(BEGIN)
+    tables, found_end, _ = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r} around its tables")
+    metrics = []
+    for line in tables.splitlines():
+        if line.startswith("| `"):
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if len(cells) != 5:
+                raise ValueError(f"this row has {len(cells)} cells, and not 5: {line}")
+            metrics.append(Metric(cells[0].strip("`"), *cells[1:]))
+    return tuple(metrics)
+
+
+@cache
+def metrics_of(page: str) -> tuple[Metric, ...]:
+    """The metrics that a page of docs defines."""
+    return metrics_in((DOCS / page).read_text(encoding="utf-8"))
+
+
+def definition_of(key: str, page: str = "metrics.md") -> Metric | None:
+    """The definition of a metric as logged by the runs that `page` is about, such as
+    test/env/all/correct. None if it has none.
+    """
+    pages = (page, *LOOP_OF_PAGE.get(page, ()))
+    return next(
+        (metric for each in pages for metric in metrics_of(each) if metric.covers(key)), None
+    )
