@@ -23,7 +23,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from planish.client.remote_session import RemoteSession
 from planish.client.remote_thread import LoopThread
 from planish.client.remote_tokenizer import cache_directory, keep_tokenizer
 from planish.errors import CheckpointError, EngineClosedError, UserError
+from planish.processes.background import wait_for_saves
 from planish.service import (
     CheckpointInfo,
     CreateModel,
@@ -358,7 +359,7 @@ def _weak_close(service: RemoteService) -> Callable[[], None]:
             return
         try:
             if service._thread.is_alive():  # not in the child of a fork
-                wait(list(service._saves))
+                wait_for_saves(list(service._saves))
         finally:
             service.close(finish=False)
 

@@ -15,9 +15,13 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from planish.errors import EngineClosedError
+from planish.processes.background import BackgroundThread
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_EXIT_SECONDS = 1.0
+"""Only a task that blocks the loop, which none may do, keeps the thread longer."""
 
 
 class LoopThread:
@@ -27,8 +31,9 @@ class LoopThread:
         """
         self._started = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(context,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread(
+            partial(self._run, context), name, stop=self._request_stop, exit_seconds=_EXIT_SECONDS
+        )
         self._started.wait()
         if self._failure is not None:
             raise self._failure
@@ -75,9 +80,7 @@ class LoopThread:
         """Run `function(...)` there and wait for what it returns; EngineClosedError if the thread
         ends meanwhile.
         """
-        assert threading.current_thread() is not self._thread, (
-            "a callback of a future waits for the server"
-        )
+        assert not self._thread.is_current, "a callback of a future waits for the server"
 
         async def work() -> T:
             return await function(*args, **kwargs)
@@ -91,9 +94,12 @@ class LoopThread:
 
     def stop(self) -> None:
         """Cancel what runs and end; waits for the end, except in the thread itself."""
-        self.post(lambda: self._stopping.set())
-        if threading.current_thread() is not self._thread:
+        self._request_stop()
+        if not self._thread.is_current:
             self._thread.join()
+
+    def _request_stop(self) -> None:
+        self.post(lambda: self._stopping.set())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         if self._stopping.is_set():

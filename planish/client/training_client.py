@@ -21,6 +21,7 @@ from planish.client.session import (
     refuse_to_pickle,
 )
 from planish.errors import UserError
+from planish.processes.background import BackgroundThread
 from planish.service import (
     ForwardBackward,
     ForwardBackwardLater,
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from planish.client.custom_loss import CustomLoss
 
 T = TypeVar("T")
+
+_LOSS_SECONDS = 10.0
+"""For how long a program that ends waits for a custom loss that is being computed."""
 
 
 class TrainingClient(RefusesMethods):
@@ -144,7 +148,7 @@ class TrainingClient(RefusesMethods):
             finally:
                 self._losses.discard(threading.get_ident())
 
-        threading.Thread(target=differentiate, name="planish-custom-loss", daemon=True).start()
+        BackgroundThread(differentiate, "planish-custom-loss", exit_seconds=_LOSS_SECONDS)
         second = self._submit(ForwardBackwardLater(self.model_id, weighted, "cross_entropy"))
         return Pending(chained(second, lambda output: merged(output, metrics)))
 

@@ -14,10 +14,11 @@ from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_ta
 from planish.evaluation.evaluate import CONCURRENCY, checked_draws
 from planish.evaluation.files import RESULTS, SAMPLES
 from planish.files import read_rows
+from planish.processes.interruption import Terminated, sigterm_like_control_c
 from planish.renderers import FORMATS
 from planish.runlog.console import StepDisplay
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 DRAWS = ("samples", "max_tokens", "temperature", "seed")
 
 
@@ -74,8 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     checked_draws(task, sampling, arguments.k, arguments.concurrency)  # before a model is loaded
     out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
     try:
-        results = _evaluate(arguments, task, sampling, out)
-    except KeyboardInterrupt:
+        with sigterm_like_control_c():
+            results = _evaluate(arguments, task, sampling, out)
+    except (KeyboardInterrupt, Terminated) as end:
         rows = read_rows(out / SAMPLES)
         answered = len(
             {row["question"] for row in rows} & {question.number for question in task.questions}
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(
             f"stopped: {answered} of {len(task.questions)} questions are answered in {out}; the same command goes on"
         )
-        return INTERRUPTED
+        return TERMINATED if isinstance(end, Terminated) else INTERRUPTED
     print("\n".join(summary(results)))
     print(f"{out / RESULTS}; the answers are in {SAMPLES}")
     return 0

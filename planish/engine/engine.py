@@ -5,13 +5,14 @@
     owner.py the one thread that does it
 
 `close()` finishes what is queued and then lets go of the device; `close(finish=False)` fails it
-with EngineClosedError after the piece of work in hand. The end of the interpreter does so too, when
-the checkpoints that were asked for are on disk: nothing else outlives it. A checkpoint that is
-being written is finished in any case.
+with EngineClosedError, and the work in progress at its next matmul. The end of the program does so
+too, once the checkpoints that it asked for are on disk, for which it waits a minute at most. A
+checkpoint that is being written is finished in any case.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import weakref
 from collections import Counter
@@ -68,6 +69,17 @@ from planish.types import (
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
+
+_IMPORTED_LATE = (
+    "numpy.ma",
+    "safetensors.torch",
+    "torch.fx.experimental.symbolic_shapes",
+)
+"""Modules that torch, numpy and checkpoints import at their first use, in training. They are
+imported in the caller's thread, since an import in the engine's thread, of a second or more, cannot
+be interrupted when the program ends. It can change the exit status, too: CPython forgets that Ctrl-C
+ended the program when another thread imports a module after that.
+"""
 
 
 class Engine:
@@ -279,6 +291,8 @@ class Engine:
         return handle
 
     def _create_model(self, op: CreateModel, future: Future[Any]) -> Job:
+        for module in _IMPORTED_LATE:
+            importlib.import_module(module)
         check_name("model_id", op.model_id)
         check_metadata(op.user_metadata)
         if op.model_id in self._tenants:

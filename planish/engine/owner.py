@@ -12,10 +12,9 @@ thread ends.
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -29,7 +28,9 @@ from planish.engine.heap import let_go
 from planish.engine.tenants import Job, SamplerHandle, Tenant
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
+from planish.model.linear import before_each_matmul
 from planish.model.lora import LoraWeights
+from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
     CreateModel,
     CreateSampler,
@@ -66,7 +67,8 @@ class DeviceOwner:
         self._saves: set[Future[Any]] = set()
         """Checkpoints that are not written yet."""
         self._fault: BaseException | None = None
-        self._is_exiting = False
+        self._is_aborted = False
+        """Whether the work in progress is to be given up."""
         self._stop: _Stop | None = None
         self._tenants: list[Tenant] = []
         """Those with something in their queue."""
@@ -76,11 +78,7 @@ class DeviceOwner:
         self._sides: FairShare[Side] = FairShare()
         self._training: FairShare[Tenant] = FairShare()
         self._sampling: FairShare[BaseModel] = FairShare()
-        self._thread = threading.Thread(target=self._run, name="planish-engine", daemon=True)
-        # A daemon thread that computes while the interpreter is taken down can crash it: end it
-        # first.
-        atexit.register(self._at_exit)
-        self._thread.start()
+        self._thread = BackgroundThread(self._run, "planish-engine", stop=self._stop_at_exit)
 
     def put(self, job: Job) -> None:
         """Queue a job. EngineClosedError if the thread has ended, or is not in this process."""
@@ -99,15 +97,18 @@ class DeviceOwner:
             self._refuse_inbox()
 
     def stop(self, finish: bool) -> None:
-        """Ask the thread to end, after what is queued (data that are being made included) or after
-        the turn under way; does not wait.
+        """Ask the thread to end; does not wait for it.
+
+        `finish`: after everything that is queued, data that are still being made included.
+        Otherwise at the next matmul of the work in progress.
         """
+        self._is_aborted = self._is_aborted or not finish
         self._inbox.put(_Stop(finish))
 
     def close(self, finish: bool) -> None:
         """`stop`, and wait for the end."""
         self.stop(finish)
-        if threading.current_thread() is self._thread:
+        if self._thread.is_current:
             return
         try:
             self._thread.join()
@@ -115,17 +116,16 @@ class DeviceOwner:
             self.stop(finish=False)
             raise
 
-    def _at_exit(self) -> None:
-        self._is_exiting = True
+    def _stop_at_exit(self) -> None:
         try:
-            if self._thread.is_alive():  # not in the child of a fork
-                wait(list(self._saves))
+            wait_for_saves(list(self._saves))
         finally:
-            self.close(finish=False)
+            self.stop(finish=False)
 
     # Below: the thread itself.
 
     def _run(self) -> None:
+        before_each_matmul.set(self._check_abort)
         try:
             while True:
                 self._receive()
@@ -135,9 +135,14 @@ class DeviceOwner:
                     self._turn()
         except BaseException as error:
             # a fault of this loop, not of a job: nothing can be trusted after it
+            let_go(error)
             self._fault = error
         finally:
             self._end()
+
+    def _check_abort(self) -> None:
+        if self._is_aborted:
+            raise self._closed()
 
     def _receive(self) -> None:
         """Take all that has come; wait for something if there is nothing to do."""
@@ -341,10 +346,11 @@ class DeviceOwner:
         self._refuse_inbox()
         for base in self._bases:
             base.sampler.fail(error)
+        # Tensors are released here, not in the last moments of the thread or by whoever drops this
+        # object.
         self._tenants, self._bases, self._handles = [], [], []
+        self._sides, self._training, self._sampling = FairShare(), FairShare(), FairShare()
         self._on_end()
-        if not self._is_exiting:
-            atexit.unregister(self._at_exit)
 
     def _refuse_inbox(self) -> None:
         while True:

@@ -3,6 +3,7 @@ is drawn.
 """
 
 import numpy as np
+from numpy.random import Generator, Philox
 
 _WORDS = 4
 """Numbers that Philox makes of one count."""
@@ -18,9 +19,7 @@ class UniformStream:
     def __init__(self, seed: int, index: int, purpose: int = 0) -> None:
         # The two high words of the counter name the stream; the two low ones count within it.
         counter = np.array([0, 0, index, purpose], dtype=np.uint64)
-        self._generator = np.random.Generator(
-            np.random.Philox(key=seed % (1 << 128), counter=counter)
-        )
+        self._generator = Generator(Philox(key=seed % (1 << 128), counter=counter))
         self._numbers: list[float] = []
 
     def at(self, position: int) -> float:
@@ -34,8 +33,8 @@ def uniforms(seed: int, purpose: int, positions: range, indices: range) -> np.nd
     whatever came before.
     """
     numbers = np.empty((len(indices), len(positions)))
-    source = np.random.Philox(key=seed % (1 << 128))
-    generator = np.random.Generator(source)
+    source = Philox(key=seed % (1 << 128))
+    generator = Generator(source)
     state = source.state
     first = positions.start // _WORDS
     for row, index in zip(numbers, indices, strict=True):

@@ -13,7 +13,8 @@ Shapes: T rows, `in` columns of the input, `out` those of all linears together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -21,6 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.native.cpu_products import PanelWeight, WeightRoom, multiplies
+
+before_each_matmul: ContextVar[Callable[[], None]] = ContextVar("before_each_matmul")
+"""In the thread that computes: called before each matmul with base weights, forward and backward.
+What it raises ends the pass, which may otherwise take many seconds.
+"""
 
 
 class FrozenLinear:
@@ -68,12 +74,14 @@ class FrozenLinear:
         """x [T, in] times the weights transposed: [T, out]; no gradient. `tile`: in tiles of so
         many rows.
         """
+        _call_before_matmul()
         if tile is None or x.shape[0] == tile:
             return self._product(x)
         return torch.cat([self._product(part) for part in x.split(tile)])
 
     def product_back(self, grad: Tensor) -> Tensor:
         """grad [T, out] times the weights: [T, in], the gradient of the input."""
+        _call_before_matmul()
         if self._float_panels is not None:
             # No blocks for the way back: float32 is large, and for many rows torch is as fast.
             return grad @ (self.weight if len(self._weights) == 1 else self._float_panels.matrix())
@@ -109,6 +117,12 @@ class FrozenLinear:
             return F.linear(x, self.weight if len(self._weights) == 1 else self._whole, self._bias)
         found = torch.cat([F.linear(x, weight) for weight in self._weights], 1)
         return found if self._bias is None else found.add_(self._bias)
+
+
+def _call_before_matmul() -> None:
+    function = before_each_matmul.get(None)
+    if function is not None:
+        function()
 
 
 class _BlockedWeight:

@@ -1,24 +1,55 @@
-"""Ctrl-C as a request: the loop ends at a point from which it can be resumed. A second Ctrl-C ends
-it at once. And what else may end a task from outside: cancellation, and the first error of several
-tasks.
+"""Ctrl-C and SIGTERM as requests: the loop ends at a point from which it can be resumed. A second
+one ends it at once. And what else may end a task from outside: cancellation, and the first error of
+several tasks.
+
+A program that has a handler of its own for SIGTERM, or ignores it, keeps that.
 """
 
 import asyncio
+import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Self, TypeVar
+
+from planish.processes.background import BackgroundThread
 
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], object]
 
+_ONE_SIGTERM_SECONDS = 1.0
+"""`timeout` sends two signals at once, one to the program and one to its process group."""
+_ANSWERS = {
+    signal.SIGINT: "Ctrl-C: stopping where the run can go on from; once more, and it stops at once",
+    signal.SIGTERM: "SIGTERM: stopping where the run can be resumed; a second one ends it at once",
+}
+
 
 class Interrupted(Exception):
     """The run was asked to end while something was waited for that can be left undone."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM ended the program. Its exit status is 143, 128 + SIGTERM, which is what a shell
+    reports of a program that the signal ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+def ending(number: int) -> BaseException:
+    """The exception that leaves a run which a signal ended, once it is saved: KeyboardInterrupt for
+    SIGINT, Terminated for SIGTERM.
+    """
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
 
 class Interruption:
@@ -26,10 +57,16 @@ class Interruption:
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
+        self._signal: int = signal.SIGINT
 
     @property
     def is_asked(self) -> bool:
         return self._asked.is_set()
+
+    @property
+    def ending(self) -> BaseException:
+        """The exception to raise when the run was asked to end, and is saved."""
+        return ending(self._signal)
 
     def ask(self) -> None:
         """End the run at the next point where it can be."""
@@ -54,33 +91,161 @@ class Interruption:
         raise Interrupted
 
     @contextmanager
-    def on_control_c(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the block the first Ctrl-C asks, and is answered by `say`; the next one is an
-        ordinary KeyboardInterrupt.
+    def heed_signals(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Within the block the first Ctrl-C or SIGTERM asks, and is answered by `say`. The next
+        Ctrl-C is an ordinary KeyboardInterrupt; the next SIGTERM ends the process.
 
-        Not where signals do not arrive, which is in threads other than those of `run_in_thread`,
-        nor where Ctrl-C is not for this process, as behind nohup.
+        Not where signals do not arrive, which is in threads other than those of `run_in_thread`
+        (which SIGTERM ends as before), nor where a signal is not for this process, as Ctrl-C behind
+        nohup.
         """
         loop = asyncio.get_running_loop()
 
-        def answer() -> None:
+        def answer(number: int) -> None:
+            self._signal = number
             self.ask()
-            say("Ctrl-C: stopping where the run can go on from; once more, and it stops at once")
+            say(_ANSWERS[signal.Signals(number)])
 
-        def ask() -> None:
-            loop.call_soon_threadsafe(answer)
+        def ask(number: int) -> None:
+            with suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(answer, number)
 
         if (waiting := _main_thread.get()) is not None:
             with waiting.asking(ask):
                 yield
         elif threading.current_thread() is threading.main_thread():
-            with (
-                _ControlC(_further_one(signal.getsignal(signal.SIGINT))) as control_c,
-                control_c.asking(ask),
-            ):
+            with _requests(ask):
                 yield
         else:
             yield
+
+
+class StopRequest:
+    """Whether a loop without asyncio was asked to end, by Ctrl-C or SIGTERM, within a `with` block
+    of the main thread. In another thread nothing asks it.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """The first signal is answered by `say`; the next ones end the loop at once."""
+        self._say = say
+        self._signal: int | None = None
+        self._is_at_once = False
+        self._asked: SimpleQueue[int | None] = SimpleQueue()
+        self._handlers = ExitStack()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # The answer comes from another thread, since a signal may interrupt the main thread in
+            # the middle of a line that it is writing.
+            end = partial(self._asked.put, None)
+            thread = BackgroundThread(self._answer, "planish-signals", stop=end, exit_seconds=1.0)
+            self._handlers.callback(thread.join)
+            self._handlers.callback(end)
+            self._handlers.enter_context(_requests(self._ask))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.close()
+
+    @property
+    def ending(self) -> BaseException:
+        """The exception to raise when the loop was asked to end, and is saved."""
+        return ending(self._signal or signal.SIGINT)
+
+    def check(self) -> None:
+        """Raise Interrupted if the loop was asked to end."""
+        if self._signal is not None:
+            raise Interrupted
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """The work within the block may be left undone: a request raises Interrupted in its
+        middle.
+        """
+        self._is_at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._is_at_once = False
+
+    def _ask(self, number: int) -> None:
+        self._signal = number
+        self._asked.put(number)
+        if self._is_at_once:
+            raise Interrupted
+
+    def _answer(self) -> None:
+        while (number := self._asked.get()) is not None:
+            self._say(_ANSWERS[signal.Signals(number)])
+
+
+@contextmanager
+def _requests(ask: Callable[[int], None]) -> Iterator[None]:
+    """Within the block of the main thread the first Ctrl-C or SIGTERM calls `ask`."""
+    with (
+        _ControlC(_further_one(signal.getsignal(signal.SIGINT))) as control_c,
+        control_c.asking(ask),
+        _Sigterm(lambda: control_c.ask(signal.SIGTERM)),
+    ):
+        yield
+
+
+@contextmanager
+def sigterm_like_control_c() -> Iterator[None]:
+    """Within the block, in the main thread, SIGTERM ends what runs as Ctrl-C does, and `Terminated`
+    leaves the block. A second one ends the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    has_come = False
+
+    def end() -> bool:
+        nonlocal has_come
+        has_come = True
+        control_c = signal.getsignal(signal.SIGINT)  # asyncio's cancels the task that runs
+        if not callable(control_c):
+            raise Terminated
+        control_c(signal.SIGINT, None)
+        return True
+
+    with _Sigterm(end):
+        try:
+            yield
+        except KeyboardInterrupt:
+            if has_come:
+                raise Terminated from None
+            raise
+
+
+class _Sigterm:
+    """The handler of SIGTERM in the main thread within the block: the first one calls `first`. If
+    that returns False, it ends the process by that signal, as further ones do.
+    """
+
+    def __init__(self, first: Callable[[], bool]) -> None:
+        self._first = first
+        self._came: float | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        found = signal.getsignal(signal.SIGTERM)
+        if found is signal.SIG_DFL or isinstance(getattr(found, "__self__", None), _Sigterm):
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_first, self._came = self._came is None, self._came or now
+        if not (self._first() if is_first else now - self._came < _ONE_SIGTERM_SECONDS):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            os._exit(128 + number)  # the first process of a container does not die of it
 
 
 def _further_one(before: Any) -> Handler:
@@ -103,7 +268,7 @@ class _ControlC:
 
     def __init__(self, further: Handler = signal.default_int_handler) -> None:
         self._further = further
-        self._ask: Callable[[], None] | None = None
+        self._ask: Callable[[int], None] | None = None
 
     def __enter__(self) -> Self:
         self._before = signal.getsignal(signal.SIGINT)
@@ -116,21 +281,27 @@ class _ControlC:
             signal.signal(signal.SIGINT, self._before)
 
     @contextmanager
-    def asking(self, ask: Callable[[], None]) -> Iterator[None]:
-        """Within the block, in whichever thread it is, the first one calls `ask`."""
+    def asking(self, ask: Callable[[int], None]) -> Iterator[None]:
+        """Within the block, in whichever thread it is, the first one calls `ask` with its number."""
         self._ask = ask
         try:
             yield
         finally:
             self._ask = None
 
-    def _pressed(self, number: int, frame: FrameType | None) -> None:
+    def ask(self, number: int) -> bool:
+        """Call `ask` of the block for this signal. False if there is no such block, or it was asked
+        before.
+        """
         ask, self._ask = self._ask, None
         if ask is None:
+            return False
+        ask(number)
+        return True
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if not self.ask(number):
             self._further(number, frame)
-        else:
-            with suppress(RuntimeError):  # the loop that is to hear of it has just ended
-                ask()
 
 
 _main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=None)
@@ -172,11 +343,13 @@ def _run_in_thread(work: Coroutine[Any, Any, T], control_c: _ControlC | None) ->
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C does not reach a process that is started in the block before that process lets it."""
+    """Ctrl-C and SIGTERM do not reach a process that is started in the block before that process
+    lets them.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # not on this system
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:

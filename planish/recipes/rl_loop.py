@@ -29,6 +29,7 @@ from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
 from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
 from planish.model.sources import DEFAULT_MODEL
+from planish.processes.interruption import Interrupted, StopRequest
 from planish.recipes import training_run
 from planish.recipes.grpo import (
     Judgement,
@@ -144,26 +145,41 @@ def train(config: Config, service_client: Any) -> Path:
         renderer = choose_renderer(
             config.renderer_name, config.model_name, training_client.get_tokenizer()
         )
-        with StepDisplay(steps, start.batch) as display:
+        with StepDisplay(steps, start.batch) as display, StopRequest(display.say) as stop:
             display.say(
                 f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
             )
-            loop = Loop(config, training_client, renderer, grader, display)
-            for step in range(start.batch, steps):
-                if config.save_every and step % config.save_every == 0 and step > start.batch:
-                    checkpoints.state_only(step)
-                # A run that was finished ended in a test, whose row makes place for this step's.
-                is_first = step == 0 or (step == start.batch and start.was_finished)
-                is_test_due = is_first or (config.eval_every > 0 and step % config.eval_every == 0)
-                batch = problems[step * config.batch_size : (step + 1) * config.batch_size]
-                metrics = loop.step(step, batch, tests if is_test_due else [])
-                metrics |= {"progress/batch": step, "progress/done_frac": (step + 1) / steps}
-                run.log(step, metrics)
-                display.step_done(step_line(step, steps, metrics, SHOWN))
-            if tests:
-                metrics = loop.test(training_client.save_weights_and_get_sampling_client(), tests)
-                run.log(steps, {"progress/batch": steps, "progress/done_frac": 1.0, **metrics})
-                display.say(step_line(steps, steps, metrics, SHOWN))
+            loop = Loop(config, training_client, renderer, grader, display, stop)
+            done = saved = start.batch
+            try:
+                for step in range(start.batch, steps):
+                    if config.save_every and step % config.save_every == 0 and step > start.batch:
+                        checkpoints.state_only(step)
+                        saved = step
+                    # A run that was finished ended in a test, whose row makes place for this step's.
+                    is_first = step == 0 or (step == start.batch and start.was_finished)
+                    is_test_due = is_first or (
+                        config.eval_every > 0 and step % config.eval_every == 0
+                    )
+                    batch = problems[step * config.batch_size : (step + 1) * config.batch_size]
+                    metrics = loop.step(step, batch, tests if is_test_due else [])
+                    metrics |= {"progress/batch": step, "progress/done_frac": (step + 1) / steps}
+                    run.log(step, metrics)
+                    display.step_done(step_line(step, steps, metrics, SHOWN))
+                    done = step + 1
+                if tests:
+                    metrics = loop.test(
+                        training_client.save_weights_and_get_sampling_client(), tests
+                    )
+                    run.log(steps, {"progress/batch": steps, "progress/done_frac": 1.0, **metrics})
+                    display.say(step_line(steps, steps, metrics, SHOWN))
+            except Interrupted:
+                if done > saved:
+                    checkpoints.state_only(done)
+                display.say(
+                    f"stopped after {done} of {steps} steps; the same command goes on from there"
+                )
+                raise stop.ending from None
             record = checkpoints.final(steps)
             draw(config, run)
             display.say(
@@ -182,12 +198,14 @@ class Loop:
         renderer: Renderer,
         grader: Grader,
         display: StepDisplay,
+        stop: StopRequest,
     ) -> None:
         self.config = config
         self.training_client = training_client
         self.renderer = renderer
         self.grader = grader
         self.display = display
+        self.stop = stop
         self.adam = AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
 
     def step(self, step: int, problems_P: Sequence[Problem], tests: Sequence[Problem]) -> Metrics:
@@ -251,22 +269,25 @@ class Loop:
         temperature: float,
     ) -> list[RolloutGroup]:
         self.display.stage(stage, len(problems_P))
-        return sample_groups(
-            sampling_client,
-            [
-                self.renderer.build_generation_prompt(problem_prompt(problem))
-                for problem in problems_P
-            ],
-            lambda index, sequence: judge(self.renderer, self.grader, problems_P[index], sequence),
-            group_size=group_size,
-            params=SamplingParams(
-                max_tokens=self.config.max_tokens,
-                temperature=temperature,
-                stop=self.renderer.get_stop_sequences(),
-            ),
-            seeds_P=seeds_P,
-            on_group=self.display.advance,
-        )
+        with self.stop.at_once():  # answers that are not trained on may be left undone
+            return sample_groups(
+                sampling_client,
+                [
+                    self.renderer.build_generation_prompt(problem_prompt(problem))
+                    for problem in problems_P
+                ],
+                lambda index, sequence: judge(
+                    self.renderer, self.grader, problems_P[index], sequence
+                ),
+                group_size=group_size,
+                params=SamplingParams(
+                    max_tokens=self.config.max_tokens,
+                    temperature=temperature,
+                    stop=self.renderer.get_stop_sequences(),
+                ),
+                seeds_P=seeds_P,
+                on_group=self.display.advance,
+            )
 
 
 def draw(config: Config, run: RunDirectory) -> None:

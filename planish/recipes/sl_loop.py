@@ -27,6 +27,7 @@ from planish.datasets.gsm8k import problem_prompt, read_problem
 from planish.datasets.rows import load_rows
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
+from planish.processes.interruption import Interrupted, StopRequest
 from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
@@ -133,42 +134,56 @@ def train(config: Config, service_client: Any) -> Path:
         )
         check_data(conversations, renderer, config, "train")
         check_data(tests, renderer, config, "test")
-        with StepDisplay(steps, start.batch) as display:
+        with StepDisplay(steps, start.batch) as display, StopRequest(display.say) as stop:
             display.say(
                 f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
             )
-            for step in range(start.batch, steps):
-                if config.save_every and step % config.save_every == 0 and step > start.batch:
-                    checkpoints.state_only(step)
-                test_metrics = (
-                    test(training_client, tests, renderer, config) if tests and step == 0 else {}
+            done = saved = start.batch
+            try:
+                for step in range(start.batch, steps):
+                    stop.check()
+                    if config.save_every and step % config.save_every == 0 and step > start.batch:
+                        checkpoints.state_only(step)
+                        saved = step
+                    test_metrics = (
+                        test(training_client, tests, renderer, config)
+                        if tests and step == 0
+                        else {}
+                    )
+                    epoch, batch = divmod(step, batches)
+                    chosen = epoch_order(len(conversations), config.seed, epoch)[
+                        batch * config.batch_size :
+                    ][: config.batch_size]
+                    display.stage("training")
+                    metrics = train_step(
+                        training_client,
+                        [conversations[i] for i in chosen],
+                        renderer,
+                        config,
+                        1 - step / steps,
+                    )
+                    metrics |= {
+                        "progress/batch": step,
+                        "progress/done_frac": (step + 1) / steps,
+                        "epoch": epoch,
+                        **test_metrics,
+                    }
+                    run.log(step, metrics)
+                    display.step_done(step_line(step, steps, metrics, SHOWN))
+                    done = step + 1
+                if tests:
+                    run.log(
+                        steps,
+                        {"progress/batch": steps, **test(training_client, tests, renderer, config)},
+                    )
+                    display.say(step_line(steps, steps, run.metrics()[-1], SHOWN))
+            except Interrupted:
+                if done > saved:
+                    checkpoints.state_only(done)
+                display.say(
+                    f"stopped after {done} of {steps} steps; the same command goes on from there"
                 )
-                epoch, batch = divmod(step, batches)
-                chosen = epoch_order(len(conversations), config.seed, epoch)[
-                    batch * config.batch_size :
-                ][: config.batch_size]
-                display.stage("training")
-                metrics = train_step(
-                    training_client,
-                    [conversations[i] for i in chosen],
-                    renderer,
-                    config,
-                    1 - step / steps,
-                )
-                metrics |= {
-                    "progress/batch": step,
-                    "progress/done_frac": (step + 1) / steps,
-                    "epoch": epoch,
-                    **test_metrics,
-                }
-                run.log(step, metrics)
-                display.step_done(step_line(step, steps, metrics, SHOWN))
-            if tests:
-                run.log(
-                    steps,
-                    {"progress/batch": steps, **test(training_client, tests, renderer, config)},
-                )
-                display.say(step_line(steps, steps, run.metrics()[-1], SHOWN))
+                raise stop.ending from None
             record = checkpoints.final(steps)
             draw(config, run)
             display.say(

@@ -19,7 +19,7 @@ from chz.blueprint import (
 
 from planish import ServiceClient
 from planish.errors import PlanishError, UserError
-from planish.processes.interruption import run_in_thread
+from planish.processes.interruption import Terminated, run_in_thread, sigterm_like_control_c
 from planish.runlog.model_renderer import learn_renderer
 
 C = TypeVar("C")
@@ -37,17 +37,18 @@ def run_command(
     """Run a recipe with `key=value` options; errors that the user can mend are printed without a
     traceback.
 
-    `again`: what the same command does after Ctrl-C.
+    Ctrl-C and SIGTERM end it with exit status 130 and 143. `again`: what the same command does then.
     """
     try:
-        main(read_options(config_type, presets, argv))
+        with sigterm_like_control_c():
+            main(read_options(config_type, presets, argv))
     except PlanishError as error:
         places = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         print(f"error: {error}{places}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as end:
         print(f"stopped; the same command {again}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(end.code if isinstance(end, Terminated) else 130)
 
 
 def run_main(

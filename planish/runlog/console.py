@@ -22,6 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from planish.processes.background import BackgroundThread
+
 
 class Stage:
     """A part of the work that is under way, made by `StepDisplay.begin`; closed at the end of its
@@ -122,16 +124,15 @@ class StepDisplay:
         self._current: Stage | None = None
         self._last_line = clock()
         self._ended = threading.Event()
-        self._reporter: threading.Thread | None = None
+        self._reporter: BackgroundThread | None = None
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._progress.start()
         else:
-            self._reporter = threading.Thread(
-                target=self._report, name="planish-progress", daemon=True
+            self._reporter = BackgroundThread(
+                self._report, "planish-progress", stop=self._ended.set, exit_seconds=1.0
             )
-            self._reporter.start()
         return self
 
     def __exit__(self, *_: object) -> None:

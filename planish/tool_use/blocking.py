@@ -8,11 +8,15 @@ behind by whoever stops waiting, and harms nobody.
 import asyncio
 import contextvars
 import inspect
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+
+from planish.processes.background import BackgroundThread
+
+_EXIT_SECONDS = 0.2
+"""For how long a program that ends waits for a call that hangs."""
 
 
 async def call(function: Callable[[], Any]) -> Any:
@@ -49,5 +53,5 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
                 error if ordinary else RuntimeError(f"{type(error).__name__}: {error}")
             )
 
-    threading.Thread(target=work, name=f"call of {function!r}"[:80], daemon=True).start()
+    BackgroundThread(work, f"call of {function!r}"[:80], exit_seconds=_EXIT_SECONDS)
     return await asyncio.wrap_future(done)

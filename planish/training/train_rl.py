@@ -34,7 +34,8 @@ async def main(config: Config, service_client: Any = None) -> Path:
     """Train, in this process, on a server (`base_url`) or with a given service client; returns the
     run directory.
 
-    After Ctrl-C the run is saved where it can be resumed, and KeyboardInterrupt is raised.
+    After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
+    planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)
     if service_client is not None:
@@ -82,11 +83,7 @@ async def train(config: Config, service_client: Any, pull: Pull | None = None) -
             remedy = f"; give more {more} to go on" if more in may_change(config) else ""
             print(f"{run.path}: all {start.batch} steps are done{remedy}")
             return run.path
-        is_finished = await _train(
-            config, service_client, batches, steps, evaluators, run, start, pull
-        )
-    if not is_finished:
-        raise KeyboardInterrupt
+        await _train(config, service_client, batches, steps, evaluators, run, start, pull)
     return run.path
 
 
@@ -99,8 +96,8 @@ async def _train(
     run: RunDirectory,
     start: Start,
     pull: Pull | None,
-) -> bool:
-    """Do the steps that are left; whether the last one was reached."""
+) -> None:
+    """Do the steps that are left."""
     files = RolloutFiles(
         run.path,
         config.rollout_layout,
@@ -145,8 +142,10 @@ async def _train(
             log=log,
             trace=trace,
         )
-        with loop.interruption.on_control_c(progress.say):
-            return await loop.run_to_end()
+        with loop.interruption.heed_signals(progress.say):
+            is_finished = await loop.run_to_end()
+    if not is_finished:
+        raise loop.interruption.ending
 
 
 def planned(train_set: RLDataset, config: Config) -> RLDataset:

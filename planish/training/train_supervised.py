@@ -39,7 +39,8 @@ async def main(config: Config, service_client: Any = None) -> Path:
     """Train, in this process, on a server (`base_url`) or with a given service client; returns the
     run directory.
 
-    After Ctrl-C the run is saved where it can be resumed, and KeyboardInterrupt is raised.
+    After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
+    planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)
     if service_client is not None:
@@ -120,10 +121,10 @@ async def train(
                 log,
                 trace,
             )
-            with loop.interruption.on_control_c(display.say):
+            with loop.interruption.heed_signals(display.say):
                 is_finished = await loop.run_to_end()
         if not is_finished:
-            raise KeyboardInterrupt
+            raise loop.interruption.ending
         return run.path
 
 

@@ -190,7 +190,8 @@ def test_what_cannot_be_done_is_one_line(sums, capsys, more, message):
 
 
 @pytest.mark.slow
-def test_control_c_keeps_what_is_done(here, sums):
+@pytest.mark.parametrize(("end", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_is_done(here, sums, end, status):
     command = [
         sys.executable,
         "-m",
@@ -208,9 +209,9 @@ def test_control_c_keeps_what_is_done(here, sums):
         while not ((out / "samples.jsonl").exists() and (out / "samples.jsonl").stat().st_size):
             assert process.poll() is None
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(end)
         printed, _ = process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "the same command goes on" in printed
     done = (out / "samples.jsonl").read_bytes()
     assert 0 < done.count(b"\n") < 36

@@ -76,7 +76,7 @@ def test_help_tells_the_presets_that_are_left(
 async def run(said: list[str], heeds: bool) -> str:
     """Interrupted in its middle; one that does not heed that is interrupted again."""
     interruption = Interruption()
-    with interruption.on_control_c(said.append):
+    with interruption.heed_signals(said.append):
         interrupt_soon()
         try:
             await interruption.guard(asyncio.sleep(30))

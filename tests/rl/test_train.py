@@ -192,7 +192,7 @@ def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
         path = tmp_path / f"stopped{stop_at}"
         service = FakeService(tokenizer)
         interruptions = []
-        monkeypatch.setattr(Interruption, "on_control_c", recorded(interruptions))
+        monkeypatch.setattr(Interruption, "heed_signals", recorded(interruptions))
         monkeypatch.setattr(service, "count", asking(service, stop_at, interruptions))
         with suppress(KeyboardInterrupt):  # in its last step the run ends by itself
             train(service, path, **VARIANTS[name])
@@ -210,11 +210,11 @@ def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
 
 def recorded(interruptions):
     @contextmanager
-    def on_control_c(self, say):
+    def heed_signals(self, say):
         interruptions.append(self)
         yield
 
-    return on_control_c
+    return heed_signals
 
 
 def asking(service, stop_at, interruptions):

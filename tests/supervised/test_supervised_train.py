@@ -321,7 +321,7 @@ def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkey
         service = LedgerService(tokenizer)
         with monkeypatch.context() as patch:
             interruptions = []
-            patch.setattr(Interruption, "on_control_c", recorded(interruptions))
+            patch.setattr(Interruption, "heed_signals", recorded(interruptions))
             patch.setattr(service, "count", asking(service, stop_at, interruptions))
             with suppress(KeyboardInterrupt):  # in its last step the run ends by itself
                 train(service, chats, path, **VARIANTS[name])
@@ -390,11 +390,11 @@ def test_a_step_that_fails_saves_those_before_it(
 
 def recorded(interruptions):
     @contextmanager
-    def on_control_c(self, say):
+    def heed_signals(self, say):
         interruptions.append(self)
         yield
 
-    return on_control_c
+    return heed_signals
 
 
 def asking(service, stop_at, interruptions):

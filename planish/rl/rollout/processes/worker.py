@@ -6,8 +6,8 @@ every group is cancelled, its builder cleans up, and the process ends. If the ot
 and that takes longer than GRACE_SECONDS, say because an environment computes without end, the
 process is ended from a thread.
 
-Ctrl-C is for the process that trains, which then closes the socket; here it does nothing. Processes
-that environments start get it as usual.
+Ctrl-C and SIGTERM are for the process that trains, which then closes the socket; here they do
+nothing. Processes that environments start get them as usual.
 """
 
 import asyncio
@@ -49,9 +49,10 @@ from planish.types import ModelInput
 def main(end: socket.socket) -> None:
     """Serve the other end until it closes."""
     # not SIG_IGN, which programs started here would inherit
-    signal.signal(signal.SIGINT, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     threading.Thread(target=end_with_parent, daemon=True).start()
     asyncio.run(serve(end))
 

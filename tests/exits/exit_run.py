@@ -1,0 +1,217 @@
+"""Programs that end in the middle of their work, at random moments; each must end cleanly.
+
+    python tests/exits/exit_run.py --runs 300
+    python tests/exits/exit_run.py --runs 300 --load 2 --record exits.json
+
+Every run is a new process (program.py) that samples, trains, saves, computes a loss of its own or
+is idle, in process or as a client of `planish serve`, and then returns, calls `sys.exit`, raises,
+or gets Ctrl-C or SIGTERM, without `close()`. Its exit status and stderr must be its own, it must
+end within two seconds, and a checkpoint that it asked for must be on disk, whole. `--load` starts
+so many processes that keep a core busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from planish.testing import tiny_model
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "server"))
+
+from server_process import running_server  # noqa: E402
+
+WORKS = ("idle", "sampling", "training", "saving", "custom loss", "mixed")
+ENDS = ("return", "exit", "error", "ctrl-c", "sigterm", "handled")
+STYLES = ("asyncio", "blocking")
+PLACES = ("engine", "server")
+SECONDS = 2.0
+SAVING_SECONDS = 60.0
+"""A program that saves ends when the checkpoint is on disk."""
+GIVE_UP = 180.0
+
+TRACEBACK = r"(Traceback \(most recent call last\):\n(  .*\n)+"
+OWN_STDERR: Mapping[str, str] = {
+    "error": TRACEBACK + r"(\w+\.)?OwnError: its own\n)",
+    "ctrl-c": "(" + TRACEBACK + r"[\w.]*(CancelledError|KeyboardInterrupt)\n)"
+    r"(\nDuring handling of the above exception, another exception occurred:\n\n)?)+",
+}
+ANNOUNCED = r"(the program ends when its checkpoints are written .*\n)?"
+"""What planish says when a checkpoint takes more than a second."""
+STATUS = {
+    "return": 0,
+    "exit": 3,
+    "error": 1,
+    "ctrl-c": -signal.SIGINT,
+    "sigterm": -signal.SIGTERM,
+    "handled": 143,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    work: str
+    end: str
+    style: str
+    place: str
+    delay: float
+    """Seconds from the moment at which the work is in progress to the program's end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    run: Run
+    status: int
+    stderr: str
+    seconds: float
+    """From the program's own end, or the signal, to the end of the process."""
+    fault: str | None
+
+
+def random_runs(count: int, seed: int) -> Iterator[Run]:
+    """Each combination as often as any other, in a random order, at random moments."""
+    chance = random.Random(seed)
+    combinations = [
+        (work, end, style, place)
+        for work in WORKS
+        for end in ENDS
+        for style in STYLES
+        for place in PLACES
+    ]
+    order: list[tuple[str, str, str, str]] = []
+    for _ in range(count):
+        if not order:
+            order = chance.sample(combinations, len(combinations))
+        yield Run(
+            *order.pop(), delay=chance.choice((0.0, chance.uniform(0, 0.05), chance.random()))
+        )
+
+
+def program(run: Run, directory: Path, url: str) -> Outcome:
+    """Run the program; what became of it."""
+    home = directory / f"{time.monotonic_ns()}"
+    home.mkdir()
+    (home / "tiny").symlink_to(directory / "tiny")
+    how = {"ctrl-c": "signal", "sigterm": "signal"}.get(run.end, run.end)
+    place = url if run.place == "server" else str(home)
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "program.py"), run.work, how, run.style, place, f"{run.delay}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PLANISH_HOME": str(directory / "home")},
+        # A suite that a shell runs in the background ignores Ctrl-C, and so would this program.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    working = process.stdout.readline()
+    ended = time.monotonic()
+    if working and how in ("signal", "handled"):
+        time.sleep(run.delay)
+        ended = time.monotonic()
+        process.send_signal(signal.SIGINT if run.end == "ctrl-c" else signal.SIGTERM)
+    try:
+        stdout, stderr = process.communicate(timeout=GIVE_UP)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        stdout, stderr = process.communicate()
+        stderr += f"killed after {GIVE_UP} s\n"
+    now = time.monotonic()
+    if found := re.fullmatch(r"ending ([\d.]+)\n", stdout):
+        ended = float(found[1])
+    seconds = now - ended
+    status = process.returncode
+    return Outcome(run, status, stderr, seconds, fault(run, working, status, stderr, seconds, home))
+
+
+def fault(
+    run: Run, working: str, status: int, stderr: str, seconds: float, home: Path
+) -> str | None:
+    if not working:
+        return "it did not begin to work"
+    if status != STATUS[run.end]:
+        return f"exit status {status}, not {STATUS[run.end]}"
+    saves = is_saving(run)
+    if not re.fullmatch(OWN_STDERR.get(run.end, "") + (ANNOUNCED if saves else ""), stderr):
+        return "stderr is not the program's own"
+    if saves and run.place == "engine" and not list(home.glob("data/*/*/at-the-end/*.json")):
+        return "the checkpoint is missing"
+    if seconds > (SAVING_SECONDS if saves else SECONDS):
+        return f"it ended after {seconds:.1f} s"
+    return None
+
+
+def is_saving(run: Run) -> bool:
+    """Whether the program asks for a checkpoint, which planish writes before the process ends."""
+    return run.work in ("saving", "mixed") and run.end != "sigterm"
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep as many cores busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def exits(count: int, seed: int, load: int, at_once: int = 1) -> Iterator[Outcome]:
+    """Run so many programs, and say of each what became of it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        tiny_model(directory / "tiny")
+        with (
+            running_server(
+                directory / "served", directory / "tiny", "--model", f"tiny={directory / 'tiny'}"
+            ) as server,
+            busy_processes(load),
+            ThreadPoolExecutor(at_once) as pool,
+        ):
+            yield from pool.map(
+                lambda run: program(run, directory, server.url), random_runs(count, seed)
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy")
+    parser.add_argument("--at-once", type=int, default=1, help="programs at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, help="a JSON file for the outcomes")
+    arguments = parser.parse_args()
+    outcomes = []
+    for outcome in exits(arguments.runs, arguments.seed, arguments.load, arguments.at_once):
+        outcomes.append(outcome)
+        if outcome.fault:
+            print(f"{outcome.run}\n{outcome.fault}\n{outcome.stderr}", flush=True)
+    faults = Counter(outcome.fault for outcome in outcomes if outcome.fault)
+    seconds = sorted(outcome.seconds for outcome in outcomes if not is_saving(outcome.run))
+    print(f"{len(outcomes)} runs, {faults.total()} with a fault: {dict(faults)}")
+    print(f"seconds to the end: median {seconds[len(seconds) // 2]:.2f}, most {seconds[-1]:.2f}")
+    if arguments.record:
+        rows = [asdict(outcome) for outcome in outcomes]
+        arguments.record.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

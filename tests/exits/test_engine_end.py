@@ -1,0 +1,72 @@
+"""An engine that is closed in the middle of a pass."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.errors import EngineClosedError
+from planish.model.linear import FrozenLinear
+from planish.service import CreateModel, CreateSampler, ForwardBackward, Sample
+from planish.testing import tiny_model
+from planish.types import Datum, LoraConfig, ModelInput, SamplingParams
+
+WAIT = 60.0
+TOKENS = list(range(64))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("models") / "tiny", layers=4))
+
+
+@pytest.mark.parametrize("at", ["product", "product_back"])
+def test_a_pass_ends_at_the_next_matmul(model, tmp_path, monkeypatch, at):
+    """Of a pass of many seconds nobody waits for the rest."""
+    engine = Engine({"m": model}, tmp_path, EngineSettings(dtype="float32"))
+    engine.submit(CreateModel("a", "m", LoraConfig(rank=4))).result(WAIT)
+    reached, go_on = threading.Event(), threading.Event()
+    matmuls = 0
+    whole = getattr(FrozenLinear, at)
+
+    def product(self: FrozenLinear, *arguments: Any) -> Any:
+        nonlocal matmuls
+        found = whole(self, *arguments)
+        matmuls += 1
+        if matmuls == 3:
+            reached.set()
+            assert go_on.wait(WAIT)
+        return found
+
+    monkeypatch.setattr(FrozenLinear, at, product)
+    data = [Datum(ModelInput.from_ints(TOKENS), {"target_tokens": TOKENS})]
+    backward = engine.submit(ForwardBackward("a", data, "cross_entropy"))
+    assert reached.wait(WAIT)
+    closing = threading.Thread(target=engine.close, args=(False,))
+    closing.start()
+    while not engine._owner._is_aborted:
+        pass
+    go_on.set()
+    closing.join(WAIT)
+    assert matmuls == 3
+    with pytest.raises(EngineClosedError, match="closed before this was done"):
+        backward.result(WAIT)
+
+
+def test_a_prompt_ends_at_the_next_matmul(model, tmp_path, monkeypatch):
+    engine = Engine({"m": model}, tmp_path, EngineSettings(dtype="float32", deterministic=True))
+    engine.submit(CreateSampler("s", "m")).result(WAIT)
+    whole = FrozenLinear.product
+
+    def product(self: FrozenLinear, *arguments: Any) -> Any:
+        engine._owner.stop(finish=False)  # from the engine's own thread, as a dropped client does
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(FrozenLinear, "product", product)
+    params = SamplingParams(max_tokens=8, stop=[])
+    answer = engine.submit(Sample("s", ModelInput.from_ints(TOKENS), 1, params))
+    with pytest.raises(EngineClosedError, match="closed before this was done"):
+        answer.result(WAIT)
+    engine.close()
