@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SubstitutedLosses(Collector):
     """Collects the counts of an engine: operations by the loss that was asked for and its
     substitute.
