@@ -29,12 +29,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from planish.files import cache_home
 from planish.testing import tiny_model
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "server"))
 
-from server_process import running_server  # noqa: E402
+from server_process import running_server  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 WORKS = ("idle", "sampling", "training", "saving", "custom loss", "mixed")
 ENDS = ("return", "exit", "error", "ctrl-c", "sigterm", "handled")
@@ -177,10 +178,17 @@ def exits(count: int, seed: int, load: int, at_once: int = 1) -> Iterator[Outcom
     """Run so many programs, and say of each what became of it."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        tiny_model(directory / "tiny")
+        tiny = tiny_model(directory / "tiny")
+        home = directory / "home"  # without the embedded model, which a server would load
+        home.mkdir()
+        if (cache_home() / "kernels").exists():
+            (home / "kernels").symlink_to(cache_home() / "kernels")
         with (
             running_server(
-                directory / "served", directory / "tiny", "--model", f"tiny={directory / 'tiny'}"
+                directory / "served",
+                tiny,
+                *("--model", f"tiny={tiny}"),
+                environment={"PLANISH_HOME": str(home)},
             ) as server,
             busy_processes(load),
             ThreadPoolExecutor(at_once) as pool,
@@ -191,7 +199,7 @@ def exits(count: int, seed: int, load: int, at_once: int = 1) -> Iterator[Outcom
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Programs that end in the middle of their work.")
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy")
     parser.add_argument("--at-once", type=int, default=1, help="programs at a time")
