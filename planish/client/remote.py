@@ -18,7 +18,6 @@ had acknowledged goes on.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import threading
 import weakref
@@ -113,8 +112,7 @@ class RemoteService:
         # One that nobody can reach any more lets go of its connection; at exit, one that is left
         # waits for its checkpoints and tells the server.
         weakref.finalize(self, self._thread.stop).atexit = False
-        self._at_exit = _weak_close(self)
-        atexit.register(self._at_exit)
+        self._thread.at_exit = _weak_close(self)
 
     def submit(self, operation: Operation[R]) -> Future[R]:
         """As `Service.submit`, but it reads nothing, and checks no more than it can see."""
@@ -198,7 +196,6 @@ class RemoteService:
                 self._thread.call(self._session.finish, "success" if finish else "interrupted")
             self._thread.stop()
             self._fail_open()
-            atexit.unregister(self._at_exit)
 
     # What `submit` does with an operation that can be sent.
 
@@ -358,8 +355,7 @@ def _weak_close(service: RemoteService) -> Callable[[], None]:
         if service is None:
             return
         try:
-            if service._thread.is_alive():  # not in the child of a fork
-                wait_for_saves(list(service._saves))
+            wait_for_saves(list(service._saves))
         finally:
             service.close(finish=False)
 

@@ -31,8 +31,11 @@ class LoopThread:
         """
         self._started = threading.Event()
         self._failure: BaseException | None = None
+        self.at_exit: Callable[[], object] | None = None
+        """Called in the main thread when the program has ended, before the thread is asked to end.
+        """
         self._thread = BackgroundThread(
-            partial(self._run, context), name, stop=self._request_stop, exit_seconds=_EXIT_SECONDS
+            partial(self._run, context), name, stop=self._stop_at_exit, exit_seconds=_EXIT_SECONDS
         )
         self._started.wait()
         if self._failure is not None:
@@ -97,6 +100,13 @@ class LoopThread:
         self._request_stop()
         if not self._thread.is_current:
             self._thread.join()
+
+    def _stop_at_exit(self) -> None:
+        try:
+            if self.at_exit is not None:
+                self.at_exit()
+        finally:
+            self._request_stop()
 
     def _request_stop(self) -> None:
         self.post(lambda: self._stopping.set())
