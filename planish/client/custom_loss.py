@@ -34,6 +34,9 @@ class CustomGradient:
 
 def first_pass_data(data: Sequence[Datum]) -> list[Datum]:
     """The datums with their targets alone."""
+    # Loaded in the caller's thread, where it is interrupted if the program ends meanwhile.
+    import torch  # noqa: F401
+
     check_data(data)
     for index, datum in enumerate(data):
         if "target_tokens" not in datum.loss_fn_inputs:
