@@ -6,7 +6,8 @@
 Every run is a new process (program.py) that samples, trains, saves, computes a loss of its own or
 is idle, in process or as a client of `planish serve`, and then returns, calls `sys.exit`, raises,
 or gets Ctrl-C or SIGTERM, without `close()`. Its exit status and stderr must be its own, it must
-end within two seconds, and a checkpoint that it asked for must be on disk, whole. `--load` starts
+reach the interpreter's own shutdown within two seconds, and a checkpoint that it asked for must be
+on disk, whole. `--load` starts
 so many processes that keep a core busy.
 """
 
@@ -18,6 +19,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -80,7 +82,9 @@ class Outcome:
     status: int
     stderr: str
     seconds: float
-    """From the program's own end, or the signal, to the end of the process."""
+    """From the program's own end, or the signal, to the interpreter's shutdown."""
+    to_exit: float
+    """From there to the end of the process."""
     fault: str | None
 
 
@@ -133,11 +137,11 @@ def program(run: Run, directory: Path, url: str) -> Outcome:
         stdout, stderr = process.communicate()
         stderr += f"killed after {GIVE_UP} s\n"
     now = time.monotonic()
-    if found := re.fullmatch(r"ending ([\d.]+)\n", stdout):
-        ended = float(found[1])
-    seconds = now - ended
-    status = process.returncode
-    return Outcome(run, status, stderr, seconds, fault(run, working, status, stderr, seconds, home))
+    times = {name: float(time) for name, time in re.findall(r"(\w+) ([\d.]+)\n", stdout)}
+    ended, finalizing = times.get("ending", ended), times.get("finalizing", now)
+    seconds, status = finalizing - ended, process.returncode
+    found = fault(run, working, status, stderr, seconds, home)
+    return Outcome(run, status, stderr, seconds, now - finalizing, found)
 
 
 def fault(
@@ -212,9 +216,15 @@ def main() -> int:
         if outcome.fault:
             print(f"{outcome.run}\n{outcome.fault}\n{outcome.stderr}", flush=True)
     faults = Counter(outcome.fault for outcome in outcomes if outcome.fault)
-    seconds = sorted(outcome.seconds for outcome in outcomes if not is_saving(outcome.run))
     print(f"{len(outcomes)} runs, {faults.total()} with a fault: {dict(faults)}")
-    print(f"seconds to the end: median {seconds[len(seconds) // 2]:.2f}, most {seconds[-1]:.2f}")
+    saved = [outcome for outcome in outcomes if is_saving(outcome.run)]
+    others = [outcome for outcome in outcomes if not is_saving(outcome.run)]
+    for name, seconds in (
+        ("to the interpreter's shutdown", [outcome.seconds for outcome in others]),
+        ("to the same with a checkpoint", [outcome.seconds for outcome in saved]),
+        ("of the interpreter's shutdown", [outcome.to_exit for outcome in outcomes]),
+    ):
+        print(f"seconds {name}: median {statistics.median(seconds):.2f}, most {max(seconds):.2f}")
     if arguments.record:
         rows = [asdict(outcome) for outcome in outcomes]
         arguments.record.write_text(json.dumps(rows, indent=1) + "\n")

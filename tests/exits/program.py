@@ -4,10 +4,12 @@
 
 PLACE is the URL of a server, or a directory that holds the model `tiny` and will hold checkpoints.
 The program writes "working" once the work is in progress. DELAY seconds later it writes "ending"
-and the time, and ends; or, with END "signal", it waits for the signal that ends it.
+and the time, and ends; or, with END "signal", it waits for the signal that ends it. After all other
+exit callbacks it writes "finalizing" and the time.
 """
 
 import asyncio
+import atexit
 import logging
 import signal
 import sys
@@ -16,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Exit callbacks run last one first: this is the last one, after which the interpreter shuts down.
+atexit.register(lambda: print("finalizing", time.monotonic(), flush=True))
 logging.getLogger("planish.native").setLevel("ERROR")  # a machine may lack kernels, which is logged
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient  # noqa: E402
