@@ -7,8 +7,7 @@ Every run is a new process (program.py) that samples, trains, saves, computes a 
 is idle, in process or as a client of `planish serve`, and then returns, calls `sys.exit`, raises,
 or gets Ctrl-C or SIGTERM, without `close()`. Its exit status and stderr must be its own, it must
 reach the interpreter's own shutdown within two seconds, and a checkpoint that it asked for must be
-on disk, whole. `--load` starts
-so many processes that keep a core busy.
+on disk, whole. `--load` starts so many processes that keep a core busy.
 """
 
 from __future__ import annotations
