@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from queue import SimpleQueue
@@ -122,7 +122,7 @@ class Interruption:
 
 class StopRequest:
     """Whether a loop without asyncio was asked to end, by Ctrl-C or SIGTERM, within a `with` block
-    of the main thread. In another thread nothing asks it.
+    of the main thread. In another thread nothing asks it. SIGTERM ends a notebook as before.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -141,7 +141,7 @@ class StopRequest:
             thread = BackgroundThread(self._answer, "planish-signals", stop=end, exit_seconds=1.0)
             self._handlers.callback(thread.join)
             self._handlers.callback(end)
-            self._handlers.enter_context(_requests(self._ask))
+            self._handlers.enter_context(_requests(self._ask, heeds_sigterm=not _runs_a_loop()))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,13 +180,22 @@ class StopRequest:
             self._say(_ANSWERS[signal.Signals(number)])
 
 
+def _runs_a_loop() -> bool:
+    """Whether an event loop runs in this thread: around code without asyncio, a notebook's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextmanager
-def _requests(ask: Callable[[int], None]) -> Iterator[None]:
+def _requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iterator[None]:
     """Within the block of the main thread the first Ctrl-C or SIGTERM calls `ask`."""
     with (
         _ControlC(_further_one(signal.getsignal(signal.SIGINT))) as control_c,
         control_c.asking(ask),
-        _Sigterm(lambda: control_c.ask(signal.SIGTERM)),
+        _Sigterm(lambda: control_c.ask(signal.SIGTERM)) if heeds_sigterm else nullcontext(),
     ):
         yield
 
