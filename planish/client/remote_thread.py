@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -45,14 +45,22 @@ class LoopThread:
         return self._thread.is_alive()
 
     def _run(self, context: AbstractAsyncContextManager[Any]) -> None:
+        # Not `asyncio.run`, which starts a thread to shut down the loop's pool: Python 3.12 starts
+        # none when the program has ended.
+        loop = asyncio.new_event_loop()
+        pool = ThreadPoolExecutor(thread_name_prefix="planish-remote")
+        loop.set_default_executor(pool)
         try:
-            asyncio.run(self._main(context))
+            loop.run_until_complete(self._main(context))
         except BaseException as error:
             if self._started.is_set():
                 raise
             self._failure = error
         finally:
             self._started.set()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            pool.shutdown()
+            loop.close()
 
     async def _main(self, context: AbstractAsyncContextManager[Any]) -> None:
         self._loop = asyncio.get_running_loop()

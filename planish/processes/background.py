@@ -51,7 +51,11 @@ class BackgroundThread:
             target=_run, args=([target], self._ended), name=name, daemon=True
         )
         _end_all_at_exit(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no thread is left, or the interpreter shuts down
+            _threads.remove(self)
+            raise
 
     @property
     def ident(self) -> int | None:

@@ -98,6 +98,17 @@ def test_a_join_that_is_interrupted_can_be_repeated():
     assert not thread.is_alive()
 
 
+def test_a_thread_that_cannot_start_is_not_waited_for(monkeypatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    known = list(background._threads)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        BackgroundThread(lambda: None, "never")
+    assert {thread for thread in background._threads if thread.is_alive()} <= set(known)
+
+
 def test_threads_that_have_ended_are_forgotten():
     for _ in range(3):
         thread = BackgroundThread(lambda: None, "ends")

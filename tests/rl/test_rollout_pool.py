@@ -454,7 +454,7 @@ def started(directory: Path, guard: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("by", ["ctrl-c", "kill"])
+@pytest.mark.parametrize("by", ["ctrl-c", "sigterm", "kill"])
 def test_no_process_is_left_behind(tmp_path, by):
     program = started(tmp_path, "if __name__ == '__main__':")
     wait_for(
@@ -464,6 +464,8 @@ def test_no_process_is_left_behind(tmp_path, by):
     pid = int((tmp_path / "pid").read_text())
     if by == "ctrl-c":
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to all of them
+    elif by == "sigterm":
+        os.killpg(program.pid, signal.SIGTERM)
     else:
         program.kill()
     _, errors = program.communicate()

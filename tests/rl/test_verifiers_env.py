@@ -246,10 +246,11 @@ def test_groups_travel_to_another_process(model):
     assert len(play(group, Policy(model, lambda _: ["a"])).trajectories_G) == 2
 
 
-def test_control_c_stays_the_runs(model):
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stay_the_runs(model, number):
+    before = signal.getsignal(number)
     group_of(model)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,15 @@ def check_environment(environment: Any, name: str) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Environments put a handler of their own on Ctrl-C, which would take it from the run."""
-    before = signal.getsignal(signal.SIGINT)
+    """Environments put handlers of their own on Ctrl-C and SIGTERM, which would take these from the
+    run.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @functools.cache
