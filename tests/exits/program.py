@@ -93,8 +93,8 @@ def blocking(work: str, how: str, place: str, delay: float) -> None:
     scope["pending"] = begin(work, scope["training"], scope["sampling"])
     print("working", scope["training"].model_id, flush=True)
     if how == "signal":
-        while True:
-            time.sleep(3600)
+        while True:  # a signal that comes just before a sleep begins does not end that
+            time.sleep(0.05)
     time.sleep(delay)
     end(how)
 
