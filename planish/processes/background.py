@@ -54,7 +54,7 @@ class BackgroundThread:
         try:
             self._thread.start()
         except BaseException:  # no thread is left, or the interpreter shuts down
-            _threads.remove(self)
+            _threads.pop(self, None)
             raise
 
     @property
@@ -120,12 +120,17 @@ def _run(targets: list[Callable[[], object]], ended: threading.Event) -> None:
         ended.set()
 
 
-_threads: list[BackgroundThread] = []
+_threads: dict[BackgroundThread, None] = {}
+"""Those that may be alive, in the order of their starts. Any thread adds to it, by single operations
+that need no lock: the child of a fork would find that held.
+"""
 
 
 def _end_all_at_exit(thread: BackgroundThread) -> None:
-    _threads[:] = [other for other in _threads if other.is_alive() or other._thread.is_alive()]
-    _threads.append(thread)
+    for other in list(_threads):
+        if not (other.is_alive() or other._thread.is_alive()):
+            _threads.pop(other, None)
+    _threads[thread] = None
     # Exit callbacks run last one first. This one comes before those that libraries have registered
     # by now, since the thread may use them to its end.
     atexit.unregister(_end_all)
@@ -133,10 +138,10 @@ def _end_all_at_exit(thread: BackgroundThread) -> None:
 
 
 def _end_all() -> None:
-    for thread in _threads:
+    for thread in list(_threads):
         if thread._stop is not None and thread.is_alive():
             with suppress(KeyboardInterrupt):  # each `stop` asks its thread all the same
                 thread._stop()
     began = time.monotonic()
-    for thread in _threads:
+    for thread in list(_threads):
         thread._end(began)
