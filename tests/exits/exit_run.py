@@ -168,7 +168,8 @@ def is_saving(run: Run) -> bool:
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Keep as many cores busy."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    program = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(count)]
     try:
         yield
     finally:
@@ -209,6 +210,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, help="a JSON file for the outcomes")
     arguments = parser.parse_args()
+    # So that the processes which it started end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     outcomes = []
     for outcome in exits(arguments.runs, arguments.seed, arguments.load, arguments.at_once):
         outcomes.append(outcome)
