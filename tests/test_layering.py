@@ -41,7 +41,7 @@ LAYERS = (
     ("evaluation",),
     ("integrations", "export"),
     ("tinker", "import_shims"),
-    ("commands", "doctor", "recipes"),
+    ("commands", "cookbook", "doctor", "recipes"),
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -62,6 +62,7 @@ ABOVE_THE_SEAM = (
 FORBIDDEN = {(part, "engine") for part in ABOVE_THE_SEAM}
 FORBIDDEN |= {("server", "client"), ("client", "server")}
 IN_FUNCTIONS = {
+    ("planish.commands.checkpoints", "planish.export"),
     ("planish.client.local", "planish.engine"),
     ("planish.commands.models", "planish.native"),
 }

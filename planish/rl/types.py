@@ -6,8 +6,8 @@ Legend: G trajectories of a group, T turns of a trajectory, P groups of a batch.
 An `Env` is used once: it is made, played to its end and dropped. An `EnvGroupBuilder` makes the
 environments of one group, whose rewards are compared with each other; it carries plain data, so it
 pickles and can be sent to another process. An `RLDataset` is a sequence of batches of builders.
-Names and fields are those of the public cookbooks, so environments written for them need another
-import only.
+Names and fields are those of the public cookbooks, and environments that were written for them run
+here (docs/porting.md).
 
 Control does not flow through metrics: why a trajectory ended, and whether a turn is trained on, are
 fields of their own.

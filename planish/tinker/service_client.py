@@ -31,6 +31,11 @@ _engines: dict[str, Service] = {}
 _lock = threading.Lock()
 
 
+def run_options() -> dict[str, Any]:
+    """The options that `planish run` was given, as arguments of ServiceClient."""
+    return orjson.loads(os.environ.get(OPTIONS_VARIABLE) or "{}")
+
+
 class ServiceClient(PlanishServiceClient):
     """A session on the engine of this process, or on a server of planish (`base_url`).
 
@@ -57,7 +62,7 @@ class ServiceClient(PlanishServiceClient):
         metadata = user_metadata
         if display_name is not None and not isinstance(user_metadata, str):
             metadata = {**(user_metadata or {}), "display_name": display_name}
-        chosen = {**orjson.loads(os.environ.get(OPTIONS_VARIABLE) or "{}"), **options}
+        chosen = {**run_options(), **options}
         unknown = sorted(chosen.keys() - _ENGINE_OPTIONS - {"base_url", "api_key"})
         if unknown:
             raise TypeError(f"ServiceClient got an unexpected keyword argument {unknown[0]!r}")

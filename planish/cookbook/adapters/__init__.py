@@ -1,0 +1,1 @@
+"""What has the cookbook's names and another form in planish. planish/cookbook/table.py says which."""

@@ -1,0 +1,23 @@
+"""Trajectories as text."""
+
+from typing import Any
+
+from planish.rl.types import Trajectory
+
+
+def format_trajectory(
+    trajectory: Trajectory, tokenizer: Any, only_last_transition: bool = False
+) -> str:
+    """Each turn with its prompt, answer, reward and metrics."""
+    turns = list(enumerate(trajectory.transitions))
+    lines = []
+    for number, turn in turns[-1:] if only_last_transition else turns:
+        lines += [
+            f"--- Turn {number} ---",
+            f"Observation: {tokenizer.decode(turn.ob.to_ints())}",
+            f"Action: {tokenizer.decode(turn.ac.tokens)}",
+            f"Reward: {turn.reward}",
+            f"Episode done: {turn.episode_done}",
+            f"Metrics: {turn.metrics}",
+        ]
+    return "\n".join(lines) + "\n"

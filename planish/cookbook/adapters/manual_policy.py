@@ -1,0 +1,62 @@
+"""A person as the policy."""
+
+import asyncio
+import sys
+from typing import Any
+
+from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from planish.rl.rollout.single_rollout import do_single_rollout as play
+from planish.rl.types import Env, Trajectory
+from planish.types import ModelInput
+
+
+class ManualPolicy(TokenCompleter):
+    """Prints the prompt and reads the answer from the terminal. With `multiline`, an empty line
+    ends the answer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, multiline: bool = True, show_observation: bool = True
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.multiline = multiline
+        self.show_observation = show_observation
+
+    async def __call__(
+        self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        if self.show_observation:
+            print(self.tokenizer.decode(model_input.to_ints()))
+        text = await asyncio.to_thread(self._read)
+        tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+        return TokensWithLogprobs(tokens, None)
+
+    def _read(self) -> str:
+        print("Your action:", flush=True)
+        lines: list[str] = []
+        for line in sys.stdin:
+            line = line.rstrip("\n")
+            if self.multiline and not line:
+                break
+            lines.append(line)
+            if not self.multiline:
+                break
+        return "\n".join(lines)
+
+
+def print_trajectory_summary(trajectory: Trajectory) -> None:
+    """Print the number of turns and the rewards."""
+    print(f"Total steps: {len(trajectory.transitions)}")
+    print(f"Total reward: {trajectory.step_rewards}")
+    for number, turn in enumerate(trajectory.transitions):
+        if turn.reward:
+            print(f"  step {number}: reward {turn.reward}")
+
+
+async def play_env(
+    env: Env, tokenizer: Any, multiline: bool = True, show_observation: bool = True
+) -> Trajectory:
+    """Play one episode by hand."""
+    trajectory = await play(ManualPolicy(tokenizer, multiline, show_observation), env)
+    print_trajectory_summary(trajectory)
+    return trajectory

@@ -1,0 +1,78 @@
+"""Tokenizers and facts of base models, by name. The models are those that planish finds."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from planish.model.config import ModelConfig
+from planish.model.sources import resolve_model
+from planish.renderers import recommended_renderer_name
+from planish.tokenizer import load_tokenizer
+
+Tokenizer = Any
+_log = logging.getLogger(__name__)
+_REGISTERED: dict[str, Callable[[], Any]] = {}
+
+
+def register_tokenizer(name: str, factory: Callable[[], Any]) -> None:
+    """Let `get_tokenizer(name)` give what `factory` makes."""
+    _REGISTERED[name] = factory
+
+
+def get_tokenizer(model_name: str) -> Any:
+    """The tokenizer of a base model, from --model, a path, the hub's cache or the hub."""
+    return _REGISTERED[model_name]() if model_name in _REGISTERED else _loaded(model_name)
+
+
+def encode_without_special_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of `text`, without any at its beginning or end."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@cache
+def _loaded(model_name: str) -> Any:
+    return load_tokenizer(resolve_model(model_name))
+
+
+@dataclass(frozen=True)
+class ModelAttributes:
+    """What is known of a base model."""
+
+    organization: str
+    version_str: str
+    size_str: str
+    is_chat: bool
+    recommended_renderers: Sequence[str] = ()
+    is_vl: bool = False
+    is_audio_in: bool = False
+
+
+def get_model_attributes(model_name: str) -> ModelAttributes:
+    """What the files of a base model say."""
+    renderer = get_recommended_renderer_name(model_name)
+    config = ModelConfig.from_directory(resolve_model(model_name))
+    organization = model_name.rpartition("/")[0] or "local"
+    return ModelAttributes(organization, config.family, "", renderer != "role_colon", (renderer,))
+
+
+@cache
+def get_recommended_renderer_name(model_name: str) -> str:
+    """The chat format that the model was made for."""
+    try:
+        return recommended_renderer_name(model_name)
+    except ValueError:  # the name says nothing; the files may
+        return recommended_renderer_name(resolve_model(model_name))
+
+
+def get_recommended_renderer_names(model_name: str) -> list[str]:
+    """A list of that one name."""
+    return [get_recommended_renderer_name(model_name)]
+
+
+def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None) -> None:
+    """Log a warning if `renderer_name` is not the recommended one."""
+    recommended = get_recommended_renderer_name(model_name)
+    if renderer_name not in (None, recommended):
+        _log.warning("%s was made for renderer %s, not %s", model_name, recommended, renderer_name)

@@ -1,0 +1,73 @@
+"""Renderers with the cookbook's arguments, and its helpers for message content."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planish.errors import UnsupportedError, UserError
+from planish.renderers import Renderer
+from planish.renderers import get_renderer as planish_renderer
+from planish.tinker.refused import refused_type
+
+_TEXT_ONLY = "planish reads text only"
+ImagePart = refused_type("ImagePart", _TEXT_ONLY)
+AudioPart = refused_type("AudioPart", _TEXT_ONLY)
+TmlV0Renderer = refused_type("TmlV0Renderer", "the format of the models that it is for is not here")
+
+
+class _AnyRole(Renderer):
+    """A renderer that takes the role `player` for the policy's own, as environments of the cookbook
+    call it.
+    """
+
+    def build_generation_prompt(self, messages: Any, *arguments: Any, **options: Any) -> Any:
+        return super().build_generation_prompt(_assistant(messages), *arguments, **options)
+
+    def build_supervised_example(self, messages: Any, *arguments: Any, **options: Any) -> Any:
+        return super().build_supervised_example(_assistant(messages), *arguments, **options)
+
+
+def _assistant(messages: Any) -> Any:
+    if not isinstance(messages, Sequence):
+        return messages
+    return [
+        {**message, "role": "assistant"}
+        if isinstance(message, Mapping) and message.get("role") == "player"
+        else message
+        for message in messages
+    ]
+
+
+def get_renderer(
+    name: str,
+    tokenizer: Any,
+    image_processor: Any = None,
+    *,
+    model_name: str | None = None,
+    strip_thinking_from_history: bool | None = None,
+) -> Renderer:
+    """The renderer `name`; names are those of `planish.renderers.FORMATS`."""
+    if image_processor is not None:
+        raise UnsupportedError(f"image_processor: {_TEXT_ONLY}; leave it out")
+    made = planish_renderer(
+        name, tokenizer, strip_thinking_from_history=strip_thinking_from_history
+    )
+    return _AnyRole(made.name, tokenizer, made.format)
+
+
+def ensure_text(content: Any) -> str:
+    """The text of a message's content: a string, or one text part. UserError for anything else."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and len(content) == 1 and content[0].get("type") == "text":
+        return content[0]["text"]
+    raise UserError(f"content is {content!r}; give a text")
+
+
+def format_content_as_string(content: Any, separator: str = "\n") -> str:
+    """The content as text for people: thinking parts in <think> tags."""
+    if isinstance(content, str):
+        return content
+    return separator.join(
+        f"<think>{part['thinking']}</think>" if part["type"] == "thinking" else part["text"]
+        for part in content
+    )

@@ -1,0 +1,63 @@
+"""Interfaces of the cookbook's sandboxes; those of others are refused."""
+
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+import chz
+
+from planish.errors import PlanishError
+from planish.tinker.refused import refused_type
+
+_OWN = "programs run on this machine; see planish.sandbox and docs/sandbox.md"
+SandboxFusionClient = refused_type("SandboxFusionClient", _OWN)
+ModalSandbox = refused_type("ModalSandbox", _OWN)
+ModalSandboxPool = refused_type("ModalSandboxPool", _OWN)
+
+
+class SandboxBackend(StrEnum):
+    """The sandboxes that the cookbook knows. planish uses neither."""
+
+    SANDBOXFUSION = "sandboxfusion"
+    MODAL = "modal"
+
+
+class SandboxTerminatedError(PlanishError):
+    """A sandbox ended by itself."""
+
+
+@chz.chz
+class SandboxResult:
+    """What a command in a sandbox gave."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    metrics: dict[str, Any] = chz.field(default_factory=dict)
+
+
+@runtime_checkable
+class SandboxInterface(Protocol):
+    """What environments of the cookbook ask of a sandbox that their user brings."""
+
+    @property
+    def sandbox_id(self) -> str: ...
+
+    async def send_heartbeat(self, timeout: int = 30) -> None: ...
+
+    async def run_command(
+        self,
+        command: str,
+        workdir: str | None = None,
+        timeout: int = 60,
+        max_output_bytes: int | None = None,
+    ) -> SandboxResult: ...
+
+    async def read_file(
+        self, path: str, max_bytes: int | None = None, timeout: int = 60
+    ) -> SandboxResult: ...
+
+    async def write_file(
+        self, path: str, content: str | bytes, executable: bool = False, timeout: int = 60
+    ) -> SandboxResult: ...
+
+    async def cleanup(self) -> None: ...

@@ -1,0 +1,66 @@
+"""Small functions that recipes of the cookbook use."""
+
+import importlib
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from planish.errors import UserError
+
+
+@contextmanager
+def timed(key: str, metrics: dict[str, Any]) -> Iterator[None]:
+    """Put the seconds of the block into metrics["time/KEY"]."""
+    began = time.monotonic()
+    yield
+    metrics[f"time/{key}"] = time.monotonic() - began
+
+
+def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """`zip` that raises ValueError for unequal lengths."""
+    return zip(*iterables, strict=True)
+
+
+def lookup_func(path_to_func: str, default_module: str | None = None) -> Any:
+    """What MODULE:NAME names; a bare NAME is one of `default_module`."""
+    module, colon, name = path_to_func.rpartition(":")
+    if not colon:
+        module = default_module or ""
+    if not module or ":" in module:
+        raise UserError(f"{path_to_func!r}: write MODULE:NAME")
+    return getattr(importlib.import_module(module), name)
+
+
+def dict_mean(list_of_dicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each key over the dictionaries that have it with a number."""
+    values: dict[str, list[float]] = {}
+    for each in list_of_dicts:
+        for key, value in each.items():
+            if value is not None:
+                values.setdefault(key, []).append(float(value))
+    return {key: sum(found) / len(found) for key, found in values.items()}
+
+
+def all_same(xs: Sequence[Any]) -> bool:
+    """Whether all elements are equal."""
+    return all(x == xs[0] for x in xs)
+
+
+def split_list(lst: Sequence[Any], num_splits: int) -> list[list[Any]]:
+    """`num_splits` runs of the list, of sizes that differ by one at most."""
+    bounds = [len(lst) * part // num_splits for part in range(num_splits + 1)]
+    return [list(lst[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def concat_lists(list_of_lists: Sequence[Sequence[Any]]) -> list[Any]:
+    """One list of all elements."""
+    return [element for each in list_of_lists for element in each]
+
+
+def not_none(x: Any) -> Any:
+    """`x`; UserError if it is None."""
+    if x is None:
+        raise UserError("a value is None that must not be")
+    return x

@@ -1,0 +1,143 @@
+"""Data sets of the hub's library as batches, and measures of a batch."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.renderers import TrainOnWhat, conversation_to_datum
+from planish.renderers.datums import Reduction, datum_from_weights
+from planish.supervised import types
+from planish.supervised.nll import Tally
+from planish.supervised.types import SupervisedDataset
+from planish.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
+
+__all__ = ["conversation_to_datum"]
+
+Row = Mapping[str, Any]
+
+
+def datum_from_model_input_weights(
+    model_input: ModelInput,
+    weights: Any,
+    max_length: int | None = None,
+    reduction: Reduction = "none",
+) -> Datum:
+    """`planish.renderers.datum_from_weights`, with reduction "none" by default."""
+    return datum_from_weights(model_input, weights, max_length, reduction)
+
+
+def compute_mean_nll(
+    logprobs_list: Sequence[TensorData], weights_list: Sequence[TensorData]
+) -> float:
+    """-sum(logprobs * weights) / sum(weights); NaN without weights."""
+    pairs = [(p.to_numpy(), w.to_numpy()) for p, w in zip(logprobs_list, weights_list, strict=True)]
+    total = sum(float(weights.sum()) for _, weights in pairs)
+    nats = -sum(float((logprobs * weights).sum()) for logprobs, weights in pairs)
+    return nats / total if total else math.nan
+
+
+def compute_bpb(
+    logprobs_list: Sequence[TensorData],
+    weights_list: Sequence[TensorData],
+    target_tokens_list: Sequence[TensorData],
+    tokenizer: Any,
+) -> float:
+    """Bits for each byte of the learned text, special tokens apart; NaN without any text."""
+    data = [
+        Datum(ModelInput.empty(), {"weights": weights, "target_tokens": targets})
+        for weights, targets in zip(weights_list, target_tokens_list, strict=True)
+    ]
+    output = ForwardBackwardOutput("", [{"logprobs": logprobs} for logprobs in logprobs_list])
+    return Tally(tokenizer).add(data, output).metrics("nll", "bpb").get("bpb", math.nan)
+
+
+@chz.chz
+class ChatDatasetBuilderCommonConfig(types.ChatDatasetBuilderCommonConfig):
+    """planish.supervised.types.ChatDatasetBuilderCommonConfig, where None trains on all messages of
+    the assistant.
+    """
+
+    train_on_what: TrainOnWhat = chz.field(
+        default=TrainOnWhat.ALL_ASSISTANT_MESSAGES,
+        munger=lambda _, given: given or TrainOnWhat.ALL_ASSISTANT_MESSAGES,
+    )
+
+
+class SupervisedDatasetFromHFDataset(SupervisedDataset):
+    """Batches of `batch_size` rows of a `datasets.Dataset`. `map_fn` makes a row into a datum,
+    `flatmap_fn` into several.
+    """
+
+    def __init__(
+        self,
+        hf_dataset: Any,
+        batch_size: int,
+        map_fn: Callable[[Row], Datum] | None = None,
+        flatmap_fn: Callable[[Row], list[Datum]] | None = None,
+    ) -> None:
+        if (map_fn is None) == (flatmap_fn is None):
+            raise UserError("give map_fn or flatmap_fn, not both")
+        self.hf_dataset = self._epoch = hf_dataset
+        self.batch_size = batch_size
+        self._data_of = flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
+
+    def get_batch(self, index: int) -> list[Datum]:
+        """The datums of the rows of batch `index`."""
+        begin = index * self.batch_size
+        end = min(begin + self.batch_size, len(self._epoch))
+        rows = self._epoch.select(range(begin, end)).to_list()
+        return [datum for row in rows for datum in self._data_of(row)]
+
+    def set_epoch(self, seed: int = 0) -> None:
+        """Take the order of epoch `seed`."""
+        self._epoch = self.hf_dataset.shuffle(seed=seed)
+
+    def __len__(self) -> int:
+        """Whole batches, or one smaller one if that is all there is."""
+        return len(self.hf_dataset) // self.batch_size or min(1, len(self.hf_dataset))
+
+
+class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
+    """The same for a `datasets.IterableDataset` of `length` rows. Batches are asked for in their
+    order; a resumed run reads up to its place.
+    """
+
+    def __init__(
+        self,
+        hf_dataset: Any,
+        batch_size: int,
+        length: int,
+        map_fn: Callable[[Row], Datum] | None = None,
+        flatmap_fn: Callable[[Row], list[Datum]] | None = None,
+        buffer_size: int = 10_000,
+    ) -> None:
+        if (map_fn is None) == (flatmap_fn is None):
+            raise UserError("give map_fn or flatmap_fn, not both")
+        self.hf_dataset = hf_dataset
+        self.batch_size = batch_size
+        self.length = length
+        self.buffer_size = buffer_size
+        self._data_of = flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
+        self.set_epoch(0)
+
+    def get_batch(self, index: int) -> list[Datum]:
+        """The datums of batch `index`, which must not be before the last one asked for."""
+        if index < self._next:
+            raise UserError(f"batch {index} of a stream is past; batches are read in their order")
+        for _ in range((index - self._next) * self.batch_size):
+            next(self._rows, None)
+        self._next = index + 1
+        rows = [row for _, row in zip(range(self.batch_size), self._rows, strict=False)]
+        return [datum for row in rows for datum in self._data_of(row)]
+
+    def set_epoch(self, seed: int = 0) -> None:
+        """Begin the stream anew, in the order of epoch `seed`."""
+        self._rows = iter(self.hf_dataset.shuffle(seed=seed, buffer_size=self.buffer_size))
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Whole batches."""
+        return self.length // self.batch_size

@@ -1,0 +1,128 @@
+"""The options and entry points of training with the cookbook's fields. The loops are planish's.
+
+A field that planish has no use for keeps its default or is refused; `session_name` goes into the
+metadata of the checkpoints.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.distillation import on_policy
+from planish.errors import UnsupportedError
+from planish.preference import dpo
+from planish.tinker import ServiceClient
+from planish.tinker.service_client import run_options
+from planish.training import rl_config as rl
+from planish.training import supervised_config as supervised
+from planish.training import train_rl as rl_train
+from planish.training import train_supervised as supervised_train
+
+
+@chz.chz
+class AsyncConfig(rl.AsyncConfig):
+    """Sampling runs ahead of training, which uses this `loss_fn` instead of that of Config."""
+
+    loss_fn: str = "stable_reinforce"
+
+
+@chz.chz
+class RLConfig(rl.Config):
+    """planish.training.rl_config.Config with the cookbook's further fields."""
+
+    session_name: str | None = None
+    span_chart_every: int = 0
+
+    def training_loss_fn(self) -> str:
+        """The loss of the run: that of async_config, if it has one."""
+        return getattr(self.async_config, "loss_fn", self.loss_fn)
+
+
+@chz.chz
+class SLConfig(supervised.Config):
+    """planish.training.supervised_config.Config with the cookbook's further fields."""
+
+    session_name: str | None = None
+    span_chart_every: int = 0
+    save_every_tokens: int = 0
+    save_every_seconds: float = 0.0
+    async_periodic_saves: bool = False
+
+
+@chz.chz
+class DPOConfig(dpo.Config):
+    """planish.preference.dpo.Config with the cookbook's further fields."""
+
+    session_name: str | None = None
+    span_chart_every: int = 0
+    num_replicas: int = 8
+
+
+@chz.chz
+class OnPolicyConfig(on_policy.Config):
+    """planish.distillation.on_policy.Config with the cookbook's further fields."""
+
+    session_name: str | None = None
+    span_chart_every: int = 0
+
+
+_NOT_SERVED: Mapping[str, Any] = {
+    "span_chart_every": "enable_trace and `planish trace` show when each part ran",
+    "save_every_tokens": "give save_every, in steps",
+    "save_every_seconds": "give save_every, in steps",
+}
+
+
+def _client(config: Any) -> ServiceClient:
+    return ServiceClient(
+        base_url=config.base_url, display_name=config.session_name or config.wandb_name
+    )
+
+
+def _placed(config: Any, **changes: Any) -> Any:
+    """The options as planish's loops take them. UnsupportedError for what they do not have."""
+    for name, remedy in _NOT_SERVED.items():
+        if getattr(config, name, 0):
+            raise UnsupportedError(f"{name}={getattr(config, name)}: {remedy}")
+    # Recipes name the run at W&B also where none of it is wanted.
+    loggers = ("wandb",) if config.wandb_project and not config.loggers else config.loggers
+    return chz.replace(
+        config,
+        log_path=str(Path(config.log_path).expanduser()),
+        loggers=loggers,
+        wandb_name=config.wandb_name if loggers else None,
+        **changes,
+    )
+
+
+async def train_rl(config: RLConfig) -> Path:
+    """Train; returns the run directory."""
+    asked = config.training_loss_fn()
+    computed = run_options().get("substitute_losses", {}).get(asked, asked)
+    return await rl_train.main(_placed(config, loss_fn=computed), _client(config))
+
+
+async def train_sl(config: SLConfig) -> Path:
+    """Train; returns the run directory."""
+    return await supervised_train.main(_placed(config), _client(config))
+
+
+def train_dpo(config: DPOConfig) -> Path:
+    """Train; returns the run directory."""
+    return asyncio.run(dpo.main(_placed(config), _client(config)))
+
+
+async def train_on_policy(config: OnPolicyConfig) -> Path:
+    """Train; returns the run directory."""
+    return await on_policy.main(_placed(config), _client(config))
+
+
+async def run_evaluations_parallel(
+    evaluators: Sequence[Any], sampling_client: Any, config: Any, i_batch: int, store: Any = None
+) -> dict[str, Any]:
+    """The metrics of all evaluators, asked at once."""
+    found = await asyncio.gather(*(evaluator(sampling_client) for evaluator in evaluators))
+    return {name: value for metrics in found for name, value in metrics.items()}

@@ -1,0 +1,200 @@
+"""The names of tinker_cookbook that planish has, and what each of them is here.
+
+A module of the cookbook is a line of `MODULES`. Its names are looked up in `names`, then in
+`passes_on`, a module of planish whose names and meanings are the cookbook's. What is in neither is
+refused, with the reason in `REFUSED` where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class CookbookModule:
+    """One module of the cookbook. Targets are written MODULE:NAME."""
+
+    passes_on: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    difference: str = ""
+    """What a reader who knows the cookbook has to know."""
+
+
+_A = "planish.cookbook.adapters"
+_RENDERERS = CookbookModule(
+    "planish.renderers",
+    {
+        "ParseTermination": "planish.renderers:Termination",
+        "ImagePart": f"{_A}.renderers:ImagePart",
+        "AudioPart": f"{_A}.renderers:AudioPart",
+        "Role": "builtins:str",
+        "ensure_text": f"{_A}.renderers:ensure_text",
+        "format_content_as_string": f"{_A}.renderers:format_content_as_string",
+        "get_renderer": f"{_A}.renderers:get_renderer",
+    },
+    "text only; the formats are those of `planish.renderers.FORMATS`",
+)
+_TOOL_USE = CookbookModule("planish.tool_use")
+_LOGTREE = CookbookModule("planish.logtree")
+
+MODULES: dict[str, CookbookModule] = {
+    "checkpoint_utils": CookbookModule(f"{_A}.checkpoints"),
+    "cli_utils": CookbookModule(f"{_A}.run_helpers"),
+    "completers": CookbookModule("planish.completers"),
+    "display": CookbookModule(f"{_A}.display"),
+    "distillation.datasets": CookbookModule(
+        "planish.distillation.datasets",
+        {
+            "PromptOnlyDatasetBuilder": "planish.distillation.prompts:PromptOnlyDatasetBuilder",
+            "PromptOnlyEnv": "planish.distillation.prompts:PromptOnlyEnv",
+            "TeacherConfig": "planish.distillation.teachers:TeacherConfig",
+        },
+        "PromptOnlyDatasetBuilder takes `dataset`, any data set of prompts, for `dataset_name`",
+    ),
+    "distillation.train_off_policy": CookbookModule("planish.distillation.off_policy"),
+    "distillation.train_on_policy": CookbookModule(
+        "planish.distillation.on_policy",
+        {
+            "Config": f"{_A}.training:OnPolicyConfig",
+            "main": f"{_A}.training:train_on_policy",
+        },
+    ),
+    "eval.evaluators": CookbookModule(
+        "planish.runlog.evaluators",
+        {
+            "EvaluatorBuilder": f"{_A}.names:EvaluatorBuilder",
+            "SamplingClientEvaluatorBuilder": f"{_A}.names:EvaluatorBuilder",
+        },
+    ),
+    "eval.inspect_evaluators": CookbookModule(
+        "planish.integrations.inspect.evaluator",
+        {"InspectEvaluatorBuilder": "planish.integrations.inspect.evaluator:InspectEvaluator"},
+        "needs planish[inspect]; InspectEvaluatorBuilder is the evaluator itself",
+    ),
+    "exceptions": CookbookModule(f"{_A}.names"),
+    "hyperparam_utils": CookbookModule("planish.training.learning_rates"),
+    "image_processing_utils": CookbookModule(
+        f"{_A}.images", difference="each function refuses to be called: planish reads text only"
+    ),
+    "model_info": CookbookModule(
+        f"{_A}.models", difference="a model is known by its files, not by a table of names"
+    ),
+    "preference.comparison_policy_evaluator": CookbookModule(
+        "planish.preference.comparison_evaluator"
+    ),
+    "preference.dpo_datasets": CookbookModule("planish.preference.datasets"),
+    "preference.preference_datasets": CookbookModule(
+        "planish.preference.datasets",
+        {
+            "ChatDatasetBuilderFromComparisons": f"{_A}.preferences:ChatDatasetBuilderFromComparisons",
+            "ComparisonDatasetBuilder": f"{_A}.preferences:ComparisonDatasetBuilder",
+        },
+    ),
+    "preference.train_dpo": CookbookModule(
+        "planish.preference.dpo",
+        {"Config": f"{_A}.training:DPOConfig", "main": f"{_A}.training:train_dpo"},
+    ),
+    "preference.types": CookbookModule(
+        "planish.preference.types",
+        {
+            "PreferenceModel": "planish.preference.preference_models:PreferenceModel",
+            "PreferenceModelBuilder": "planish.preference.preference_models:PreferenceModelBuilder",
+            "PreferenceModelBuilderFromChatRenderer": f"{_A}.preferences:PreferenceModelBuilderFromChatRenderer",
+        },
+    ),
+    "recipes.chat_sl.chat_datasets": CookbookModule(f"{_A}.chat_datasets"),
+    "recipes.math_rl.math_env": CookbookModule(f"{_A}.math_problems"),
+    "recipes.math_rl.math_grading": CookbookModule(f"{_A}.math_problems"),
+    "recipes.preference.datasets": CookbookModule(f"{_A}.preferences"),
+    "renderers": _RENDERERS,
+    "renderers.base": _RENDERERS,
+    "renderers.tml_v0": CookbookModule(names={"TmlV0Renderer": f"{_A}.renderers:TmlV0Renderer"}),
+    "rl.data_processing": CookbookModule("planish.rl.data_processing"),
+    "rl.message_env": CookbookModule("planish.rl.environments.message_env"),
+    "rl.metric_util": CookbookModule("planish.rl.rollout.evaluation"),
+    "rl.play_w_env": CookbookModule(f"{_A}.manual_policy"),
+    "rl.preference_envs": CookbookModule(
+        "planish.preference.preference_envs",
+        {
+            "PairwisePreferenceRLDatasetBuilder": f"{_A}.preferences:PairwisePreferenceRLDatasetBuilder",
+            "TournamentPattern": "planish.preference.matchups:TournamentPattern",
+        },
+    ),
+    "rl.problem_env": CookbookModule(
+        "planish.rl.environments.problem_env",
+        {"logger": f"{_A}.names:logger"},
+        "check_answer gives True or False",
+    ),
+    "rl.rollout_limits": CookbookModule("planish.rl.limits"),
+    "rl.rollout_logging": CookbookModule(
+        names={"RolloutSummaryExportConfig": f"{_A}.names:RolloutSummaryExportConfig"},
+        difference="the loop writes rollouts itself; the class cannot be made",
+    ),
+    "rl.rollout_strategy": CookbookModule("planish.rl.rollout.strategy"),
+    "rl.rollouts": CookbookModule(
+        "planish.rl.rollout.rollouts", {"do_single_rollout": f"{_A}.rollouts:do_single_rollout"}
+    ),
+    "rl.train": CookbookModule(
+        "planish.training.train_rl",
+        {
+            "AsyncConfig": f"{_A}.training:AsyncConfig",
+            "Config": f"{_A}.training:RLConfig",
+            "KLReferenceConfig": "planish.training.rl_config:KLReferenceConfig",
+            "StreamMinibatchConfig": "planish.training.rl_config:StreamMinibatchConfig",
+            "main": f"{_A}.training:train_rl",
+            "run_evaluations_parallel": f"{_A}.training:run_evaluations_parallel",
+        },
+        "the loop and the files are planish's: docs/environments.md, docs/metrics.md",
+    ),
+    "rl.types": CookbookModule("planish.rl.types"),
+    "sandbox": CookbookModule(
+        f"{_A}.sandboxes", difference="planish.sandbox runs programs on this machine"
+    ),
+    "sandbox.modal_sandbox": CookbookModule(f"{_A}.sandboxes"),
+    "stores.storage": CookbookModule(f"{_A}.stores"),
+    "stores.training_store": CookbookModule(f"{_A}.stores"),
+    "supervised.common": CookbookModule(f"{_A}.supervised_data"),
+    "supervised.data": CookbookModule(
+        f"{_A}.supervised_data",
+        {
+            "FromConversationFileBuilder": "planish.supervised.datasets:FromConversationFileBuilder",
+            "conversation_to_datum": "planish.renderers:conversation_to_datum",
+        },
+    ),
+    "supervised.train": CookbookModule(
+        "planish.training.train_supervised",
+        {"Config": f"{_A}.training:SLConfig", "main": f"{_A}.training:train_sl"},
+    ),
+    "supervised.types": CookbookModule(
+        "planish.supervised.types",
+        {
+            "ChatDatasetBuilderCommonConfig": f"{_A}.supervised_data:ChatDatasetBuilderCommonConfig",
+        },
+    ),
+    "tokenizer_utils": CookbookModule(f"{_A}.models"),
+    "tool_use": _TOOL_USE,
+    "tool_use.agent_tool_message_env": CookbookModule("planish.tool_use.agent_env"),
+    "tool_use.tools": CookbookModule("planish.tool_use.tools"),
+    "utils.git_rev": CookbookModule(f"{_A}.run_helpers"),
+    "utils.logtree": _LOGTREE,
+    "utils.logtree_formatters": _LOGTREE,
+    "utils.lr_scheduling": CookbookModule(f"{_A}.names"),
+    "utils.misc_utils": CookbookModule(f"{_A}.small_functions"),
+    "utils.ml_log": CookbookModule(
+        f"{_A}.metric_logger", difference="metrics go to metrics.jsonl, the console and W&B"
+    ),
+    "utils.session_naming": CookbookModule(f"{_A}.run_helpers"),
+    "weights": CookbookModule("planish.export.weights"),
+}
+
+REFUSED = {
+    "audio_processing_utils": "planish reads text only",
+    "capture": "there is no traffic to capture",
+    "chat_app": "`planish chat` talks with a model",
+    "distillation.sdft": "self-distillation is not here; docs/distillation.md has what is",
+    "inference": "`planish export` writes models for other engines",
+    "third_party": "`planish serve` has the endpoints of OpenAI's API",
+    "xmux": "start runs by a shell",
+}
+"""Modules that planish has nothing for."""

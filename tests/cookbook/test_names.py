@@ -1,0 +1,136 @@
+"""planish.cookbook has the names that the official cookbook's own recipes import."""
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import planish.cookbook
+from planish.cookbook.table import MODULES, REFUSED
+from planish.errors import UnsupportedError
+from planish.tinker.refused import Refused
+
+NAMES = (Path(__file__).parent / "names.txt").read_text().split()
+"""What the recipes of tinker-cookbook 0.6.1 import from the cookbook and the SDK."""
+WITH_AN_EXTRA = {"tinker_cookbook.eval.inspect_evaluators.InspectEvaluatorBuilder": "inspect_ai"}
+CANNOT_BE_MADE = {
+    "tinker_cookbook.distillation.sdft",
+    "tinker_cookbook.image_processing_utils.get_image_processor",
+    "tinker_cookbook.image_processing_utils.resize_image",
+    "tinker_cookbook.renderers.ImagePart",
+    "tinker_cookbook.renderers.tml_v0.TmlV0Renderer",
+    "tinker_cookbook.rl.rollout_logging.RolloutSummaryExportConfig",
+    "tinker_cookbook.sandbox.SandboxFusionClient",
+    "tinker_cookbook.sandbox.modal_sandbox.ModalSandbox",
+    "tinker_cookbook.sandbox.modal_sandbox.ModalSandboxPool",
+}
+"""They can be imported, and say why they are not offered when they are used."""
+
+
+def found(name: str):
+    """What an import of `name` gives, by the porting rule."""
+    package, _, rest = name.partition(".")
+    mapped = f"planish.{'cookbook' if package == 'tinker_cookbook' else 'tinker'}"
+    full = f"{mapped}.{rest}" if rest else mapped
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:
+            raise
+    module, _, attribute = full.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_the_recipes_can_be_imported(name):
+    needed = WITH_AN_EXTRA.get(name)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    value = found(name)
+    refused = isinstance(value, type) and issubclass(value, Refused)
+    assert not refused or name in CANNOT_BE_MADE
+
+
+@pytest.mark.parametrize("name", sorted(CANNOT_BE_MADE))
+def test_what_is_not_offered_says_why_when_it_is_used(name):
+    value = found(name)
+    with pytest.raises(UnsupportedError, match=r"is not offered: .{10,}"):
+        value.Config if name.endswith("sdft") else value("x")
+
+
+def test_at_least_92_of_100_names_do_their_work():
+    assert len(NAMES) == 133
+    assert len(CANNOT_BE_MADE) / len(NAMES) < 0.08
+
+
+def test_every_target_of_the_table_is_there():
+    for path, module in MODULES.items():
+        made = importlib.import_module(f"planish.cookbook.{path}")
+        if path == "eval.inspect_evaluators":
+            continue
+        for name in module.names:
+            assert getattr(made, name) is not None
+        if module.passes_on is not None:
+            importlib.import_module(module.passes_on)
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED))
+def test_a_refused_module_says_why(path):
+    module = importlib.import_module(f"planish.cookbook.{path}")
+    with pytest.raises(ImportError, match=f"planish.cookbook.{path}.main is not offered: "):
+        module.main  # noqa: B018
+
+
+def test_an_unknown_name_is_refused_with_the_page_that_lists_the_others():
+    module = importlib.import_module("planish.cookbook.rl.types")
+    with pytest.raises(ImportError, match=r"rl\.types\.Nothing is not offered: docs/porting\.md"):
+        module.Nothing  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("planish.cookbook.nothing")
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in ("tinker", "tinker_cookbook"))
+
+
+def test_the_names_are_those_of_the_installed_cookbook():
+    spec = importlib.util.find_spec("tinker_cookbook")
+    if spec is None or spec.origin is None or "planish" in spec.origin:
+        pytest.skip("tinker-cookbook is not installed")
+    files = (Path(spec.origin).parent / "recipes").rglob("*.py")
+    names = {
+        name for path in files if not path.name.endswith("_test.py") for name in imported(path)
+    }
+    assert {n for n in names if not n.startswith("tinker_cookbook.recipes")} == set(NAMES)
+
+
+def test_nothing_is_loaded_before_it_is_asked_for():
+    assert isinstance(planish.cookbook.rl.train, type(planish.cookbook.rl.types))
+
+
+def rows_of_the_page() -> list[str]:
+    """The table of docs/porting.md, as it must be."""
+    rows = []
+    for path, module in MODULES.items():
+        ours = module.passes_on or "planish.cookbook"
+        place = "an adapter" if ours.startswith("planish.cookbook") else f"`{ours}`"
+        rows.append(f"| `{path}` | {place} | {module.difference} |")
+    return rows
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[2] / "docs/porting.md").read_text()
+    table = page.partition("<!-- modules -->\n")[2].partition("\n<!-- end of modules -->")[0]
+    assert table.splitlines()[2:] == rows_of_the_page()
+    for path, reason in REFUSED.items():
+        assert f"| `{path}` | {reason} |" in page
