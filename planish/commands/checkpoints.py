@@ -1,5 +1,5 @@
-"""`planish checkpoints`: list, show, delete, publish, keep for a time, download; of a server, or of
-this machine.
+"""`planish checkpoints`: list, show, delete, publish, keep for a time, download, import; of a server,
+or of this machine.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 from planish.client.checkpoint_records import Records, Row, as_json, downloaded, records_of
+from planish.client.local import chosen_url
 from planish.commands.runs import add_source_arguments, check_run_id, limit_of
 from planish.commands.tables import print_fields, print_table, size, time, time_left
-from planish.errors import UserError
+from planish.engine.checkpoints import CheckpointStore, data_directory
+from planish.errors import UnsupportedError, UserError
 
 _SHOWN = 20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -47,6 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ttl.add_argument(
         "time", metavar="TIME", help="from now on: seconds, or 30m, 12h, 7d; `never` keeps it"
     )
+    imported = action(
+        "import", "make an adapter that PEFT, TRL, Unsloth or a hosted service saved a checkpoint"
+    )
+    imported.add_argument("directory", type=Path, metavar="DIR", help="the adapter's directory")
+    imported.add_argument(
+        "--base-model", metavar="NAME", help="what it was trained on (default: what its files say)"
+    )
+    imported.add_argument("--run", metavar="RUN", help="of the path (default: imported-DIR)")
+    imported.add_argument("--name", default="imported", help="of the path (%(default)s)")
+    imported.add_argument("--overwrite", action="store_true", help="replace one of this path")
     download = action(
         "download",
         "get the files of a checkpoint: a PEFT adapter, and of weights/ the optimizer's state too",
@@ -75,6 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
             _done(arguments, {"path": arguments.path, "ttl_seconds": seconds})
         case "download":
             _download(records, arguments)
+        case "import":
+            _import(arguments)
 
 
 def duration(text: str) -> int | None:
@@ -86,6 +100,37 @@ def duration(text: str) -> int | None:
     if not seconds:
         raise UserError(f"TIME {text!r}: give seconds, or a number with s, m, h or d, or `never`")
     return seconds
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    # Loaded here: it needs torch, which no other action does.
+    from planish.export.importing import import_adapter
+
+    if chosen_url(arguments.base_url, arguments.api_key, {}):
+        raise UnsupportedError(
+            "an adapter is imported into a directory of this machine; leave --base-url out"
+        )
+    found = import_adapter(
+        arguments.directory.expanduser(),
+        CheckpointStore(data_directory(arguments.data_dir)),
+        base_model=arguments.base_model,
+        run_id=arguments.run,
+        name=arguments.name,
+        overwrite=arguments.overwrite,
+    )
+    row = {
+        "path": str(found.path),
+        "base_model": found.base_model,
+        "rank": found.lora.rank,
+        "linears": found.linears,
+        "notes": list(found.notes),
+    }
+    if arguments.json:
+        print(as_json(row))
+        return
+    print(f"{found.path}: rank {found.lora.rank}, {found.linears} linears of {found.base_model}")
+    for note in found.notes:
+        print(f"  {note}")
 
 
 def _list(records: Records, arguments: argparse.Namespace) -> None:

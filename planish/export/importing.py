@@ -1,0 +1,293 @@
+"""Adapters of other programs as checkpoints: what PEFT, TRL, Unsloth or a hosted service saved
+becomes a training checkpoint with a fresh optimizer.
+
+planish's adapters have one rank, the factor 32 / rank, and matrices for whole groups of linears
+(attention, MLP, head). An adapter of another shape is rewritten so that each product B A keeps its
+value: the factor goes into B, a smaller rank is filled up with zeros, and a linear that the adapter
+leaves alone gets zeros in both matrices. Zeros in A and B have no gradient, so training goes on
+with what was trained before. What a sum of such products cannot give is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG
+from planish.engine.checkpoint_labels import Label
+from planish.engine.checkpoints import CheckpointStore, SavedAdapter
+from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.model.config import ModelConfig, read_json
+from planish.model.lora import LoraLayout
+from planish.model.sources import resolve_model
+from planish.model.weights import load_weights, weights_fingerprint
+from planish.types import CheckpointPath, LoraConfig
+
+MAX_RANK = 256
+_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+_PREFIXES = ("base_model.model.", "")
+_HEADS = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
+"""Other names of lm_head in adapters of hosted services."""
+_PARTS = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_A.default.weight": 0}
+_PARTS |= {".lora_B.default.weight": 1}
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((False, None), "DoRA scales the columns of the weight, which is no sum"),
+    "use_qalora": ((False, None), "QALoRA pools the inputs"),
+    "bias": (("none", None), "biases are not trained here"),
+    "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
+    "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
+    "trainable_token_indices": (([], {}, None), "embeddings are not trained here"),
+    "target_parameters": (([], None), "only linears have adapters here"),
+    "layer_replication": (([], None), "the base model would have other layers"),
+    "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
+    "arrow_config": ((None,), "several adapters would be mixed"),
+    "megatron_config": ((None,), "its layers are split"),
+}
+"""Fields of adapter_config.json: the values that mean a plain sum, and why others are refused."""
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "eva_residual", "lora_ga")
+"""Initialisations that also change the base weights."""
+
+
+@dataclass(frozen=True)
+class ImportedAdapter:
+    """What became of an adapter."""
+
+    path: CheckpointPath
+    base_model: str
+    lora: LoraConfig
+    linears: int
+    """How many linears the adapter changes."""
+    notes: tuple[str, ...]
+    """What its user has to know."""
+
+
+@dataclass(frozen=True)
+class _Linear:
+    a: Tensor
+    b: Tensor
+    factor: float
+
+
+def import_adapter(
+    directory: Path,
+    store: CheckpointStore,
+    *,
+    base_model: str | None = None,
+    models: Mapping[str, str] | None = None,
+    run_id: str | None = None,
+    name: str = "imported",
+    overwrite: bool = False,
+) -> ImportedAdapter:
+    """Make the adapter in `directory` the checkpoint tinker://RUN_ID/weights/NAME of `store`.
+
+    `base_model` is the name of the model that it was trained on; None is the one that
+    adapter_config.json names. `run_id` is by default made from the directory's name.
+    CheckpointError: it does not fit the base model; UnsupportedError: a plain LoRA adapter cannot
+    do the same; DamagedFileError: a file is not what it should be.
+    """
+    config = _config(directory)
+    base_model = base_model or config.get("base_model_name_or_path")
+    if not base_model:
+        raise UserError(f"{directory / ADAPTER_CONFIG} names no base model; give --base-model NAME")
+    weights = resolve_model(base_model, models)
+    model = ModelConfig.from_directory(weights)
+    linears = {
+        linear: _Linear(a, b, _factor(config, linear, a.shape[0]))
+        for linear, (a, b) in _matrices(directory, weights, model).items()
+    }
+    layout = LoraLayout(model, _shape(linears, directory))
+    master = _master(layout, linears, base_model, directory)
+    state = {
+        "master": master,
+        "exp_avg": torch.zeros_like(master),
+        "exp_avg_sq": torch.zeros_like(master),
+        "step": torch.tensor(0),
+    }
+    run_id = run_id or f"imported-{re.sub(r'[^A-Za-z0-9_.-]+', '-', directory.resolve().name)}"
+    path = CheckpointPath(run_id, "training", name)
+    metadata = {"imported": directory.resolve().name}
+    saved = SavedAdapter(
+        state, layout, base_model, model.fingerprint(), weights_fingerprint(weights)
+    )
+    store.save(Label(path, overwrite=overwrite, user_metadata=metadata), saved)
+    return ImportedAdapter(
+        path, base_model, layout.lora, len(linears), _notes(config, layout, linears)
+    )
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    where = directory / ADAPTER_CONFIG
+    if not where.is_file():
+        raise CheckpointError(
+            f"{directory} is no adapter: it has no {ADAPTER_CONFIG}; give a directory that PEFT saved"
+        )
+    if not (directory / ADAPTER).is_file():
+        pickled = next((name for name in _PICKLES if (directory / name).exists()), None)
+        if pickled:
+            raise UnsupportedError(
+                f"{directory / pickled} is a pickle, which could run code; save it again with "
+                "save_pretrained(..., safe_serialization=True)"
+            )
+        raise CheckpointError(f"{directory} has no {ADAPTER}; get the adapter again")
+    config = read_json(where)
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedError(
+            f"{where}: peft_type is {config.get('peft_type')!r}; planish takes LORA"
+        )
+    for field, (plain, reason) in _REFUSED.items():
+        if field in config and config[field] not in plain:
+            raise UnsupportedError(f"{where}: {field} is {config[field]!r}, and {reason}")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
+        raise UnsupportedError(
+            f"{where}: init_lora_weights is {init!r}, which changes the base weights; convert it with "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    for field in ("r", "lora_alpha"):
+        value = config.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise DamagedFileError(f"{where}: {field} is {value!r}, not a positive number")
+    return config
+
+
+def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B by the linear's name, float32."""
+    try:
+        tensors = load_file(directory / ADAPTER)
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(
+            f"{directory / ADAPTER} cannot be read ({error}); get the adapter again"
+        ) from error
+    found: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        linear, part = _named(name)
+        if part is None:
+            if _is_copy_of_base(name, tensor, base, model):
+                continue
+            raise UnsupportedError(
+                f"{directory / ADAPTER} holds {name}, which is no part of a plain LoRA adapter"
+            )
+        found.setdefault(linear, {})[part] = tensor.to(torch.float32)
+    for linear, parts in found.items():
+        if parts.keys() != {0, 1} or any(part.dim() != 2 for part in parts.values()):
+            raise DamagedFileError(f"{directory / ADAPTER}: {linear} has not both matrices")
+        if parts[0].shape[0] != parts[1].shape[1]:
+            raise DamagedFileError(
+                f"{directory / ADAPTER}: the matrices of {linear} have ranks {parts[0].shape[0]} and {parts[1].shape[1]}"
+            )
+        if not all(bool(torch.isfinite(part).all()) for part in parts.values()):
+            raise DamagedFileError(f"{directory / ADAPTER}: {linear} holds NaN or infinity")
+    if not found:
+        raise DamagedFileError(f"{directory / ADAPTER} holds no matrices; get the adapter again")
+    return {linear: (parts[0], parts[1]) for linear, parts in found.items()}
+
+
+def _is_copy_of_base(name: str, tensor: Tensor, base: Path, model: ModelConfig) -> bool:
+    """Whether PEFT saved a weight of the base model along, as it does with a head or an embedding
+    that has an adapter.
+    """
+    short = name.removeprefix(_PREFIXES[0]).replace(".base_layer.", ".")
+    if short not in ("lm_head.weight", "model.embed_tokens.weight"):
+        return False
+    weights = load_weights(base, model)
+    own = weights.get(short, weights["model.embed_tokens.weight"])
+    return own.shape == tensor.shape and torch.equal(own.to(tensor.dtype), tensor)
+
+
+def _named(tensor: str) -> tuple[str, int | None]:
+    """The linear of a tensor, and which of its matrices it is; None for neither."""
+    for suffix, part in _PARTS.items():
+        if tensor.endswith(suffix):
+            linear = tensor.removesuffix(suffix)
+            prefix = next(prefix for prefix in _PREFIXES if linear.startswith(prefix))
+            linear = linear.removeprefix(prefix)
+            return ("lm_head" if linear in _HEADS else linear), part
+    return tensor, None
+
+
+def _factor(config: Mapping[str, Any], linear: str, rank: int) -> float:
+    """What the product of the matrices is multiplied by."""
+    alpha = _of_pattern(config.get("alpha_pattern"), linear, config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_pattern(pattern: Mapping[str, float] | None, linear: str, default: float) -> float:
+    """PEFT's lookup: a key is a regular expression that matches the end of the linear's name."""
+    for key, value in (pattern or {}).items():
+        if re.fullmatch(rf"(.*\.)?({key})", linear):
+            return value
+    return default
+
+
+def _shape(linears: Mapping[str, _Linear], directory: Path) -> LoraConfig:
+    rank = max(linear.a.shape[0] for linear in linears.values())
+    if rank > MAX_RANK:
+        raise UnsupportedError(
+            f"{directory}: rank {rank} is above {MAX_RANK}, the most that planish has"
+        )
+    return LoraConfig(
+        rank=rank,
+        train_attn=any(".self_attn." in name for name in linears),
+        train_mlp=any(".mlp." in name for name in linears),
+        train_unembed="lm_head" in linears,
+    )
+
+
+def _master(
+    layout: LoraLayout, linears: Mapping[str, _Linear], base_model: str, directory: Path
+) -> Tensor:
+    """The flat vector of the adapter."""
+    shapes = {entry.target: entry for entry in layout.entries if entry.is_b}
+    for name, linear in linears.items():
+        entry = shapes.get(name)
+        if entry is None:
+            raise UnsupportedError(
+                f"{directory / ADAPTER} changes {name}, which has no adapter in planish; its targets are the "
+                f"linears of attention and MLP and lm_head of {base_model}"
+            )
+        other = next(e for e in layout.entries if e.target == name and not e.is_b)
+        if (linear.b.shape[0], linear.a.shape[1]) != (entry.shape[0], other.shape[1]):
+            raise CheckpointError(
+                f"{directory / ADAPTER}: {name} is of shape {(linear.b.shape[0], linear.a.shape[1])}, and that of "
+                f"{base_model} is {(entry.shape[0], other.shape[1])}; name the base model that it was trained on"
+            )
+    master = torch.zeros(layout.size)
+    views = layout.views(master)
+    for entry in layout.entries:
+        linear = linears.get(entry.target)
+        if linear is None:
+            continue
+        rank, view = linear.a.shape[0], views[entry.name]
+        if entry.is_b:
+            view[:, :rank] = linear.b * (linear.factor / layout.scaling)
+        else:
+            view[:rank] = linear.a
+    return master
+
+
+def _notes(
+    config: Mapping[str, Any], layout: LoraLayout, linears: Mapping[str, _Linear]
+) -> tuple[str, ...]:
+    notes = []
+    targets = {entry.target for entry in layout.entries}
+    if targets - linears.keys():
+        notes.append(
+            f"{len(targets - linears.keys())} linears that the adapter leaves alone stay so in training"
+        )
+    ranks = sorted({linear.a.shape[0] for linear in linears.values()})
+    if len(ranks) > 1:
+        notes.append(
+            f"ranks {', '.join(map(str, ranks))} are kept; the matrices are filled up with zeros"
+        )
+    if config.get("lora_dropout"):
+        notes.append(f"lora_dropout={config['lora_dropout']} is not applied in training")
+    return tuple(notes)

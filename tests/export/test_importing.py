@@ -1,0 +1,212 @@
+"""Adapters that PEFT saved become checkpoints, whose logprobs are PEFT's."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trained_adapters import TOKENS
+from transformers import AutoModelForCausalLM
+
+from planish import AdamParams, Datum, ModelInput, ServiceClient
+from planish.commands.cli import main
+from planish.engine.checkpoints import CheckpointStore
+from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.export.importing import import_adapter
+from planish.testing import tiny_model
+from planish.types import CheckpointPath
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VARIANTS = {
+    "all linears": {"r": 4, "lora_alpha": 8, "target_modules": ALL},
+    "q and v alone": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    "the head too": {"r": 3, "lora_alpha": 7, "target_modules": [*ALL, "lm_head"]},
+    "rsLoRA": {"r": 4, "lora_alpha": 8, "target_modules": ALL, "use_rslora": True},
+    "ranks by module": {
+        "r": 2,
+        "lora_alpha": 8,
+        "target_modules": ALL,
+        "rank_pattern": {"q_proj": 6, "layers.0.mlp.up_proj": 1},
+        "alpha_pattern": {"q_proj": 3},
+    },
+    "some layers": {"r": 4, "lora_alpha": 4, "target_modules": ALL, "layers_to_transform": [1]},
+}
+
+
+@pytest.fixture(scope="module", name="base")
+def _base(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("base") / "model", "llama", tied=False)
+
+
+# PEFT says so when it saves the base model's head or embedding beside their adapters.
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+
+
+def saved(base: Path, out: Path, **options) -> list[float]:
+    """An adapter with random matrices, saved by PEFT; the logprobs of TOKENS with it."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    tuned = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    tuned.eval().save_pretrained(out)
+    with torch.no_grad():
+        logits = tuned(torch.tensor([TOKENS])).logits[0]
+    chosen = torch.log_softmax(logits[:-1], 1).gather(1, torch.tensor(TOKENS[1:])[:, None])
+    return chosen[:, 0].tolist()
+
+
+def service(base: Path, data: Path) -> ServiceClient:
+    return ServiceClient(models={str(base): str(base)}, data_dir=data, dtype="float32")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logprobs_are_pefts_and_training_goes_on(base, tmp_path, variant):
+    expected = saved(base, tmp_path / "adapter", **VARIANTS[variant])
+    store = CheckpointStore(tmp_path / "data")
+    found = import_adapter(tmp_path / "adapter", store)
+    assert str(found.path) == "tinker://imported-adapter/weights/imported"
+    assert found.base_model == str(base)
+    with service(base, tmp_path / "data") as client:
+        prompt = ModelInput.from_ints(TOKENS)
+        sampler = client.create_sampling_client(model_path=str(found.path))
+        _, *logprobs = sampler.compute_logprobs(prompt).result()
+        plain = client.create_sampling_client(base_model=str(base))
+        _, *without = plain.compute_logprobs(prompt).result()
+        trainer = client.create_training_client_from_state_with_optimizer(str(found.path))
+        datum = Datum(ModelInput.from_ints(TOKENS[:-1]), {"target_tokens": TOKENS[1:]})
+        losses = []
+        for _ in range(3):
+            pending = trainer.forward_backward([datum], "cross_entropy")
+            trainer.optim_step(AdamParams(learning_rate=1e-2)).result()
+            losses.append(pending.result().metrics["loss:sum"])
+        files = store.files(found.path)
+        after = trainer.save_state("after").result().path
+    assert logprobs == pytest.approx(expected, abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(logprobs, without, strict=True)) > 0.05
+    assert losses[0] == pytest.approx(-sum(expected), rel=1e-4)
+    assert losses[2] < losses[0]
+    untouched_stays_zero(files["adapter_model.safetensors"], store, after, tmp_path / "adapter")
+
+
+def untouched_stays_zero(before: Path, store, after: str, adapter: Path) -> None:
+    """A linear that the adapter left alone, and what fills up a smaller rank, is not trained."""
+
+    old = load_file(before)
+    new = load_file(store.files(CheckpointPath.parse(after))["adapter_model.safetensors"])
+    changed = {name for name in new if not torch.equal(old[name], new[name])}
+    theirs = {name for name in load_file(adapter / "adapter_model.safetensors") if "lora_" in name}
+    assert changed == theirs
+    assert all(torch.equal(new[name] != 0, old[name] != 0) for name in new)
+
+
+def test_unsloth_and_services_name_tensors_and_the_head_otherwise(base, tmp_path):
+    expected = saved(base, tmp_path / "adapter", **VARIANTS["the head too"])
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = {
+        name.removeprefix("base_model.model.").replace("lm_head", "model.unembed_tokens"): tensor
+        for name, tensor in load_file(file).items()
+        if "lora_" in name
+    }
+    save_file(tensors, file)
+    found = import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"), name="other")
+    with service(base, tmp_path / "data") as client:
+        sampler = client.create_sampling_client(model_path=str(found.path))
+        _, *logprobs = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
+    assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_command_prints_the_path_and_what_to_know(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("PLANISH_BASE_URL", raising=False)
+    saved(base, tmp_path / "my adapter", **VARIANTS["ranks by module"], lora_dropout=0.1)
+    words = ["checkpoints", "import", str(tmp_path / "my adapter"), "--data-dir", str(tmp_path)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("tinker://imported-my-adapter/weights/imported: rank 6, ")
+    assert "ranks 1, 2, 6 are kept" in printed
+    assert "lora_dropout=0.1 is not applied" in printed
+    assert main(words) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rank"] == 6
+    assert main([*words, "--base-url", "http://127.0.0.1:1"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"use_dora": True}, "use_dora is True, and DoRA"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ],
+)
+def test_what_is_no_plain_sum_is_refused_by_name(base, tmp_path, change, named):
+    saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UnsupportedError, match=named):
+        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_linears_that_planish_does_not_adapt_are_refused_by_name(base, tmp_path):
+    saved(base, tmp_path / "adapter", r=4, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(UnsupportedError, match="lora_embedding_A"):
+        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    saved(base, tmp_path / "wide", r=300, target_modules=["q_proj"])
+    with pytest.raises(UnsupportedError, match="rank 300 is above 256"):
+        import_adapter(tmp_path / "wide", CheckpointStore(tmp_path / "data"))
+
+
+def test_a_head_that_was_trained_as_a_whole_is_refused(base, tmp_path):
+    saved(base, tmp_path / "adapter", **VARIANTS["the head too"])
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    [head] = [name for name in tensors if name.endswith("lm_head.base_layer.weight")]
+    save_file({**tensors, head: tensors[head] * 1.5}, file)
+    with pytest.raises(UnsupportedError, match="lm_head.base_layer.weight, which is no part"):
+        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+
+
+def test_files_that_are_not_what_they_should_be_are_named(base, tmp_path):
+    store = CheckpointStore(tmp_path / "data")
+    with pytest.raises(CheckpointError, match="is no adapter"):
+        import_adapter(tmp_path, store)
+    adapter = tmp_path / "adapter"
+    saved(base, adapter, **VARIANTS["q and v alone"])
+    other = tiny_model(tmp_path / "other", "llama", hidden_size=32)
+    with pytest.raises(CheckpointError, match="name the base model that it was trained on"):
+        import_adapter(adapter, store, base_model=str(other))
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(iter(tensors))
+    save_file({**tensors, first: tensors[first] * float("nan")}, file)
+    with pytest.raises(DamagedFileError, match="NaN or infinity"):
+        import_adapter(adapter, store)
+    save_file({name: tensor for name, tensor in tensors.items() if name != first}, file)
+    with pytest.raises(DamagedFileError, match="has not both matrices"):
+        import_adapter(adapter, store)
+    file.write_bytes(b"no safetensors")
+    with pytest.raises(DamagedFileError, match="cannot be read"):
+        import_adapter(adapter, store)
+    file.rename(adapter / "adapter_model.bin")
+    with pytest.raises(UnsupportedError, match="is a pickle"):
+        import_adapter(adapter, store)
+    config = adapter / "adapter_config.json"
+    save_file(tensors, file)
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "r": 0}))
+    with pytest.raises(DamagedFileError, match="r is 0"):
+        import_adapter(adapter, store)
+    config.write_text(json.dumps({**fields, "base_model_name_or_path": None}))
+    with pytest.raises(UserError, match="--base-model"):
+        import_adapter(adapter, store)
