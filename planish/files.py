@@ -9,6 +9,7 @@ import io
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -68,6 +69,20 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
+def give_usual_mode(path: Path) -> None:
+    """Give a file the mode that the umask allows to new files. Libraries that write a file aside,
+    safetensors among them, leave it readable to its owner alone.
+    """
+    # The umask can only be read by setting it, which another thread may notice; a new file shows it.
+    probe = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.mode")
+    handle = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        path.chmod(os.fstat(handle).st_mode & 0o777)
+    finally:
+        os.close(handle)
+        probe.unlink()
+
+
 def write_whole(path: str | Path, data: bytes | str) -> None:
     """Put `data` at `path` such that a reader, now or after a power cut, sees the old file or the
     whole new one.
@@ -81,7 +96,7 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(aside, 0o644)  # mkstemp makes it private
+        give_usual_mode(Path(aside))  # mkstemp makes it private
         os.replace(aside, path)
         sync_directory(path.parent)
     except OSError as error:

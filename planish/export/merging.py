@@ -22,6 +22,7 @@ from torch import Tensor
 
 from planish.errors import NonFiniteError, StorageError
 from planish.export.lora_update import HEAD, LoraUpdate, Matrices
+from planish.files import give_usual_mode
 from planish.model.config import ModelConfig, read_json
 from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights
 
@@ -165,6 +166,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
             path,
             metadata={"format": "pt"},
         )
+        give_usual_mode(path)
     except SafetensorError as error:  # what safetensors makes of an OSError
         raise StorageError(f"{path.name} could not be written ({error}); free space") from error
 

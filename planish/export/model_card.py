@@ -7,6 +7,7 @@ the card.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from planish.model.sources import HUB_NAME, models_home
 Format = Literal["peft", "merged"]
 README = "README.md"
 _SHOWN_METRICS = 40
+_IN_CACHE = re.compile(r"/models--([A-Za-z0-9_.-]+?)--([A-Za-z0-9_.-]+)/snapshots/")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,15 @@ class Base:
 
     @property
     def is_on_hub(self) -> bool:
-        return HUB_NAME.fullmatch(self.name) is not None and not Path(self.name).exists()
+        return HUB_NAME.fullmatch(self.hub_name) is not None and not Path(self.hub_name).exists()
+
+    @property
+    def hub_name(self) -> str:
+        """The name under which the hub has the weights, if they lie in the hub's cache; otherwise
+        `name`.
+        """
+        found = _IN_CACHE.search(self.directory.absolute().as_posix()) if self.directory else None
+        return "/".join(found.groups()) if found else self.name
 
     @property
     def was_converted(self) -> bool:
@@ -91,7 +101,7 @@ def _header(kind: Format, base: Base) -> str:
     }
     if base.is_on_hub:
         data |= {
-            "base_model": base.name,
+            "base_model": base.hub_name,
             "base_model_relation": "adapter" if kind == "peft" else "finetune",
         }
     return ModelCardData(**data).to_yaml().strip()
@@ -121,7 +131,7 @@ def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
 
 def _public_name(base: Base) -> str:
     """A path of somebody's machine is nobody's business but its last part."""
-    return base.name if base.is_on_hub else Path(base.name).name
+    return base.hub_name if base.is_on_hub else Path(base.name).name
 
 
 def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
@@ -167,9 +177,15 @@ def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
             "python",
         ),
     ]
+    if not base.is_on_hub:
+        parts.append(
+            f"`{_public_name(base)}` is a local name of the base model and no name of the hub, so `AutoPeftModelForCausalLM` cannot "
+            "find it: put the base model's directory, or its name at the hub, in its place, also in adapter_config.json "
+            "(`base_model_name_or_path`)."
+        )
     if update.trains_head:
         parts.append(
-            "The adapter changes the output head. vLLM serves no such adapter: use the merged model there. If head and embedding of the "
+            "The adapter changes the output head. TRL trains no such adapter further, and vLLM serves none: use the merged model there. If head and embedding of the "
             "base model are one matrix, do not call `merge_and_unload`, which would change the embedding too; "
             "`planish export --format merged` gives the head a matrix of its own."
         )

@@ -18,6 +18,7 @@ from planish.export.merging import SHARD_BYTES, Rounding, write_merged
 from planish.export.model_card import README, Base, Format, model_card
 from planish.export.origin import Origin
 from planish.export.whole_directory import check_free, whole_directory
+from planish.files import give_usual_mode
 from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, resolve_model
@@ -138,9 +139,10 @@ def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype
         tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype).contiguous()
     try:
         save_file(tensors, out / ADAPTER, metadata={"format": "pt"})
+        give_usual_mode(out / ADAPTER)
     except SafetensorError as error:
         raise StorageError(f"{ADAPTER} could not be written ({error}); free space") from error
-    _write_json(out / ADAPTER_CONFIG, {**update.config, "base_model_name_or_path": base.name})
+    _write_json(out / ADAPTER_CONFIG, {**update.config, "base_model_name_or_path": base.hub_name})
 
 
 def _write_model(update: LoraUpdate, base: Base, out: Path, options: ExportOptions) -> Rounding:

@@ -5,13 +5,16 @@
     folders    iteration_000010/train.html, iteration_000010/train_logtree.json,
                iteration_000010/eval_NAME.html, ...
 
-The summaries have a row for every trajectory; the page and the tree show the first groups in full.
+In the flat layout the tree and the summaries also have their names in the folders, as hard links:
+readers of the public cookbook look there. The summaries have a row for every trajectory; the page and the tree show the first groups in full.
 Each file is whole or absent, and an iteration that is done again replaces its files.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,6 +106,8 @@ class RolloutFiles:
             write_whole(self.path(split, iteration, SUMMARIES), "".join(rows))
             write_whole(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
         write_whole(page_path, page.encode(errors="backslashreplace"))
+        if self.layout == "flat":
+            self._link_into_folder(split, iteration)
         return page_path
 
     def path(self, split: str, iteration: int, kind: str = PAGE) -> Path:
@@ -112,21 +117,30 @@ class RolloutFiles:
             return self.directory / f"iteration_{iteration:06d}" / f"{name}{kind}"
         return self.directory / f"{name}_iteration_{iteration:06d}{kind}"
 
+    def _link_into_folder(self, split: str, iteration: int) -> None:
+        """Give the files for programs the names of the other layout too, which readers of the
+        public cookbook look for. On a disk without hard links there is one name only.
+        """
+        folder = self.directory / f"iteration_{iteration:06d}"
+        for kind in (TREE, SUMMARIES) if self.json_export else ():
+            second = folder / f"{split_label(split)}{kind}"
+            self._make_room(second)
+            with suppress(OSError):
+                second.unlink(missing_ok=True)
+                os.link(self.path(split, iteration, kind), second)
+
     def remove_from(self, iteration: int) -> None:
         """Remove the files of `iteration` and all later ones, which are going to be done again."""
         for path in list(self._files_from(iteration)):
             path.unlink(missing_ok=True)
-        if self.layout == "folders":
-            for folder in list(self._folders_from(iteration)):
-                if not any(folder.iterdir()):
-                    folder.rmdir()
+        for folder in list(self._folders_from(iteration)):
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
     def _files_from(self, iteration: int) -> Iterator[Path]:
+        for folder in self._folders_from(iteration):
+            yield from (path for path in folder.iterdir() if _NAME_IN_FOLDER.fullmatch(path.name))
         if self.layout == "folders":
-            for folder in self._folders_from(iteration):
-                yield from (
-                    path for path in folder.iterdir() if _NAME_IN_FOLDER.fullmatch(path.name)
-                )
             return
         for path in self.directory.glob("*_iteration_*"):
             found = _FLAT_NAME.fullmatch(path.name)

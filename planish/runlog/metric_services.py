@@ -125,7 +125,8 @@ class Trackio(Service):
             run.project or DEFAULT_PROJECT,
             name=name,
             resume="allow",
-            config=dict(run.config),
+            # Trackio reserves keys that begin with an underscore, as chz's `__chz_type__` does.
+            config={key.lstrip("_"): value for key, value in run.config.items()},
             embed=False,
         )
 

@@ -1,6 +1,7 @@
 """What an export is made of, what it refuses, and that it is whole or absent."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -308,3 +309,41 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
         (aside / "made.json").write_text("whole")
     assert sorted(path.name for path in out.iterdir()) == ["made.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_every_file_has_the_mode_that_the_umask_allows(trained, tmp_path):
+    made = trained("llama", kind="weights")
+    before = os.umask(0o027)
+    try:
+        options = {"adapter_path": made.files}
+        weights.build_lora_adapter(**options, output_path=tmp_path / "peft")
+        weights.build_hf_model(
+            **options, base_model=str(made.base), output_path=tmp_path / "merged"
+        )
+    finally:
+        os.umask(before)
+    files = [file for name in ("peft", "merged") for file in (tmp_path / name).iterdir()]
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in files} == dict.fromkeys(
+        {file.name for file in files}, "0o640"
+    )
+    saved = {oct(file.stat().st_mode & 0o777) for file in made.files.iterdir()}
+    assert saved == {oct(0o666 & ~before)}
+
+
+def test_a_base_in_the_hubs_cache_is_named_as_the_hub_names_it(trained, tmp_path, monkeypatch):
+    made = trained("llama", unembed=False)
+    snapshot = tmp_path / "models--some-org--Tiny-1.0/snapshots/abc"
+    snapshot.parent.mkdir(parents=True)
+    copied(made.base, snapshot)
+    monkeypatch.setenv("PLANISH_MODELS", f"tiny={snapshot}")
+    out = Path(weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft"))
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "some-org/Tiny-1.0"
+    header = metadata_load(out / "README.md")
+    assert header is not None
+    assert header["base_model"] == "some-org/Tiny-1.0"
+    monkeypatch.setenv("PLANISH_MODELS", f"tiny={made.base}")
+    local = weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "local")
+    card = Path(local, "README.md").read_text()
+    assert "`tiny` is a local name of the base model" in card
+    assert "base_model_name_or_path" in card

@@ -80,10 +80,38 @@ def test_flat_names(files, tmp_path):
         "eval_test_iteration_000020.html",
         "eval_test_iteration_000020_logtree.json",
         "eval_test_iteration_000020_rollout_summaries.jsonl",
+        "iteration_000010/train_logtree.json",
+        "iteration_000010/train_rollout_summaries.jsonl",
+        "iteration_000020/eval_test_logtree.json",
+        "iteration_000020/eval_test_rollout_summaries.jsonl",
         "train_iteration_000010.html",
         "train_iteration_000010_logtree.json",
         "train_iteration_000010_rollout_summaries.jsonl",
     ]
+    for name in ("logtree.json", "rollout_summaries.jsonl"):
+        flat, linked = (
+            tmp_path / f"{p}_{name}" for p in ("train_iteration_000010", "iteration_000010/train")
+        )
+        assert flat.samefile(linked)
+
+
+def test_an_iteration_that_is_written_again_has_one_content_under_both_names(files, tmp_path):
+    files.write("train", 10, questions(1))
+    files.write("train", 10, questions(2))
+    flat = tmp_path / "train_iteration_000010_rollout_summaries.jsonl"
+    assert (
+        flat.read_text()
+        == (tmp_path / "iteration_000010/train_rollout_summaries.jsonl").read_text()
+    )
+
+
+def test_a_disk_without_hard_links_has_the_flat_names(files, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    files.write("train", 10, questions(1))
+    assert [name for name in names(tmp_path) if "/" in name] == []
 
 
 def test_names_in_folders(tmp_path, tokenizer):
@@ -317,16 +345,13 @@ def test_an_iteration_that_is_done_again_loses_its_files_and_those_behind_it(
     files.remove_from(10)
     left = names(tmp_path)
     assert set(kept) <= set(left)
-    assert (
-        len(
-            [
-                name
-                for name in left
-                if "000009" in name.split("_iteration_")[-1] or "iteration_000009/" in name
-            ]
-        )
-        == 6
-    )
+    assert len(
+        [
+            name
+            for name in left
+            if "000009" in name.split("_iteration_")[-1] or "iteration_000009/" in name
+        ]
+    ) == (6 if layout == "folders" else 10)
     assert not any("000010" in name.split("iteration_")[-1] and "mine" not in name for name in left)
     assert not any("1000000" in name for name in left)
     if layout == "folders":
