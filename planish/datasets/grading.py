@@ -1,7 +1,8 @@
 r"""Whether an answer in \boxed{} equals the known one.
 
-Two plain numbers are compared as numbers. Anything else goes to math-verify, in a process that can
-be killed: an answer such as 9^{9^{9^{9}}} keeps a computer algebra system busy for ever, and
+Two numbers are compared as numbers, in the forms that people write them (1,234 or 1\,234, 1.5e3,
+2 1/2, 72 cm^2). An answer that names several values is wrong: a policy could hedge. docs/evaluation.md
+has the table of forms. Anything else goes to math-verify, in a process that can be killed: an answer such as 9^{9^{9^{9}}} keeps a computer algebra system busy for ever, and
 neither an alarm nor a thread can stop it there. An answer that cannot be judged (the library fails
 on it, or takes too long) raises GradingError and is counted; it is for the caller to say what
 reward that means, and to show how often it happened.
@@ -9,14 +10,30 @@ reward that means, and to show how often it happened.
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Self
 
 from planish.errors import UnjudgedAnswerError
 from planish.processes.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
-PLAIN_NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?")
+_DIGITS = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(rf"{_DIGITS}(?:[eE][-+]?\d{{1,3}})?")
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}|\\[ ,!]| )\d{3})+(?:\.\d+)?")
+_LONGEST = 1000
+"""Characters of a number. Python refuses to convert texts of more than 4300 digits."""
+_SEPARATOR = re.compile(r",|\{,\}|\\[ ,!]| ")
+_POWER = re.compile(rf"({_DIGITS})\s*\\(?:times|cdot)\s*10\^(?:\{{([-+]?\d{{1,3}})\}}|(\d))")
+_MIXED = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\[dt]?frac\{(\d+)\}\{(\d+)\})")
+_UNIT = re.compile(
+    r"\s+(?:square |cubic |sq\.? )?(?:mm|cm|dm|m|km|in|inch|inches|ft|foot|feet|yd|yards?|mi|miles?|"
+    r"mg|g|kg|grams?|lbs?|pounds?|oz|ounces?|ml|l|lit(?:er|re)s?|s|sec|seconds?|min|minutes?|h|hrs?|"
+    r"hours?|days?|weeks?|months?|years?|dollars?|cents?|degrees?|percent|mph|km/h|m/s|units?|meters?|"
+    r"metres?)(?:\^(?:[23]|\{[23]\}))?"
+)
+"""What may follow a number, a space apart."""
+_SEVERAL = (r"\\", "&", "#", ";", "$", " or ", " and ", r"\text{or}", r"\text{ or }")
+"""Signs between values. An answer may have one only where the known answer has it too."""
 BOX = r"\boxed{"
 BRACE = re.compile(r"(?<!\\)[{}]")
 
@@ -71,9 +88,14 @@ class Grader:
         given, known = _normal(answer), _normal(expected)
         if given == known:
             return True
-        if not given:
+        if not given or any(sign in given and sign not in known for sign in _SEVERAL):
             return False
-        numbers = _number(given), _number(known)
+        sides = [side.strip() for side in given.split("=")]
+        if len(sides) > 1 and "=" not in known:
+            # `x = 72` names 72. In `2 + 70 = 72` both sides do, and in `73 = 72` they do not.
+            values = [side for side in sides if not _is_variable(side)]
+            return bool(values) and all(self.equal(side, expected) for side in values)
+        numbers = number_of(given), number_of(known)
         if numbers[0] is not None and numbers[1] is not None:
             return numbers[0] == numbers[1]
         try:
@@ -96,12 +118,34 @@ class Grader:
 
 def _normal(answer: str) -> str:
     text = answer.strip().strip("$").strip().removesuffix(".").strip()
+    while text.endswith("\\\\"):  # a line break behind the answer
+        text = text.removesuffix("\\\\").strip()
     return text.removeprefix("\\$").strip()
 
 
-def _number(text: str) -> Decimal | None:
-    if not PLAIN_NUMBER.fullmatch(text) or not any(character.isdigit() for character in text):
+def _is_variable(side: str) -> bool:
+    """A name, such as x, x_1, f(x) or \\text{Area}."""
+    return re.fullmatch(r"\\?[A-Za-z]+(?:_\{?\w+\}?|\{[A-Za-z ]+\}|\([a-z]\))?", side) is not None
+
+
+def number_of(text: str) -> Fraction | None:
+    """The number that `text` is, with or without a unit; None if it is another expression."""
+    if not text.isascii() or len(text) > _LONGEST:
         return None
-    if not text.isascii():
+    unit = _UNIT.search(text)
+    if unit is not None and unit.end() == len(text):
+        text = text[: unit.start()]
+    if _GROUPED.fullmatch(text):
+        return Fraction(_SEPARATOR.sub("", text))
+    if _NUMBER.fullmatch(text):
+        return Fraction(text)
+    if power := _POWER.fullmatch(text):
+        return Fraction(power[1]) * Fraction(10) ** int(power[2] or power[3])
+    mixed = _MIXED.fullmatch(text)
+    if mixed is None:
         return None
-    return Decimal(text.replace(",", ""))
+    sign, whole, *parts = mixed.groups()
+    above, below = (int(part) for part in parts if part is not None)
+    if below == 0:
+        return None
+    return (int(whole) + Fraction(above, below)) * (-1 if sign == "-" else 1)

@@ -1,6 +1,9 @@
 r"""Boxes with braces, answers that a library must judge, and answers that would never end."""
 
+import contextlib
+import re
 import time
+from pathlib import Path
 
 import pytest
 from math_verify import parse, verify
@@ -88,6 +91,41 @@ def test_answers_are_compared_by_value(grader, answer, expected, equal):
 @pytest.mark.parametrize(("answer", "expected", "equal"), NUMBERS)
 def test_the_fast_way_for_numbers_equals_the_library(answer, expected, equal):
     assert verify(parse(f"${expected}$"), parse(f"${answer}$")) is equal
+
+
+PAGE = Path(__file__).parents[2] / "docs/evaluation.md"
+ROW = re.compile(r"\| `(.+?)` \| `(.+?)` \| (right|wrong) \|")
+FORMS = [row.groups() for row in map(ROW.fullmatch, PAGE.read_text().splitlines()) if row]
+"""The table of the page about evaluation: known, in the box, verdict."""
+
+
+@pytest.mark.parametrize(("known", "answer", "verdict"), FORMS)
+def test_the_table_of_forms_holds(grader, known, answer, verdict):
+    assert grader.grade(rf"\boxed{{{answer}}}", known).correct is (verdict == "right")
+
+
+def test_the_table_has_both_verdicts():
+    assert {verdict for _, _, verdict in FORMS} == {"right", "wrong"}
+    assert len(FORMS) > 30
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        ("x = 2 or x = 3", "x = 2 or x = 3"),
+    ],
+)
+def test_signs_between_values_are_taken_where_the_known_answer_has_them(grader, answer, expected):
+    assert grader.equal(answer, expected)
+
+
+@pytest.mark.parametrize("answer", ["1e999", "9" * 5000, "1 1/0", "1e-999"])
+def test_extreme_numbers_are_compared_at_once(grader, answer):
+    began = time.process_time()
+    with contextlib.suppress(GradingError):
+        assert not grader.equal(answer, "72")
+    assert time.process_time() - began < 2
 
 
 def test_a_response_without_a_box_is_wrong(grader):
