@@ -20,9 +20,9 @@ from planish.client.local import chosen_url, connect, start_engine
 from planish.errors import UserError, as_user_errors
 from planish.model.config import ModelConfig
 from planish.renderers import Renderer
+from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
 from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.run_directory import weights_of
-from planish.server.openai_reading import Growing, Reading, marks_of, read_message
 from planish.service import CreateSampler, Sample, Service
 from planish.tokenizer import load_tokenizer
 from planish.types import SamplingParams

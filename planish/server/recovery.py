@@ -10,21 +10,21 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from planish.server import journal
-from planish.server.answers import Failed
-from planish.server.checkpoint_catalog import CheckpointCatalog
-from planish.server.engine_calls import EngineCalls
-from planish.server.journal import Row
-from planish.server.lane import Lane
-from planish.server.models import Item
-from planish.server.private_names import is_private, loading_seq
-from planish.server.records import ModelRow, SamplerRow, SessionRow, select
-from planish.server.requests import Requests
+from planish.server.durable import journal
+from planish.server.durable.checkpoints import CheckpointCatalog
+from planish.server.durable.journal import RequestRow
+from planish.server.durable.names import is_private, loading_seq
+from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
+from planish.server.durable.request_log import RequestLog
+from planish.server.durable.store import Store
+from planish.server.engine_client import EngineClient
+from planish.server.models.model import Item
+from planish.server.models.request_queue import RequestQueue
+from planish.server.models.training import Training, unloaded
+from planish.server.results import Failed
 from planish.server.samplers import Sampler, Samplers
 from planish.server.sampling import Sampling
 from planish.server.sessions import Sessions
-from planish.server.store import Store
-from planish.server.training import Training, unloaded
 from planish.types import CheckpointPath
 
 _log = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class Recovered:
 class Recovery:
     def __init__(
         self,
-        engine: EngineCalls,
+        engine: EngineClient,
         store: Store,
         sessions: Sessions,
-        requests: Requests,
+        requests: RequestLog,
         training: Training,
         samplers: Samplers,
         sampling: Sampling,
@@ -97,7 +97,7 @@ class Recovery:
     async def _add_model(self, row: ModelRow) -> None:
         begun = -1 if row.snapshot_seq is None else row.snapshot_seq
         rows = await self._store.read(lambda db: journal.of_model(db, row.id, begun))
-        lane: Lane[Item] = Lane(begun + 1, row.passed)
+        lane: RequestQueue[Item] = RequestQueue(begun + 1, row.passed)
         unload_seq = None
         # An older store may hold an unloading under the number of a request that came in the same
         # moment.
@@ -110,7 +110,7 @@ class Recovery:
             lane.add(found.seq, self._requests.restore(found) if found.is_to_do else found)
         # Those that were answered, up to the first that was not, are replayed when the model is
         # loaded.
-        while isinstance(lane.peek(), Row):
+        while isinstance(lane.peek(), RequestRow):
             lane.take()
         self._training.add(row, lane).unload_seq = unload_seq
 
@@ -134,7 +134,7 @@ class Recovery:
         elif row is None or not row.is_to_do:
             await self._samplers.close(sampler, "the request that should have published it failed")
 
-    def _resume(self, row: Row) -> None:
+    def _resume(self, row: RequestRow) -> None:
         """Models find theirs in their lanes."""
         if row.kind == "sample":
             sampler, request = self._samplers.get(row.owner), self._requests.restore(row)

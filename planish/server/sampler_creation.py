@@ -6,17 +6,15 @@ import asyncio
 import time
 from weakref import WeakValueDictionary
 
-from planish.server.answers import Tenant
-from planish.server.checkpoint_catalog import CheckpointCatalog, check_source
-from planish.server.crash_points import crash_point
-from planish.server.engine_calls import EngineCalls
-from planish.server.errors import BadRequest, Gone
-from planish.server.private_names import source_path
-from planish.server.records import SamplerRow, put, select
-from planish.server.requests import Requests
+from planish.server.durable.checkpoints import CheckpointCatalog, check_source
+from planish.server.durable.names import source_path
+from planish.server.durable.records import SamplerRow, put, select
+from planish.server.durable.request_log import RequestLog
+from planish.server.durable.store import Store, crash_point
+from planish.server.engine_client import EngineClient
+from planish.server.results import BadRequest, Gone, Tenant
 from planish.server.samplers import Samplers
 from planish.server.sessions import Sessions
-from planish.server.store import Store
 from planish.server.submission import Submission
 from planish.service import CreateSampler
 from planish.wire.models import session_of
@@ -25,10 +23,10 @@ from planish.wire.models import session_of
 class SamplerCreation:
     def __init__(
         self,
-        engine: EngineCalls,
+        engine: EngineClient,
         store: Store,
         sessions: Sessions,
-        requests: Requests,
+        requests: RequestLog,
         samplers: Samplers,
         catalog: CheckpointCatalog,
         submission: Submission,

@@ -16,14 +16,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from planish.errors import CheckpointError, DamagedFileError, UserError
-from planish.server.answers import Tenant
-from planish.server.crash_points import crash_point
-from planish.server.engine_calls import EngineCalls
-from planish.server.errors import NotFound
-from planish.server.records import SamplerRow, change, select
-from planish.server.residency import Residency, Resident
-from planish.server.store import Store
-from planish.server.under_way import UnderWay
+from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.records import SamplerRow, change, select
+from planish.server.durable.store import Store, crash_point
+from planish.server.engine_client import EngineClient
+from planish.server.results import NotFound, Tenant
+from planish.server.scheduling.adapter_cache import AdapterCache, CachedAdapter
 from planish.service import CreateSampler, ReleaseSampler
 
 _log = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ _log = logging.getLogger(__name__)
 class _Residence:
     """How a sampler comes into memory and leaves it."""
 
-    def __init__(self, row: SamplerRow, engine: EngineCalls, under_way: UnderWay) -> None:
+    def __init__(self, row: SamplerRow, engine: EngineClient, under_way: CrashGuard) -> None:
         self.row = row
         self.failure: str | None = None
         self._engine = engine
@@ -47,7 +45,7 @@ class _Residence:
         return self.row.memory_bytes
 
     @property
-    def can_leave(self) -> bool:
+    def is_evictable(self) -> bool:
         return self.row.source is not None
 
     async def load(self) -> None:
@@ -82,7 +80,7 @@ class _Residence:
 class Sampler:
     row: SamplerRow
     residence: _Residence
-    origin: Resident | None = None
+    origin: CachedAdapter | None = None
     """The model that published it."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Its weights are decided: it was made, or published, or that failed."""
@@ -100,7 +98,7 @@ class Sampler:
 
 class Samplers:
     def __init__(
-        self, engine: EngineCalls, store: Store, residency: Residency, under_way: UnderWay
+        self, engine: EngineClient, store: Store, residency: AdapterCache, under_way: CrashGuard
     ) -> None:
         self._engine = engine
         self._under_way = under_way
@@ -110,7 +108,7 @@ class Samplers:
         self._published: dict[tuple[str, int], Sampler] = {}
         """By the request that publishes it."""
 
-    def add(self, row: SamplerRow, origin: Resident | None = None) -> Sampler:
+    def add(self, row: SamplerRow, origin: CachedAdapter | None = None) -> Sampler:
         """`origin`: the model that publishes it."""
         sampler = Sampler(row, _Residence(row, self._engine, self._under_way), origin)
         self._samplers[row.id] = sampler

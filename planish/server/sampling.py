@@ -1,7 +1,7 @@
 """Sampling: each request is a task that waits for its sampler, for its tenant's turn, and for room
 in memory, and then for the engine.
 
-Requests have no order. After a crash those that were not answered are drawn again, with the seeds
+RequestLog have no order. After a crash those that were not answered are drawn again, with the seeds
 that they were accepted with.
 """
 
@@ -14,17 +14,15 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from planish.errors import EngineClosedError
-from planish.server.answers import Done, Failed
-from planish.server.crash_points import crash_point
-from planish.server.engine_calls import EngineCalls
-from planish.server.errors import GivenUp
-from planish.server.fair_gate import FairGate
-from planish.server.journal_codec import entry, result_of
-from planish.server.limits import Limits
-from planish.server.measurements import Counters
-from planish.server.requests import Request, Requests, failure
+from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.journal import entry, result_of
+from planish.server.durable.request_log import Request, RequestLog, TenantLimits, failure
+from planish.server.durable.store import crash_point
+from planish.server.engine_client import EngineClient
+from planish.server.metrics import Counters
+from planish.server.results import Abandoned, Done, Failed
 from planish.server.samplers import Sampler, Samplers
-from planish.server.under_way import UnderWay
+from planish.server.scheduling.fair_queue import FairQueue
 from planish.service import DrawnToken, Sample
 from planish.types import SampleResponse
 
@@ -36,12 +34,12 @@ _INLINE_TOKENS = 4096
 class Sampling:
     def __init__(
         self,
-        engine: EngineCalls,
-        requests: Requests,
-        under_way: UnderWay,
+        engine: EngineClient,
+        requests: RequestLog,
+        under_way: CrashGuard,
         samplers: Samplers,
-        gate: FairGate,
-        limits: Limits,
+        gate: FairQueue,
+        limits: TenantLimits,
         counters: Counters,
     ) -> None:
         self._engine = engine
@@ -108,7 +106,7 @@ class Sampling:
         except EngineClosedError:
             return
         except Exception as error:
-            if not isinstance(error, (ValueError, GivenUp)):
+            if not isinstance(error, (ValueError, Abandoned)):
                 _log.exception("%s failed", request.id)
             answer = failure(error)
         self._requests.settle(request, answer)

@@ -1,4 +1,4 @@
-"""`planish serve`: the process. It builds the engine, the core and the application, and runs them
+"""`planish serve`: the process. It builds the engine, the server and the application, and runs them
 on one socket.
 
 Loopback only, unless told otherwise, and then only with keys. Everything that can be wrong is found
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import logging
 import signal
 import socket
@@ -24,27 +25,31 @@ from threading import Thread
 from types import FrameType
 
 import uvicorn
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from planish.engine.engine import Engine
-from planish.engine.memory import DeviceMemory
+from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory, gib
+from planish.engine.settings import EngineSettings
 from planish.errors import UserError
+from planish.files import write_whole
 from planish.model.listing import list_models
-from planish.model.sources import DEFAULT_MODEL, resolve_model
-from planish.server import openai_routes, routes_draw
-from planish.server.access import Access, RequestMetrics
-from planish.server.app import STOP_SECONDS, create_app
-from planish.server.core import ServerCore
-from planish.server.engine_calls import NOBODYS_SAMPLE
-from planish.server.exchange import HttpSettings, HttpState
-from planish.server.hub_tokenizers import asked_names, keep_tokenizer
-from planish.server.logs import set_up
-from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
-from planish.server.metrics_page import metrics_route
-from planish.server.serve_options import ServeOptions, add_arguments, options_of
+from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
+from planish.model.weights import weight_files
+from planish.server.engine_client import NOBODYS_SAMPLE
+from planish.server.http import routes_sampling as routes_draw
+from planish.server.http.access import Access, RequestMetrics, set_up
+from planish.server.http.app import STOP_SECONDS, create_app
+from planish.server.http.context import ALL_BODIES, HttpState, read_keys
+from planish.server.http.metrics_page import metrics_route
+from planish.server.http.routes_checkpoints import tokenizer_files
+from planish.server.openai import routes as openai_routes
+from planish.server.options import ServeOptions, add_arguments, options_of
+from planish.server.server import Server
+from planish.server.settings import HttpSettings, ServerSettings
 from planish.server.substituted_losses import SubstitutedLosses
-from planish.server.tenancy import read_keys
 
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 
@@ -109,13 +114,19 @@ def _prepared(options: ServeOptions) -> _Prepared:
 
 def _application(engine: Engine, prepared: _Prepared) -> Starlette:
     options, models = prepared.options, prepared.models
-    core = ServerCore(engine, prepared.data_dir, list(models), prepared.keys, options.settings)
-    http = HttpSettings(options.poll_seconds, models, has_keys=prepared.keys is not None)
+    server = Server(engine, prepared.data_dir, list(models), options.settings)
+    http = HttpSettings(options.poll_seconds, models, prepared.keys)
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
-    more = [*routes_draw.ROUTES, *openai_routes.routes(core, models), metrics_route(registry)]
-    app = create_app(core, http, more)
-    app.add_middleware(Access, metrics=RequestMetrics(registry), authenticate=core.authenticate)
+    more = [
+        *routes_draw.PLANISH_ROUTES,
+        *openai_routes.routes(server, models),
+        metrics_route(registry),
+    ]
+    app = create_app(server, http, more)
+    app.add_middleware(
+        Access, metrics=RequestMetrics(registry), authenticate=app.state.http.keyring.tenant
+    )
     return app
 
 
@@ -242,3 +253,109 @@ def _raise_file_limit() -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Of the whole server."""
+
+    device: str
+    """Where models and adapters are: "cpu", or the name of a GPU, whose memory is then another than
+    that of the rest.
+    """
+    models: Mapping[str, ModelMemory]
+    """By name; two names of one directory share what it has."""
+    adapters: int
+    requests: int
+    """RequestLog and results."""
+
+    @property
+    def computing(self) -> int:
+        """On the device."""
+        return (
+            sum({id(model): model.total for model in self.models.values()}.values()) + self.adapters
+        )
+
+    @property
+    def serving(self) -> int:
+        """Besides, always in main memory."""
+        return RUNTIME_BYTES + self.requests
+
+    def __str__(self) -> str:
+        if self.device == "cpu":
+            first = f"memory: up to {gib(self.computing + self.serving)}"
+        else:
+            first = f"memory: up to {gib(self.computing)} of {self.device}, and {gib(self.serving)} of main memory"
+        lines = [
+            f"  {name}: weights {gib(model.weights)}, keys and values up to {gib(model.keys_values)}, "
+            f"a sampling step {gib(model.sampling)}, a training step {gib(model.training)}"
+            for name, model in self.models.items()
+        ]
+        lines.append(
+            f"  adapters up to {gib(self.adapters)}, requests and results up to {gib(self.requests)}"
+        )
+        return "\n".join([first, *lines])
+
+
+def device_memory(
+    models: Mapping[str, Path], engine: EngineSettings, settings: ServerSettings
+) -> DeviceMemory:
+    """Of a server of `models`, directories by name."""
+    return DeviceMemory(engine, list(models.values()), settings.adapter_memory_bytes)
+
+
+def memory_plan(
+    models: Mapping[str, Path], memory: DeviceMemory, settings: ServerSettings
+) -> MemoryPlan:
+    """UserError if one of the models has too little; UnknownModelError and its kin if one cannot be
+    served.
+    """
+    for path in models.values():
+        weight_files(path)
+    return MemoryPlan(
+        str(memory.device),
+        {name: memory.claim(path) for name, path in models.items()},
+        settings.adapter_memory_bytes,
+        settings.request_memory_bytes + settings.result_memory_bytes + ALL_BODIES,
+    )
+
+
+_log = logging.getLogger("planish.server")
+
+
+_LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+
+
+def asked_names(name: str) -> tuple[str, ...]:
+    """The repositories in which clients look for the tokenizer of `name`: for Llama 3, whose own
+    are gated, the SDK asks one for all of them.
+    """
+    return (name, _LLAMA_3) if name.startswith("meta-llama/Llama-3") else (name,)
+
+
+def keep_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Path | None:
+    """Put the tokenizer of `directory` into the hub's cache as that of `name`; the directory it is
+    in, or None if the cache knows the name.
+    """
+    if not HUB_NAME.fullmatch(name):
+        _log.info(
+            "%s is no name of the hub, so its tokenizer is not put into the hub's cache", name
+        )
+        return None
+    repository = (cache or Path(constants.HF_HUB_CACHE)) / repo_folder_name(
+        repo_id=name, repo_type="model"
+    )
+    reference = repository / "refs" / "main"
+    if reference.exists():
+        return None
+    files = tokenizer_files(directory)
+    revision = hashlib.sha1(
+        "\0".join(f"{name}\0{text}" for name, text in files.items()).encode()
+    ).hexdigest()
+    snapshot = repository / "snapshots" / revision
+    snapshot.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        write_whole(snapshot / file, text)
+    reference.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(reference, revision)
+    return snapshot

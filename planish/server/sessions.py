@@ -17,11 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from planish.errors import EngineClosedError, StorageError
-from planish.server.answers import Page, SessionRecord, SessionSpec, Tenant
-from planish.server.crash_points import crash_point
-from planish.server.errors import Gone, NotFound
-from planish.server.models import Model
-from planish.server.records import (
+from planish.server.durable.records import (
     ModelRow,
     SamplerRow,
     SessionRow,
@@ -33,9 +29,11 @@ from planish.server.records import (
     select,
     text_of,
 )
+from planish.server.durable.store import Store, Transaction, crash_point
+from planish.server.models.model import Model
+from planish.server.models.training import Training
+from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionSpec, Tenant
 from planish.server.samplers import Samplers
-from planish.server.store import Store, Transaction
-from planish.server.training import Training
 
 ENDED = "its session ended"
 

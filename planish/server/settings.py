@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from planish.errors import UserError
 
@@ -41,7 +44,7 @@ class ServerSettings:
     comes is not behind all of them.
     """
 
-    # Limits of one key.
+    # TenantLimits of one key.
     max_queued_requests: int = 20_000
     max_queued_bytes: int = 2 * _GIB
     tokens_per_minute: int = 1 << 40
@@ -80,14 +83,38 @@ class ServerSettings:
     """
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            whole = field.type == "int"
+        for each in fields(self):
+            value = getattr(self, each.name)
+            whole = each.type == "int"
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int if whole else (int, float))
                 or not value > 0
             ):
                 raise UserError(
-                    f"{field.name}={value!r}: give a {'whole ' if whole else ''}number above 0"
+                    f"{each.name}={value!r}: give a {'whole ' if whole else ''}number above 0"
                 )
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """How the routes behave."""
+
+    poll_seconds: float = 22.0
+    """How long a request for a result is held. Clients give up at 45 s, and ask again at once after
+    a shorter wait.
+    """
+    tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
+    """Where the tokenizer of each base model is, by the model's name."""
+    keys: Mapping[str, str] | None = None
+    """Maps each API key to the name of its tenant. None: the server asks for no key and serves
+    programs of its own machine only, never a web page.
+    """
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name of the URL, is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -17,24 +17,22 @@ from typing import Any, TypeVar
 
 from planish.engine.checkpoint_labels import check_name, check_ttl
 from planish.errors import StorageError, UnknownModelError
-from planish.server.answers import Accepted, Failed, Tenant
-from planish.server.checkpoint_catalog import CheckpointCatalog, check_source
-from planish.server.engine_calls import EngineCalls
-from planish.server.errors import BadRequest, Gone, NotFound, ServerError
-from planish.server.journal import Row
-from planish.server.journal_codec import Entry, kind_of
-from planish.server.lane import Lane
-from planish.server.models import Model
-from planish.server.private_names import check_name_is_free
-from planish.server.records import ModelRow, SamplerRow, put, select, text_of
-from planish.server.requests import Also, Request, Requests
-from planish.server.restarted_counting import counted, shifted
+from planish.server.durable.checkpoints import CheckpointCatalog, check_source
+from planish.server.durable.journal import JournalEntry, RequestRow, kind_of
+from planish.server.durable.names import check_name_is_not_private
+from planish.server.durable.records import ModelRow, SamplerRow, put, select, text_of
+from planish.server.durable.request_log import Also, Request, RequestLog
+from planish.server.durable.store import Store
+from planish.server.engine_client import EngineClient
+from planish.server.models.model import Model
+from planish.server.models.request_queue import RequestQueue
+from planish.server.models.restarted_counting import counted, shifted
+from planish.server.models.training import Training
+from planish.server.results import Accepted, BadRequest, Failed, Gone, NotFound, ServerError, Tenant
 from planish.server.samplers import Sampler, Samplers
 from planish.server.sampling import Sampling
 from planish.server.sessions import Sessions
 from planish.server.settings import ServerSettings
-from planish.server.store import Store
-from planish.server.training import Training
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -59,10 +57,10 @@ class Submission:
     def __init__(
         self,
         base_models: Sequence[str],
-        engine: EngineCalls,
+        engine: EngineClient,
         store: Store,
         sessions: Sessions,
-        requests: Requests,
+        requests: RequestLog,
         training: Training,
         sampling: Sampling,
         samplers: Samplers,
@@ -231,7 +229,7 @@ class Submission:
             case SaveWeights(name=name) | SaveWeightsForSampler(name=name):
                 check_name("name", name)
                 check_ttl(operation.ttl_seconds)
-                check_name_is_free(name)
+                check_name_is_not_private(name)
             case LoadWeights(path=path):
                 check_source(path)
                 await self._catalog.readable(tenant, path)
@@ -249,7 +247,12 @@ class Submission:
         return not (is_late or model.lane.is_used(seq) or seq in model.arriving)
 
     async def _take(
-        self, tenant: Tenant, model: Model, seq: int, operation: Operation[Any], journaled: Entry
+        self,
+        tenant: Tenant,
+        model: Model,
+        seq: int,
+        operation: Operation[Any],
+        journaled: JournalEntry,
     ) -> None:
         try:
             await self._check_training(tenant, model, operation)
@@ -282,7 +285,7 @@ class Submission:
         raise Gone(f"seq_id={seq} of {model.id!r} was done long ago, and its result was removed")
 
     async def _journal_refused(self, model: Model, seq: int, error: Exception, kind: str) -> None:
-        row = Row(
+        row = RequestRow(
             *(
                 f"{model.id}:{seq}",
                 model.row.tenant,
@@ -297,24 +300,32 @@ class Submission:
             category="user",
             error_class=name_of(error),
         )
-        await self._journal_training(model, row, Entry(kind, b"", b"", UnloadModel(model.id)))
+        await self._journal_training(
+            model, row, JournalEntry(kind, b"", b"", UnloadModel(model.id))
+        )
 
-    async def _journal_model(self, row: ModelRow, journaled: Entry) -> None:
+    async def _journal_model(self, row: ModelRow, journaled: JournalEntry) -> None:
         creation = _row(Tenant(row.tenant), row.id, 0, journaled)
         request = await self._requests.accept(
             creation, journaled, lambda transaction: put(transaction, row)
         )
         if request is not None:
-            self._queue(self._training.add(row, Lane(0)), request)
+            self._queue(self._training.add(row, RequestQueue(0)), request)
             self._sessions.clear_if_ended(row.session)
 
-    async def _journal_sample(self, sampler: Sampler, row: Row, journaled: Entry) -> None:
+    async def _journal_sample(
+        self, sampler: Sampler, row: RequestRow, journaled: JournalEntry
+    ) -> None:
         request = await self._requests.accept(row, journaled)
         if request is not None:
             self._sampling.begin(sampler, request)
 
     async def _journal_training(
-        self, model: Model, row: Row, journaled: Entry, sampler: SamplerRow | None = None
+        self,
+        model: Model,
+        row: RequestRow,
+        journaled: JournalEntry,
+        sampler: SamplerRow | None = None,
     ) -> None:
         also: Also | None = (
             None if sampler is None else lambda transaction: put(transaction, sampler)
@@ -367,8 +378,8 @@ def _sampler_row(model: Model, seq: int, operation: PublishSampler) -> SamplerRo
     )
 
 
-def _row(tenant: Tenant, owner: str, seq: int, journaled: Entry) -> Row:
-    return Row(
+def _row(tenant: Tenant, owner: str, seq: int, journaled: JournalEntry) -> RequestRow:
+    return RequestRow(
         f"{owner}:{seq}",
         tenant.name,
         journaled.kind,

@@ -8,12 +8,20 @@ import sqlite3
 from dataclasses import dataclass
 
 from planish.errors import UserError
-from planish.server.answers import Failed, Page, Tenant, TrainingRun
-from planish.server.checkpoint_catalog import CheckpointCatalog
-from planish.server.engine_calls import EngineCalls
-from planish.server.records import ModelRow, count, moment, put, put_checkpoint, select, text_of
-from planish.server.requests import Requests
-from planish.server.store import Store, Transaction
+from planish.server.durable.checkpoints import CheckpointCatalog
+from planish.server.durable.records import (
+    ModelRow,
+    count,
+    moment,
+    put,
+    put_checkpoint,
+    select,
+    text_of,
+)
+from planish.server.durable.request_log import RequestLog
+from planish.server.durable.store import Store, Transaction
+from planish.server.engine_client import EngineClient
+from planish.server.results import Failed, Page, Tenant, TrainingRun
 from planish.server.submission import Submission
 from planish.types import CheckpointPath, GetInfoResponse, ModelData
 from planish.wire.models import SessionPlace
@@ -30,9 +38,9 @@ class _Found:
 class TrainingRuns:
     def __init__(
         self,
-        engine: EngineCalls,
+        engine: EngineClient,
         store: Store,
-        requests: Requests,
+        requests: RequestLog,
         catalog: CheckpointCatalog,
         submission: Submission,
     ) -> None:

@@ -18,10 +18,10 @@ from starlette.responses import Response
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server import routes_draw
-from planish.server.app import create_app
-from planish.server.core import ServerCore
-from planish.server.exchange import HttpSettings
+from planish.server.http import routes_sampling as routes_draw
+from planish.server.http.app import create_app
+from planish.server.server import Server
+from planish.server.settings import HttpSettings
 
 Fault = str | Response | None
 """LOST, BROKEN, another answer, or None where all is well."""
@@ -89,7 +89,7 @@ class Network:
 class ServerThread:
     url: str
     network: Network
-    core: ServerCore
+    server: Server
 
 
 @contextmanager
@@ -100,22 +100,22 @@ def serving(
     engine = Engine(
         {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32")
     )
-    core = ServerCore(engine, data, list(models), keys)
-    settings = HttpSettings(tokenizer_directories=models, has_keys=keys is not None)
-    app = create_app(core, settings, more=routes_draw.ROUTES)
+    server = Server(engine, data, list(models))
+    settings = HttpSettings(tokenizer_directories=models, keys=keys)
+    app = create_app(server, settings, more=routes_draw.PLANISH_ROUTES)
     network = Network(app)
-    server = uvicorn.Server(
+    http_server = uvicorn.Server(
         uvicorn.Config(network, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)
     )
     with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
         thread.start()
-        while not server.started:
+        while not http_server.started:
             assert thread.is_alive()
             time.sleep(0.01)
         try:
-            yield ServerThread(f"http://127.0.0.1:{listener.getsockname()[1]}", network, core)
+            yield ServerThread(f"http://127.0.0.1:{listener.getsockname()[1]}", network, server)
         finally:
             app.state.http.stopping.set()
-            server.should_exit = True
+            http_server.should_exit = True
             thread.join(30)

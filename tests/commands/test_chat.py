@@ -13,8 +13,8 @@ from planish.commands.chat_voice import Answer, Piece, Voice, listening
 from planish.commands.cli import main
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options
+from planish.renderers.stream_parser import Reading
 from planish.runlog.model_renderer import model_renderer
-from planish.server.openai_reading import Reading
 from planish.supervised.conversations import conversation_of
 from planish.testing import END_OF_TURN, tiny_model
 

@@ -11,10 +11,11 @@ import uvicorn
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server import openai_routes, routes_draw
-from planish.server.app import create_app
-from planish.server.core import ServerCore
-from planish.server.exchange import HttpSettings
+from planish.server.http import routes_sampling as routes_draw
+from planish.server.http.app import create_app
+from planish.server.openai import routes as openai_routes
+from planish.server.server import Server
+from planish.server.settings import HttpSettings
 
 
 @contextmanager
@@ -22,21 +23,21 @@ def serving(data: Path, name: str, model: str) -> Iterator[str]:
     """The URL of a server for the length of a block."""
     models = {name: Path(model)}
     engine = Engine({name: model}, data, EngineSettings(dtype="float32", deterministic=True))
-    core = ServerCore(engine, data, list(models), None)
-    more = [*routes_draw.ROUTES, *openai_routes.routes(core, models)]
-    app = create_app(core, HttpSettings(tokenizer_directories=models), more)
-    server = uvicorn.Server(
+    server = Server(engine, data, list(models))
+    more = [*routes_draw.PLANISH_ROUTES, *openai_routes.routes(server, models)]
+    app = create_app(server, HttpSettings(tokenizer_directories=models), more)
+    http_server = uvicorn.Server(
         uvicorn.Config(app, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
         thread.start()
-        while not server.started:
+        while not http_server.started:
             assert thread.is_alive()
             time.sleep(0.01)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             app.state.http.stopping.set()
-            server.should_exit = True
+            http_server.should_exit = True
             thread.join(30)

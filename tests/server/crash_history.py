@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from core_client import BASE, RANK, adam, drawn, gradient, sample
+from server_client import BASE, RANK, adam, drawn, gradient, sample
 from wire_client import Patient, Refused, WireClient
 
-from planish.server.answers import Accepted, Done, Failed
+from planish.server.results import Accepted, Done, Failed
 from planish.service import (
     CreateModel,
     CreateSampler,

@@ -4,7 +4,7 @@ done twice.
     python tests/server/crash_run.py --kills 300 --record crash_run.json
 
 Every round is a new data directory and the whole script of crash_history.py, killed at each named
-place of planish/server/crash_points.py in turn and at random moments, as often as fits into it. At
+place of planish/server/durable/store.py in turn and at random moments, as often as fits into it. At
 its end the answers that clients got, and the weights and the optimizer state of all models, must be
 bit for bit those of a round without kills.
 """
@@ -26,12 +26,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from core_client import state
 from crash_history import CrashClient, script
 from crash_server import CrashServer, Start, free_port
+from server_client import state
 from wire_client import WireClient
 
-from planish.server.crash_points import CRASH_POINTS
+from planish.server.durable.store import CRASH_POINTS
 from planish.server.settings import ServerSettings
 from planish.testing import tiny_model
 

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
-from core_client import make_core
+from server_client import make_core
 
-import planish.server.crash_points as crash_points
-import planish.server.store as store
-import planish.server.under_way as under_way
+import planish.server.durable.crash_guard as under_way
+import planish.server.durable.store as crash_points
+import planish.server.durable.store as store
 from planish.engine.engine import Engine
-from planish.server.app import create_app
-from planish.server.exchange import HttpSettings
-from planish.server.settings import ServerSettings
+from planish.server.http.app import create_app
+from planish.server.settings import HttpSettings, ServerSettings
 from planish.service import ForwardBackward, Operation, Sample
 
 R = TypeVar("R")
@@ -112,7 +111,7 @@ def _serve(start: Start) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING)
     if start.crash_at is not None:
-        crash_points.arm(start.crash_at)
+        crash_points.arm_crash_point(start.crash_at)
     if start.crash_after is not None:
         limit = time.process_time() + start.crash_after
         threading.Thread(target=_die_at, args=(limit, start.timer_mark), daemon=True).start()
@@ -121,8 +120,8 @@ def _serve(start: Start) -> None:
         _be_poisoned()
     else:  # or one of so many kills in a row might be taken for the doing of a request
         under_way._ENDS_ALONE = 20
-    core = make_core(start.model_dir, start.data_dir, start.settings, start.keys)
-    app = create_app(core, HttpSettings(_POLL_SECONDS, has_keys=start.keys is not None))
+    server = make_core(start.model_dir, start.data_dir, start.settings)
+    app = create_app(server, HttpSettings(_POLL_SECONDS, keys=start.keys))
     config = uvicorn.Config(
         app, host="127.0.0.1", port=start.port, lifespan="on", log_level="error", access_log=False
     )

@@ -67,7 +67,7 @@ class Connection:
         self._key_headers = f"x-api-key: {key}\r\nauthorization: Bearer {key}\r\n".encode()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def exchange(self, shot: Shot) -> Answer | None:
+    async def context(self, shot: Shot) -> Answer | None:
         """The answer; None where the server closed the connection upon a broken request, as it may."""
         began = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Requests at random: valid ones, spoiled in one or more ways, and bytes that are none.
+"""RequestLog at random: valid ones, spoiled in one or more ways, and bytes that are none.
 
 What may come back is an answer, or a refusal with a sentence; never a 5xx, never nothing, and never
 the text of a file outside of the data directory.
@@ -206,7 +206,7 @@ async def fire(
 
 async def _send(connection: Connection, shot: Shot, catalogue: Catalogue, report: Report) -> None:
     try:
-        answer = await connection.exchange(shot)
+        answer = await connection.context(shot)
     except (Hanging, OSError, EOFError, ValueError) as error:
         report.statuses[type(error).__name__] += 1
         report.faults.append(f"{type(error).__name__} {error}: {shot}")

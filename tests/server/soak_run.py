@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean
 
-from core_client import BASE, RANK, adam, gradient, sample
 from crash_server import CrashServer, Start, free_port
+from server_client import BASE, RANK, adam, gradient, sample
 from wire_client import Patient, WireClient
 
-from planish.server.answers import Accepted, Done
+from planish.server.results import Accepted, Done
 from planish.server.settings import ServerSettings
 from planish.service import (
     CreateModel,

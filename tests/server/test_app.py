@@ -1,4 +1,4 @@
-"""The endpoints over HTTP, on a real core and engine with a tiny model, without a socket."""
+"""The endpoints over HTTP, on a real server and engine with a tiny model, without a socket."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server import exchange, routes_draw
-from planish.server.answers import Tenant
-from planish.server.app import create_app
-from planish.server.core import ServerCore
-from planish.server.errors import Unavailable
-from planish.server.exchange import HttpSettings
+from planish.server.http import context as context
+from planish.server.http import routes_sampling as routes_draw
+from planish.server.http.app import create_app
+from planish.server.results import Tenant, Unavailable
+from planish.server.server import Server
+from planish.server.settings import HttpSettings
 from planish.service import ForwardBackward
 from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
@@ -163,9 +163,9 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client_of(data: Path, model: Path, keys: dict[str, str] | None) -> TestClient:
     engine = Engine({BASE: str(model)}, data, EngineSettings(dtype="float32"))
     app = create_app(
-        ServerCore(engine, data, [BASE], keys),
-        HttpSettings(2.0, {BASE: model}, has_keys=keys is not None),
-        routes_draw.ROUTES,
+        Server(engine, data, [BASE]),
+        HttpSettings(2.0, {BASE: model}, keys),
+        routes_draw.PLANISH_ROUTES,
     )
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
 
@@ -303,7 +303,7 @@ def test_a_compressed_body(alice: Caller, encoding: str, pack: Any):
 
 
 def test_a_body_that_is_too_large_is_refused(alice: Caller, client: TestClient):
-    large = b" " * (exchange.SMALL_BODY + 1)
+    large = b" " * (context.SMALL_BODY + 1)
     assert "larger than" in alice.post("/create_session", large, 413)["detail"]
     assert (
         "larger than"
@@ -326,7 +326,7 @@ def test_when_all_bodies_are_too_large_together_it_says_come_again(
 
 
 def test_one_tenant_has_half_of_the_room_for_bodies():
-    room, (one, other) = exchange.BodyRoom(100), (Tenant("one"), Tenant("other"))
+    room, (one, other) = context.BodyBudget(100), (Tenant("one"), Tenant("other"))
     room.take(one, 50)
     with pytest.raises(Unavailable):
         room.take(one, 1)
@@ -340,7 +340,7 @@ def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(clie
     GB.
     """
     state = client.app.state.http  # type: ignore[attr-defined]
-    large, small = bytes(exchange.TRAINING_BODY // 4), bytes(exchange.SMALL_BODY)
+    large, small = bytes(context.TRAINING_BODY // 4), bytes(context.SMALL_BODY)
     reading, most, go_on = [0], [0], threading.Event()
 
     def read() -> None:
@@ -352,7 +352,7 @@ def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(clie
     async def scenario() -> None:
         def compute(tenant: str, body: bytes, work: Any) -> Any:
             request = Request({"type": "http", "method": "POST", "headers": []})
-            return exchange.Exchange(request, state, Tenant(tenant)).compute(body, work)
+            return context.RequestContext(request, state, Tenant(tenant)).compute(body, work)
 
         readers = [
             asyncio.create_task(compute(tenant, large, read))
@@ -368,7 +368,7 @@ def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(clie
 
 
 def test_a_body_that_stalls_is_not_waited_for(client: TestClient, monkeypatch):
-    monkeypatch.setattr(exchange, "_STALL_SECONDS", 0.05)
+    monkeypatch.setattr(context, "_STALL_SECONDS", 0.05)
     state, pieces = client.app.state.http, [bytes(100_000)]  # type: ignore[attr-defined]
 
     async def receive() -> dict[str, Any]:
@@ -379,7 +379,9 @@ def test_a_body_that_stalls_is_not_waited_for(client: TestClient, monkeypatch):
     async def scenario() -> None:
         request = Request({"type": "http", "method": "POST", "headers": []}, receive)
         with pytest.raises(Unavailable, match="send it again"):
-            async with exchange.Exchange(request, state, Tenant("alice")).body(exchange.SMALL_BODY):
+            async with context.RequestContext(request, state, Tenant("alice")).body(
+                context.SMALL_BODY
+            ):
                 pass
 
     asyncio.run(scenario())
@@ -438,7 +440,7 @@ def test_clients_are_told_how_to_behave(alice: Caller):
     config = alice.post("/client/config", {"sdk_version": "0.38.0"})
     assert config["parallel_fwdbwd_chunks"] is False
     assert config["proto_compress_fwdbwd"] is False
-    assert config["fwdbwd_max_chunk_bytes_count"] < exchange.TRAINING_BODY
+    assert config["fwdbwd_max_chunk_bytes_count"] < context.TRAINING_BODY
     assert alice.post("/client/dynamic_config", {})["sample_cancel_enabled"] is True
     assert alice.post("/telemetry", {"events": []}) == {"status": "accepted"}
     models = alice.get("/get_server_capabilities")["supported_models"]
@@ -882,7 +884,7 @@ def test_what_is_no_recipient_is_refused(alice: Caller, run: str, recipients: ob
 def test_without_the_extra_encryption_is_refused_with_the_remedy(
     alice: Caller, run: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("planish.server.age_files.find_spec", lambda name: None)
+    monkeypatch.setattr("planish.server.durable.checkpoints.find_spec", lambda name: None)
     body = {
         "model_id": run,
         "seq_id": 4,
@@ -979,7 +981,7 @@ def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
             waiting.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(state.core.residency, "_load", no_room)
+        monkeypatch.setattr(state.server.residency, "_load", no_room)
         model = caller.post(
             "/create_model",
             {
@@ -1015,8 +1017,8 @@ def test_what_a_client_says_of_itself_is_bounded_and_not_kept_in_memory(
     body = {"tags": ["a"], "user_metadata": {"b": "c" * 70_000}}
     assert "at most 65,536" in alice.post("/create_session", body, 400)["detail"]
     session = alice.session(user_metadata={"b": "c"})
-    core = client.app.state.http.core  # type: ignore[attr-defined]
-    assert core._sessions._open[session].spec == ""
+    server = client.app.state.http.server  # type: ignore[attr-defined]
+    assert server._sessions._open[session].spec == ""
     assert alice.get(f"/sessions/{session}")["user_metadata"] == {"b": "c"}
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from crash_run import CALM, SETTINGS, Kill, Round, differences, kills, play
 
-from planish.server.crash_points import CRASH_POINTS, arm
+from planish.server.durable.store import CRASH_POINTS, arm_crash_point
 
 KILLS = (
     Kill("before commit:12"),
@@ -49,4 +49,4 @@ def test_every_place_gets_its_turn():
 @pytest.mark.parametrize("setting", ["nowhere:1", "before commit:x", ""])
 def test_a_place_that_is_none_is_refused(setting):
     with pytest.raises(ValueError, match="NAME:COUNT|invalid literal"):
-        arm(setting)
+        arm_crash_point(setting)

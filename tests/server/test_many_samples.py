@@ -77,7 +77,7 @@ async def _one(url: str, sampler: str, number: int, began: float) -> float:
 
 
 async def _posted(connection: Connection, path: bytes, body: dict[str, object]) -> Answer:
-    answer = await connection.exchange(
+    answer = await connection.context(
         Shot("POST", path, (JSON, (b"accept", b"application/x-protobuf")), orjson.dumps(body))
     )
     assert answer is not None

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import core_client
 import numpy as np
 import openai
 import orjson
 import pytest
+import server_client
 import uvicorn
-from core_client import TENANT, Client, run, running, sample
+from server_client import TENANT, Client, run, running, sample
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.renderers import get_renderer
-from planish.server import openai_routes, routes_draw
-from planish.server.app import create_app
-from planish.server.core import ServerCore
-from planish.server.exchange import HttpSettings
-from planish.server.openai_models import OpenAIModels
-from planish.server.settings import ServerSettings
+from planish.server.http import routes_sampling as routes_draw
+from planish.server.http.app import create_app
+from planish.server.openai import routes as openai_routes
+from planish.server.openai.models import OpenAIModels
+from planish.server.server import Server
+from planish.server.settings import HttpSettings, ServerSettings
 from planish.service import CreateSampler, DrawnToken, Operation, Sample, SaveWeightsForSampler
 from planish.testing import EOS_TOKEN_ID
 from planish.tokenizer import load_tokenizer
@@ -75,7 +75,7 @@ class ScriptedEngine(Engine):
 @dataclass(frozen=True)
 class Served:
     url: str
-    core: ServerCore
+    server: Server
     engine: ScriptedEngine
     tokenizer: Any
 
@@ -95,7 +95,7 @@ class Served:
         )
 
     def is_idle(self) -> bool:
-        return self.core.sampling_gate.used == 0 and not self.core.limits.queued()
+        return self.server.sampling_gate.used == 0 and not self.server.limits.queued()
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +107,26 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
         data,
         EngineSettings(dtype="float32", deterministic=True),
     )
-    core = ServerCore(engine, data, list(models), KEYS)
-    more = [*routes_draw.ROUTES, *openai_routes.routes(core, models)]
-    app = create_app(core, HttpSettings(tokenizer_directories=models), more)
-    server = uvicorn.Server(
+    server = Server(engine, data, list(models))
+    more = [*routes_draw.PLANISH_ROUTES, *openai_routes.routes(server, models)]
+    app = create_app(server, HttpSettings(tokenizer_directories=models, keys=KEYS), more)
+    http_server = uvicorn.Server(
         uvicorn.Config(app, lifespan="on", log_level="warning", timeout_graceful_shutdown=5)
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
         thread.start()
-        while not server.started:
+        while not http_server.started:
             assert thread.is_alive()
             time.sleep(0.01)
         yield Served(
-            f"http://127.0.0.1:{listener.getsockname()[1]}", core, engine, load_tokenizer(model_dir)
+            f"http://127.0.0.1:{listener.getsockname()[1]}",
+            server,
+            engine,
+            load_tokenizer(model_dir),
         )
         app.state.http.stopping.set()
-        server.should_exit = True
+        http_server.should_exit = True
         thread.join(30)
 
 
@@ -642,9 +645,9 @@ def test_many_are_served_at_once(served):
 
 def test_a_checkpoint_that_is_saved_again_leaves_those_alone_that_wait(model_dir, tmp_path):
     async def scenario() -> None:
-        async with running(model_dir, tmp_path, ServerSettings(sampling_slots=1)) as core:
-            model = await (await Client.start(core)).model()
-            models = OpenAIModels(core, {core_client.BASE: model_dir})
+        async with running(model_dir, tmp_path, ServerSettings(sampling_slots=1)) as server:
+            model = await (await Client.start(server)).model()
+            models = OpenAIModels(server, {server_client.BASE: model_dir})
             operation = sample("", n=1)
 
             async def saved() -> str:
@@ -652,27 +655,27 @@ def test_a_checkpoint_that_is_saved_again_leaves_those_alone_that_wait(model_dir
                 found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
                 return await models.sampler(TENANT, found, [operation])
 
-            turn = await core.sampling_gate.turn("somebody", 1, 0)
+            turn = await server.sampling_gate.turn("somebody", 1, 0)
             old = await saved()
             waiting = [asyncio.create_task(models.draw(TENANT, old, operation)) for _ in range(2)]
             await asyncio.sleep(0)
             new = await saved()
             turn.give_back()
             assert all(response.sequences for response in await asyncio.gather(*waiting))
-            assert [sampler.id for sampler in core.samplers.all()] == [new]
+            assert [sampler.id for sampler in server.samplers.all()] == [new]
 
     run(scenario())
 
 
 def test_a_model_that_is_loaded_leaves_threads_to_others(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
-        async with core_client.running(model_dir, data_dir) as core:
-            models = OpenAIModels(core, {core_client.BASE: model_dir})
-            served = await models.find(TENANT, core_client.BASE)
+        async with server_client.running(model_dir, data_dir) as server:
+            models = OpenAIModels(server, {server_client.BASE: model_dir})
+            served = await models.find(TENANT, server_client.BASE)
             operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
             is_loaded = threading.Event()
             monkeypatch.setattr(
-                core._engine._service, "check_sample", lambda *_: is_loaded.wait(20)
+                server._engine._service, "check_sample", lambda *_: is_loaded.wait(20)
             )
             asked = [
                 asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_client import adam, gradient, sample
 from crash_history import CrashClient
 from crash_server import POISON, CrashServer, Start, free_port
+from server_client import adam, gradient, sample
 from wire_client import WireClient
 
-from planish.server.answers import Done, Failed
+from planish.server.results import Done, Failed
 from planish.server.settings import ServerSettings
 from planish.service import ForwardBackward, SaveWeights
 from planish.types import Datum, ModelInput

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import orjson
 import pytest
-from core_client import (
+from server_client import (
     BASE,
     TENANT,
     Client,
@@ -23,8 +23,7 @@ from core_client import (
     state,
 )
 
-from planish.server.answers import Done, Failed, TryAgain
-from planish.server.errors import Gone, NotFound, Unavailable
+from planish.server.results import Done, Failed, Gone, NotFound, TryAgain, Unavailable
 from planish.server.settings import ServerSettings
 from planish.service import ForwardBackward, LoadWeights, PublishSampler
 from planish.types import Checkpoint, Datum, ModelInput
@@ -37,8 +36,8 @@ def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
         name: str, settings: ServerSettings
     ) -> tuple[list[object], list[dict[str, bytes]]]:
         data_dir = tmp_path / name
-        async with running(model_dir, data_dir, settings) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir, settings) as server:
+            client = await Client.start(server)
             models = [await client.model(seed) for seed in (1, 2)]
             seen: list[object] = []
             for turn in range(3):
@@ -59,15 +58,15 @@ def test_a_restart_goes_on_with_everything(model_dir, tmp_path):
     async def play(name: str, restarts: bool) -> tuple[list[object], dict[str, bytes]]:
         data_dir = tmp_path / name
         seen: list[object] = []
-        core = running(model_dir, data_dir)
-        client = await Client.start(await core.__aenter__())
+        server = running(model_dir, data_dir)
+        client = await Client.start(await server.__aenter__())
 
         async def restart() -> None:
-            nonlocal core
+            nonlocal server
             if restarts:
-                await core.__aexit__(None, None, None)
-                core = running(model_dir, data_dir)
-                client.core = await core.__aenter__()
+                await server.__aexit__(None, None, None)
+                server = running(model_dir, data_dir)
+                client.server = await server.__aenter__()
 
         model = await client.model()
         base = await client.sampler()
@@ -85,12 +84,12 @@ def test_a_restart_goes_on_with_everything(model_dir, tmp_path):
             drawn(await client.sample(sampler, 1, seed=4)) for sampler in (base, published, saved)
         ]
         await model.run(LoadWeights(model.model_id, path, with_optimizer=True))
-        await client.core.delete_checkpoint(TENANT, path)
+        await client.server.delete_checkpoint(TENANT, path)
         await restart()
         seen.append(await model.step(5))
         seen.append(drawn(await client.sample(saved, 2, seed=4)))
         last = state(data_dir, await model.save("last"))
-        await core.__aexit__(None, None, None)
+        await server.__aexit__(None, None, None)
         return seen, last
 
     assert run(play("restarted", True)) == run(play("running", False))
@@ -101,8 +100,8 @@ def test_a_step_behind_a_failed_part_has_the_same_reason_after_a_restart(model_d
     inputs = {"target_tokens": [2, 3, 4], "logprobs": [-1e4] * 3, "advantages": [1.0] * 3}
 
     async def play(name: str, restarts: bool) -> list[Failed]:
-        async with running(model_dir, tmp_path / name) as core:
-            client = await Client.start(core)
+        async with running(model_dir, tmp_path / name) as server:
+            client = await Client.start(server)
             model = await client.model()
             infinite = ForwardBackward(
                 model.model_id, [Datum(tokens, inputs)], "importance_sampling"
@@ -111,8 +110,8 @@ def test_a_step_behind_a_failed_part_has_the_same_reason_after_a_restart(model_d
             if not restarts:
                 answers.append(await client.answer(await model.submit(adam(model.model_id))))
         if restarts:
-            async with running(model_dir, tmp_path / name) as core:
-                client.core = core
+            async with running(model_dir, tmp_path / name) as server:
+                client.server = server
                 answers.append(await client.answer(await model.submit(adam(model.model_id))))
         return [answer for answer in answers if isinstance(answer, Failed)]
 
@@ -124,15 +123,15 @@ def test_a_step_behind_a_failed_part_has_the_same_reason_after_a_restart(model_d
 
 def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
             model = await client.model()
             sampler = await client.sampler()
             done = [
                 await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))
             ]
             before = [await client.answer(request_id) for request_id in done]
-            accepted = await core.submit_sample(TENANT, 0, sample(sampler))
+            accepted = await server.submit_sample(TENANT, 0, sample(sampler))
             drawn_before = await client.answer(accepted.request_id)
             bad = Datum(
                 ModelInput.from_ints([1]),
@@ -145,15 +144,15 @@ def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
             assert isinstance(failed, Failed)
             assert failed.error_class == "NonFiniteError"
             waiting = await model.submit(adam(model.model_id), 4)
-            assert isinstance(await core.result(TENANT, waiting, 0.05), TryAgain)
-        async with running(model_dir, data_dir) as core:
-            client.core = core
+            assert isinstance(await server.result(TENANT, waiting, 0.05), TryAgain)
+        async with running(model_dir, data_dir) as server:
+            client.server = server
             assert [await client.answer(request_id) for request_id in done] == before
             assert await client.answer(accepted.request_id) == drawn_before
             assert await client.answer(failing) == failed
-            assert await core.submit_sample(TENANT, 0, sample(sampler)) == accepted
+            assert await server.submit_sample(TENANT, 0, sample(sampler)) == accepted
             assert await model.submit(gradient(model.model_id), 1) == done[0]
-            assert isinstance(await core.result(TENANT, waiting, 0.05), TryAgain)
+            assert isinstance(await server.result(TENANT, waiting, 0.05), TryAgain)
             await model.submit(gradient(model.model_id, 1), 3)
             assert orjson.loads(await client.done(waiting))["metrics"]["adam_step"] == 2
 
@@ -162,24 +161,24 @@ def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
 
 def test_a_stop_refuses_what_comes_and_keeps_what_waits(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+            client = await Client.start(server)
             sampler = await client.sampler()
             accepted = [
-                await core.submit_sample(
+                await server.submit_sample(
                     TENANT, seq, sample(sampler, n=1, max_tokens=300, stop=[], seed=seq)
                 )
                 for seq in range(4)
             ]
-            stopping = asyncio.create_task(core.stop(0.3))
+            stopping = asyncio.create_task(server.stop(0.3))
             await asyncio.sleep(0)
             with pytest.raises(Unavailable):
-                await core.submit_sample(TENANT, 9, sample(sampler))
-            assert not core.healthy()
+                await server.submit_sample(TENANT, 9, sample(sampler))
+            assert not server.healthy()
             await stopping
-            core.stop = nothing  # it was
-        async with running(model_dir, data_dir) as core:
-            client.core = core
+            server.stop = nothing  # it was
+        async with running(model_dir, data_dir) as server:
+            client.server = server
             answers = [await client.answer(one.request_id) for one in accepted]
             assert all(isinstance(answer, Done) for answer in answers)
 
@@ -193,26 +192,26 @@ def test_a_stop_waits_for_what_the_engine_has_and_for_no_sample_behind_it(model_
     """However many wait, a restart takes no longer; it took all of its 30 seconds."""
 
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+            client = await Client.start(server)
             sampler = await client.sampler()
             accepted = [
-                await core.submit_sample(
+                await server.submit_sample(
                     TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq)
                 )
                 for seq in range(5)
             ]
-            counters = core._sampling._counters
+            counters = server._sampling._counters
             while not counters.draws:
                 await asyncio.sleep(0)
             first = counters.draws
-            await core.stop(20)
-            core.stop = nothing  # it was
+            await server.stop(20)
+            server.stop = nothing  # it was
             assert counters.draws == first
-            answers = [await core.result(TENANT, one.request_id, 0) for one in accepted[:first]]
+            answers = [await server.result(TENANT, one.request_id, 0) for one in accepted[:first]]
             assert all(isinstance(answer, Done) for answer in answers)
-        async with running(model_dir, data_dir) as core:
-            client.core = core
+        async with running(model_dir, data_dir) as server:
+            client.server = server
             assert all([isinstance(await client.answer(one.request_id), Done) for one in accepted])
 
     async def nothing(seconds: float) -> None:
@@ -223,8 +222,8 @@ def test_a_stop_waits_for_what_the_engine_has_and_for_no_sample_behind_it(model_
 
 def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as core:
-            model = await (await Client.start(core)).model()
+        async with running(model_dir, data_dir, SMALL) as server:
+            model = await (await Client.start(server)).model()
             for seed in range(4):
                 await model.step(seed)
         with closing(sqlite3.connect(data_dir / "server.db")) as connection:
@@ -240,8 +239,8 @@ def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
 
 def test_files_of_a_kill_are_removed_at_the_next_start(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir, SMALL) as server:
+            client = await Client.start(server)
             model = await client.model()
             await model.step()
             kept = await model.save("kept")
@@ -272,14 +271,14 @@ def test_files_of_a_kill_are_removed_at_the_next_start(model_dir, data_dir):
 
 
 async def listed(model_dir, data_dir) -> list[Checkpoint]:
-    async with running(model_dir, data_dir) as core:
-        return list((await core.checkpoints(TENANT)).items)
+    async with running(model_dir, data_dir) as server:
+        return list((await server.checkpoints(TENANT)).items)
 
 
 def test_a_session_that_ended_before_a_kill_is_cleared_at_the_next_start(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
             model = await client.model()
             await model.step()
             sampler = await model.publish()
@@ -288,13 +287,13 @@ def test_a_session_that_ended_before_a_kill_is_cleared_at_the_next_start(model_d
         connection.execute("UPDATE sessions SET ended = 1, reason = 'success'")
         connection.commit()
         connection.close()
-        async with running(model_dir, data_dir) as core:
-            client.core = core
-            await core._sessions.cleared()
+        async with running(model_dir, data_dir) as server:
+            client.server = server
+            await server._sessions.cleared()
             for call in (client.sample(sampler), model.publish()):
                 with pytest.raises(Gone):
                     await call
-            assert [item.tinker_path for item in (await core.checkpoints(TENANT)).items] == [path]
+            assert [item.tinker_path for item in (await server.checkpoints(TENANT)).items] == [path]
             assert {file.name for file in (data_dir / "checkpoints").glob("*/*/*")} == {"a"}
 
     run(scenario())
@@ -302,22 +301,22 @@ def test_a_session_that_ended_before_a_kill_is_cleared_at_the_next_start(model_d
 
 def test_a_base_model_that_is_not_served_any_more_fails_requests_by_name(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
             model = await client.model()
             await model.step()
             sampler = await client.sampler()
         moved = make_core(model_dir.parent / "gone", data_dir)
         await moved.start()
-        client.core = moved
+        client.server = moved
         answer = await client.answer(await model.submit(gradient(model.model_id)))
         assert isinstance(answer, Failed)
         assert "gone" in answer.message or BASE in answer.message
         with pytest.raises((ValueError, NotFound)):
             await client.sample(sampler, 5)
         await moved.stop(5)
-        async with running(model_dir, data_dir) as core:
-            client.core = core
+        async with running(model_dir, data_dir) as server:
+            client.server = server
             assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
             assert (await model.step(1))["adam_step"] == 2
 
@@ -326,8 +325,8 @@ def test_a_base_model_that_is_not_served_any_more_fails_requests_by_name(model_d
 
 def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir, caplog):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(idle_seconds=1e6)) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir, ServerSettings(idle_seconds=1e6)) as server:
+            client = await Client.start(server)
             model = await client.model()
             for _ in range(2):
                 await model.run(gradient(model.model_id))
@@ -340,8 +339,8 @@ def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir,
         )
         connection.commit()
         connection.close()
-        async with running(model_dir, data_dir) as core:
-            client.core = core
+        async with running(model_dir, data_dir) as server:
+            client.server = server
             await model.run(adam(model.model_id))
 
     with caplog.at_level(logging.WARNING):
@@ -355,7 +354,7 @@ def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
     model_dir, data_dir, monkeypatch, caplog, where
 ):
     if "file" in where:
-        monkeypatch.setattr("planish.server.store._INLINE_BYTES", 100)
+        monkeypatch.setattr("planish.server.durable.store._INLINE_BYTES", 100)
 
     def alter(path):
         content = path.read_bytes()
@@ -367,8 +366,8 @@ def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
 
     async def scenario() -> None:
         settings = SMALL if "snapshot" in where else ServerSettings()
-        async with running(model_dir, data_dir, settings) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir, settings) as server:
+            client = await Client.start(server)
             model, other = await client.model(1), await client.model(2)
             for each in (model, other):
                 await each.step(1)
@@ -388,8 +387,8 @@ def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
         )
         place = snapshot or (data_dir / "bodies" / name if name else None)
         before = alter(place) if place else b""
-        async with running(model_dir, data_dir, settings) as core:
-            client.core = core
+        async with running(model_dir, data_dir, settings) as server:
+            client.server = server
             answer = await client.answer(await model.submit(gradient(model.model_id, 3)))
             assert isinstance(answer, Failed)
             assert "cannot come back into memory" in answer.message
@@ -399,8 +398,8 @@ def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
             await other.step(4)
         if place:
             place.write_bytes(before)
-            async with running(model_dir, data_dir, settings) as core:
-                client.core = core
+            async with running(model_dir, data_dir, settings) as server:
+                client.server = server
                 await model.run(gradient(model.model_id, 5))
 
     with caplog.at_level(logging.ERROR):
@@ -411,11 +410,11 @@ def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(
     model_dir, data_dir, monkeypatch
 ):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir, SMALL) as server:
+            client = await Client.start(server)
             model = await client.model()
             await model.step(0)
-            calls = core._engine
+            calls = server._engine
             real, failures = calls.checkpoint_info, 1
 
             async def refuse(path: str):
@@ -432,8 +431,8 @@ def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(
             await model.step(1)
             last = await model.step(2)
             assert drawn(await client.sample(sampler, 1, seed=1)) == first
-        async with running(model_dir, data_dir) as core:
-            client.core = core
+        async with running(model_dir, data_dir) as server:
+            client.server = server
             assert drawn(await client.sample(sampler, 2, seed=1)) == first
             assert (await model.step(3))["adam_step"] == last["adam_step"] + 1
 
@@ -442,17 +441,17 @@ def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(
 
 def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as core:
-            client = await Client.start(core)
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
             model = await client.model()
             waiting = await model.submit(gradient(model.model_id), 2)
-            unloading = await core.unload_model(TENANT, model.model_id)
+            unloading = await server.unload_model(TENANT, model.model_id)
         connection = sqlite3.connect(data_dir / "server.db")
         connection.execute("UPDATE requests SET seq = 2 WHERE id = ?", [unloading.request_id])
         connection.commit()
         connection.close()
-        async with running(model_dir, data_dir) as core:
-            client.core = core
+        async with running(model_dir, data_dir) as server:
+            client.server = server
             await model.submit(gradient(model.model_id), 1)
             assert isinstance(await client.answer(waiting), Done)
             assert isinstance(await client.answer(unloading.request_id), Done)
@@ -463,9 +462,9 @@ def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir)
 @pytest.mark.parametrize("fault", [None, "the device was lost"])
 def test_a_stop_after_a_fault_of_the_engine_is_none_in_order(model_dir, data_dir, fault):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as core:
-            core._engine.fault = fault
-        async with running(model_dir, data_dir) as core:
-            assert core._under_way.is_calm == (fault is None)
+        async with running(model_dir, data_dir) as server:
+            server._engine.fault = fault
+        async with running(model_dir, data_dir) as server:
+            assert server._under_way.is_calm == (fault is None)
 
     run(scenario())

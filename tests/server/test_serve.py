@@ -22,7 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_process import BASE_MODEL, ServerProcess, running_server
 from starlette.applications import Starlette
 
-from planish.server import logs, serve
+from planish.server import serve
+from planish.server.http import access as logs
 
 ALICE, READER = "tml-alices-key", "tml-key-of-prometheus"
 

@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError, UserError
 from planish.server import serve
-from planish.server.exchange import is_loopback
-from planish.server.hub_tokenizers import keep_tokenizer
-from planish.server.memory_plan import MemoryPlan, device_memory, memory_plan
-from planish.server.serve_options import ServeOptions, options_of
+from planish.server.http.context import is_loopback
+from planish.server.options import ServeOptions, options_of
+from planish.server.serve import MemoryPlan, device_memory, keep_tokenizer, memory_plan
 from planish.server.settings import ServerSettings
 from planish.testing import tiny_model
 

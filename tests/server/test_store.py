@@ -11,12 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from core_client import run
+from server_client import run
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.server.journal import row
-from planish.server.schema import VERSION
-from planish.server.store import BODIES, DATABASE, Store, Transaction
+from planish.server.durable.journal import row
+from planish.server.durable.store import BODIES, DATABASE, VERSION, Store, Transaction
 
 LARGE = bytes(300_000)
 
@@ -86,7 +85,9 @@ def test_many_changes_share_a_transaction(tmp_path, monkeypatch):
         held = threading.Event()
         first = asyncio.ensure_future(store.write(lambda _: held.wait()))
         commits = []
-        monkeypatch.setattr("planish.server.store.crash_point", lambda name: commits.append(name))
+        monkeypatch.setattr(
+            "planish.server.durable.store.crash_point", lambda name: commits.append(name)
+        )
         rest = [asyncio.ensure_future(store.write(put(str(index)))) for index in range(200)]
         await asyncio.sleep(0.01)
         held.set()
@@ -139,7 +140,7 @@ def test_a_full_disk_refuses_what_can_be_refused_and_keeps_what_cannot(tmp_path,
             if full and name == "before commit":
                 raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
         kept = [store.keep(put("kept")), store.keep(put("kept too"))]
         with pytest.raises(StorageError, match="disk is full") as refused:
             await store.write(journal("large", LARGE))
@@ -213,7 +214,7 @@ def test_a_refusal_is_forgotten_when_the_disk_takes_something_again(tmp_path, mo
             if full and name == "before commit":
                 raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
         with pytest.raises(StorageError):
             await store.write(put("refused"))
         assert store.is_refused
@@ -256,7 +257,7 @@ def test_what_a_full_disk_keeps_waiting_fails_at_the_end(tmp_path, monkeypatch):
         def refuse(name: str) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
         kept = store.keep(put("kept"))
         await asyncio.to_thread(store.close)
         with pytest.raises(StorageError):
@@ -273,7 +274,7 @@ def test_two_servers_cannot_have_one_directory(tmp_path):
         [
             sys.executable,
             "-c",
-            f"from pathlib import Path; from planish.server.store import Store; Store(Path({str(tmp_path)!r}))",
+            f"from pathlib import Path; from planish.server.durable.store import Store; Store(Path({str(tmp_path)!r}))",
         ],
         capture_output=True,
         text=True,
@@ -380,7 +381,7 @@ def test_a_disk_that_refuses_is_told_of_once(tmp_path, monkeypatch, caplog):
 
     async def scenario() -> None:
         store = Store(tmp_path)
-        monkeypatch.setattr("planish.server.store.crash_point", refuse)
+        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
         for key in "ab":
             with pytest.raises(StorageError):
                 await store.write(put(key))

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import orjson
 
-from planish.server.answers import Accepted, Done, Failed, Outcome, TryAgain
+from planish.server.results import Accepted, Done, Failed, Outcome, TryAgain
 from planish.service import CreateModel, CreateSampler, Operation, Sample, UnloadModel
 from planish.wire.client_operations import (
     JSON,
@@ -107,7 +107,7 @@ class WireClient:
         return [checkpoint["tinker_path"] for checkpoint in found["checkpoints"]]
 
     async def result(self, request_id: str) -> Outcome:
-        """As `ServerCore.result`, without the kinds of JSON results."""
+        """As `Server.result`, without the kinds of JSON results."""
         try:
             answer = await self._send(
                 "POST", "/retrieve_future", orjson.dumps({"request_id": request_id})

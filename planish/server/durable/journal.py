@@ -1,0 +1,400 @@
+"""The rows of requests: what may be asked of them, and what is written. Each function belongs into
+a transaction or a read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import orjson
+
+from planish.server.durable.store import StoredBody, Transaction
+from planish.server.results import Category, Done, Failed
+from planish.service import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    PublishSampler,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.types import ForwardBackwardOutput, OptimStepResponse, SampleResponse
+from planish.wire.fields import Fields
+from planish.wire.messages import ForwardBackwardRequestMessage
+from planish.wire.models import (
+    create_from_weights_to_json,
+    create_model_from_json,
+    create_model_to_json,
+    load_weights_from_json,
+    load_weights_to_json,
+    place_of,
+    publish_to_json,
+    save_to_json,
+    save_weights_for_sampler_from_json,
+    save_weights_from_json,
+)
+from planish.wire.sampling import (
+    SampleRequest,
+    sample_request_from_json,
+    sample_request_to_json,
+    sample_response_to_message,
+)
+from planish.wire.training import (
+    forward_backward_from_message,
+    forward_backward_to_message,
+    optim_step_from_json,
+    optim_step_to_json,
+    output_to_message,
+    parse_forward_backward,
+)
+
+_COLUMNS = "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, message, category, error_class"
+
+
+_REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
+"""Kinds of requests that change a model or what comes of it: done again to bring it back."""
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """A request without its body and its result."""
+
+    id: str
+    tenant: str
+    kind: str
+    owner: str
+    """The model or sampler that it is about."""
+    seq: int
+    state: str
+    digest: bytes | None
+    """None: it was refused before its body was understood."""
+    accepted: float
+    body_bytes: int = 0
+    message: str | None = None
+    category: Category | None = None
+    error_class: str | None = None
+
+    @classmethod
+    def of(cls, found: sqlite3.Row) -> Self:
+        return cls(*found)
+
+    @property
+    def is_to_do(self) -> bool:
+        return self.state in ("accepted", "started")
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether it is done again, from its body, to bring a model back."""
+        return self.state == "done" and self.kind in _REPLAYED
+
+    def with_state(self, state: str) -> Self:
+        return replace(self, state=state)
+
+
+def insert(
+    transaction: Transaction,
+    new: RequestRow,
+    content: bytes,
+    also: Callable[[Transaction], None] | None = None,
+) -> RequestRow | None:
+    """Journal a request. If its id is taken, nothing is written, and the answer is the row that has
+    it.
+    """
+    found = row(transaction, new.id)
+    if found is not None:
+        return found
+    stored = transaction.store(content)
+    transaction.execute(
+        f"INSERT INTO requests ({_COLUMNS}, body, body_file) VALUES ({'?, ' * 12} ?, ?)",
+        (
+            *(
+                new.id,
+                new.tenant,
+                new.kind,
+                new.owner,
+                new.seq,
+                new.state,
+                new.digest,
+                new.accepted,
+                new.body_bytes,
+            ),
+            *(new.message, new.category, new.error_class, stored.inline, stored.file),
+        ),
+    )
+    if not new.is_to_do:
+        transaction.execute("UPDATE requests SET finished = accepted WHERE id = ?", (new.id,))
+    if also is not None:
+        also(transaction)
+    return None
+
+
+def mark(transaction: Transaction, request_id: str, state: str) -> None:
+    transaction.execute("UPDATE requests SET state = ? WHERE id = ?", (state, request_id))
+
+
+def finish(
+    transaction: Transaction,
+    done: RequestRow,
+    answer: Done | Failed,
+    now: float,
+    also: Callable[[Transaction], None] | None = None,
+) -> None:
+    """Write an answer down. The body goes, unless it may be needed to bring a model back."""
+    match answer:
+        case Done(content=content):
+            stored = transaction.store(content)
+            transaction.execute(
+                "UPDATE requests SET state = ?, finished = ?, result = ?, result_file = ?, result_bytes = ? WHERE id = ?",
+                (done.state, now, stored.inline, stored.file, len(content), done.id),
+            )
+        case Failed():
+            transaction.execute(
+                "UPDATE requests SET state = ?, finished = ?, message = ?, category = ?, error_class = ? WHERE id = ?",
+                (done.state, now, answer.message, answer.category, answer.error_class, done.id),
+            )
+    if not done.is_replayed:
+        drop_bodies(transaction, "id = ?", (done.id,))
+    if also is not None:
+        also(transaction)
+
+
+def row(source: Transaction | sqlite3.Connection, request_id: str) -> RequestRow | None:
+    found = source.execute(
+        f"SELECT {_COLUMNS} FROM requests WHERE id = ?", (request_id,)
+    ).fetchone()
+    return None if found is None else RequestRow.of(found)
+
+
+def is_owner(connection: sqlite3.Connection, tenant: str, owner: str) -> bool:
+    """Whether the tenant ever had a model or a sampler of this id."""
+    query = "SELECT EXISTS (SELECT 1 FROM models WHERE id = ?1 AND tenant = ?2 UNION SELECT 1 FROM samplers WHERE id = ?1 AND tenant = ?2)"
+    return bool(connection.execute(query, (owner, tenant)).fetchone()[0])
+
+
+def body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
+    return StoredBody(
+        *connection.execute(
+            "SELECT body, body_file FROM requests WHERE id = ?", (request_id,)
+        ).fetchone()
+    )
+
+
+def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None:
+    """None: it was removed."""
+    found = connection.execute(
+        "SELECT result, result_file FROM requests WHERE id = ?", (request_id,)
+    ).fetchone()
+    return None if found is None or found[0] is found[1] is None else StoredBody(*found)
+
+
+def of_model(connection: sqlite3.Connection, model_id: str, after: int) -> list[RequestRow]:
+    """The requests with higher numbers, in order."""
+    query = f"SELECT {_COLUMNS} FROM requests WHERE owner = ? AND seq > ? ORDER BY seq"
+    return [RequestRow.of(found) for found in connection.execute(query, (model_id, after))]
+
+
+def to_do(connection: sqlite3.Connection) -> list[RequestRow]:
+    """What was accepted and not answered, in the order in which it came."""
+    query = f"SELECT {_COLUMNS} FROM requests WHERE finished IS NULL ORDER BY accepted, seq"
+    return [RequestRow.of(found) for found in connection.execute(query)]
+
+
+def drop_bodies(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
+    where = f"{where} AND (body IS NOT NULL OR body_file IS NOT NULL)"
+    for found in transaction.execute(
+        f"SELECT body_file FROM requests WHERE {where}", values
+    ).fetchall():
+        transaction.drop(found[0])
+    transaction.execute(f"UPDATE requests SET body = NULL, body_file = NULL WHERE {where}", values)
+
+
+def delete(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
+    """Remove rows with all that they hold; answers how many."""
+    for found in transaction.execute(
+        f"SELECT body_file, result_file FROM requests WHERE {where}", values
+    ).fetchall():
+        transaction.drop(found[0])
+        transaction.drop(found[1])
+    return transaction.execute(f"DELETE FROM requests WHERE {where}", values).rowcount
+
+
+def drop_results(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
+    for found in transaction.execute(
+        f"SELECT result_file FROM requests WHERE {where}", values
+    ).fetchall():
+        transaction.drop(found[0])
+    transaction.execute(
+        f"UPDATE requests SET result = NULL, result_file = NULL, result_bytes = 0 WHERE {where}",
+        values,
+    )
+
+
+_SEED_BITS = 62
+_SEEDED = ("create_model", "sample")
+"""Kinds whose bodies may have a seed that their digests have not."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One request as it goes into the journal."""
+
+    kind: str
+    body: bytes
+    digest: bytes
+    operation: Operation[Any]
+    """With the seed that it will run with."""
+
+
+def entry(operation: Operation[Any], seq_id: int) -> JournalEntry:
+    """Encode a request. Takes time in proportion to its size; for a thread if it is large."""
+    kind, body = kind_of(operation), _encoded(operation, seq_id)
+    digest = _digest(kind, body)
+    seeded = _seeded(operation)
+    if seeded is not operation:
+        body = _encoded(seeded, seq_id)
+    return JournalEntry(kind, body, digest, seeded)
+
+
+def is_as_written(kind: str, body: bytes, digest: bytes | None) -> bool:
+    """Whether a body is the one whose `entry` had this digest. Of those that may have been given a
+    seed that is not known.
+    """
+    return kind in _SEEDED or digest is None or _digest(kind, body) == digest
+
+
+def _digest(kind: str, body: bytes) -> bytes:
+    return hashlib.blake2b(kind.encode() + body, digest_size=16).digest()
+
+
+def kind_of(operation: Operation[Any]) -> str:
+    """The kind of its row."""
+    match operation:
+        case ForwardBackward(forward_only=True):
+            return "forward"
+        case CreateModel(from_path=None):
+            return "create_model"
+        case CreateModel():
+            return "load_weights"
+    return _KINDS[type(operation)]
+
+
+def operation_of(kind: str, body: bytes) -> Operation[Any]:
+    """What `entry` encoded."""
+    return _DECODERS[kind](body)
+
+
+def _seeded(operation: Operation[Any]) -> Operation[Any]:
+    """With a seed, if it draws: what is drawn again after a crash must be the same."""
+    match operation:
+        case Sample(sampling_params=params) if params.seed is None:
+            return replace(
+                operation, sampling_params=replace(params, seed=secrets.randbits(_SEED_BITS))
+            )
+        case CreateModel(lora=lora, from_path=None) if lora.seed is None:
+            return replace(operation, lora=replace(lora, seed=secrets.randbits(_SEED_BITS)))
+    return operation
+
+
+def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
+    match operation:
+        case ForwardBackward():
+            # The number of the request is its row's; here it would have to fit into 32 bits.
+            message = ForwardBackwardRequestMessage.FromString(
+                forward_backward_to_message(operation, 1)
+            )
+            return message.SerializeToString(deterministic=True)
+        case OptimStep():
+            return _json(optim_step_to_json(operation, seq_id))
+        case CreateModel(from_path=None):
+            return _json(create_model_to_json(operation, place_of(operation.model_id)))
+        case CreateModel():
+            return _json(create_from_weights_to_json(operation, place_of(operation.model_id)))
+        case LoadWeights():
+            return _json(load_weights_to_json(operation, seq_id))
+        case SaveWeights() | SaveWeightsForSampler():
+            return _json(save_to_json(operation, seq_id))
+        case PublishSampler():
+            return _json(publish_to_json(operation, place_of(operation.sampler_id).seq_id, seq_id))
+        case UnloadModel():
+            return _json({"model_id": operation.model_id})
+        case Sample():
+            return _json(sample_request_to_json(SampleRequest(seq_id, operation)))
+    raise TypeError(f"{type(operation).__name__} is not journaled")
+
+
+_KINDS: dict[type[Operation[Any]], str] = {
+    ForwardBackward: "forward_backward",
+    OptimStep: "optim_step",
+    LoadWeights: "load_weights",
+    SaveWeights: "save_weights",
+    SaveWeightsForSampler: "save_weights_for_sampler",
+    PublishSampler: "publish_sampler",
+    UnloadModel: "unload_model",
+    Sample: "sample",
+}
+_DECODERS: dict[str, Callable[[bytes], Operation[Any]]] = {
+    "forward": lambda body: forward_backward_from_message(parse_forward_backward(body)),
+    "forward_backward": lambda body: forward_backward_from_message(parse_forward_backward(body)),
+    "optim_step": lambda body: optim_step_from_json(Fields.of(body)),
+    "create_model": lambda body: create_model_from_json(Fields.of(body)),
+    "load_weights": lambda body: load_weights_from_json(Fields.of(body)),
+    "save_weights": lambda body: save_weights_from_json(Fields.of(body)),
+    "save_weights_for_sampler": lambda body: save_weights_for_sampler_from_json(Fields.of(body)),
+    "publish_sampler": lambda body: save_weights_for_sampler_from_json(Fields.of(body)),
+    "unload_model": lambda body: UnloadModel(orjson.loads(body)["model_id"]),
+    "sample": lambda body: sample_request_from_json(Fields.of(body)).operation,
+}
+
+
+def result_of(kind: str, operation: Operation[Any], result: Any) -> Done:
+    """The answer of a request that was done."""
+    return done_of(kind, _result_body(operation, result))
+
+
+def done_of(kind: str, content: bytes) -> Done:
+    """The same, of a journal's `kind` and what is stored."""
+    media = "protobuf" if kind in ("forward", "forward_backward", "sample") else "json"
+    return Done("save_weights_for_sampler" if kind == "publish_sampler" else kind, media, content)
+
+
+def _result_body(operation: Operation[Any], result: Any) -> bytes:
+    match result:
+        case ForwardBackwardOutput():
+            return output_to_message(result)
+        case SampleResponse():
+            return sample_response_to_message(result)
+        case OptimStepResponse():
+            return _json({"metrics": result.metrics})
+    match operation:
+        case CreateModel(from_path=None):
+            return _json({"type": "create_model", "model_id": operation.model_id})
+        case CreateModel() as op:
+            return _json({"type": "load_weights", "model_id": op.model_id, "path": op.from_path})
+        case LoadWeights():
+            return _json(
+                {"type": "load_weights", "model_id": operation.model_id, "path": operation.path}
+            )
+        case SaveWeights():
+            return _json({"type": "save_weights", "path": result.path})
+        case SaveWeightsForSampler():
+            return _json({"type": "save_weights_for_sampler", "path": result.path})
+        case PublishSampler():
+            return _json(
+                {"type": "save_weights_for_sampler", "sampling_session_id": operation.sampler_id}
+            )
+        case UnloadModel():
+            return _json({"type": "unload_model", "model_id": operation.model_id})
+    raise TypeError(f"{type(operation).__name__} has no answer for clients")
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

@@ -1,0 +1,527 @@
+"""What the server writes down: an SQLite database, and beside it a file for each large body.
+
+One thread writes. It takes all changes that wait, makes them in one transaction and syncs once, so
+that many requests that come at the same time cost one sync. A change is a function of the
+transaction and is made whole or not at all; if it raises, the others go on.
+
+Bodies from a quarter of a MiB on are files of their own, synced before the transaction that names
+them (a row of that size is written twice by SQLite, to its log and then to its place). A file that
+no row names is removed at the next start.
+
+A disk that is full refuses `write` with StorageError. What must not be lost, `keep` tries again
+until it works. A database that is damaged refuses everything that meets the damage, in the same
+way: nothing is written on top of it. One that is missing, where other files of a server are, is not
+begun anew: what no row names is removed at a start, and that would be all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from filelock import FileLock, Timeout
+
+from planish.errors import DamagedFileError, StorageError, UserError
+from planish.files import sync_directory
+from planish.server.durable.names import PRIVATE_PREFIX
+from planish.server.metrics import Disk
+
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+DATABASE, BODIES = "server.db", "bodies"
+_INLINE_BYTES = 1 << 18
+_GROUP = 512
+_RETRY_SECONDS = 0.5
+_READERS = 2
+
+
+@dataclass(frozen=True)
+class StoredBody:
+    """Where a body is: in its row, or in a file."""
+
+    inline: bytes | None
+    file: str | None = None
+
+
+class Transaction:
+    """What a change can do. Belongs to the writing thread."""
+
+    def __init__(self, connection: sqlite3.Connection, bodies: Path) -> None:
+        self._connection = connection
+        self._bodies = bodies
+        self.written: list[str] = []
+        self.dropped: list[str] = []
+
+    def execute(self, sql: str, values: Any = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, values)
+
+    def store(self, body: bytes) -> StoredBody:
+        if len(body) < _INLINE_BYTES:
+            return StoredBody(body)
+        name = secrets.token_hex(16)
+        self.written.append(name)
+        with open(self._bodies / name, "xb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        return StoredBody(None, name)
+
+    def drop(self, file: str | None) -> None:
+        """Remove a body's file once the row that named it is changed for good."""
+        if file is not None:
+            self.dropped.append(file)
+
+    def reclaim(self, pages: int) -> None:
+        """Give pages of the database that are free back to the disk."""
+        free = self._connection.execute("PRAGMA freelist_count").fetchone()[0]
+        for _ in range(min(pages, free)):
+            # a step of the statement frees one page
+            self._connection.execute("PRAGMA incremental_vacuum(1)")
+
+    def remove_files(self, names: list[str]) -> None:
+        for name in names:
+            (self._bodies / name).unlink(missing_ok=True)
+
+
+@dataclass
+class _Change(Generic[R]):
+    make: Callable[[Transaction], R]
+    future: Future[R]
+    patient: bool
+    outcome: R | None = None
+    error: Exception | None = None
+
+
+class Store:
+    """One data directory, held by this process until `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        """UserError if another process holds the directory, or if its database is of a later
+        version; DamagedFileError if it is damaged, or missing beside what it should name;
+        StorageError if the disk refuses.
+        """
+        self.directory = directory
+        self._lock = FileLock(directory / ".server.lock", thread_local=False)
+        try:
+            (directory / BODIES).mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"data_dir={directory}: another server is using it; stop that one, or give another directory"
+            ) from error
+        except OSError as error:
+            raise StorageError(
+                f"data_dir={directory}: {error}; give a directory that can be written to"
+            ) from error
+        self._connections: list[sqlite3.Connection] = []
+        """To be closed: one that writes, and one of each thread that reads."""
+        try:
+            self._check_there()
+            self._connection = self._opened()
+            self._remove_orphans()
+            sync_directory(directory)
+        except (OSError, sqlite3.DatabaseError) as error:
+            self._let_go()
+            raise self._refusal(error) from error
+        except BaseException:
+            self._let_go()
+            raise
+        self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
+        self._local = threading.local()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
+        self.is_refused = False
+        """Whether the disk refused the last transaction. While it does, each one writes something,
+        however little is asked for.
+        """
+        self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
+        self._thread.start()
+
+    async def write(self, change: Callable[[Transaction], R]) -> R:
+        """Make a change; returns when it is on disk. StorageError: the disk refused it, nothing was
+        changed.
+        """
+        return await asyncio.wrap_future(self._put(change, patient=False))
+
+    def keep(self, change: Callable[[Transaction], R]) -> asyncio.Future[R]:
+        """`write` that is tried until the disk takes it. Changes are made in the order of their
+        calls.
+        """
+        return asyncio.wrap_future(self._put(change, patient=True))
+
+    async def read(self, query: Callable[[sqlite3.Connection], R]) -> R:
+        """Look something up in what is written."""
+
+        def look() -> R:
+            try:
+                return query(self._reader())
+            except sqlite3.DatabaseError as error:
+                if not _is_of_the_disk(error):
+                    raise
+                refusal = self._refusal(error)
+                _log.error("something could not be looked up: %s", refusal)
+                raise _told(refusal) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, look)
+
+    def body(self, stored: StoredBody) -> bytes:
+        """Reads the disk: for `read`, or a thread."""
+        if stored.file is None:
+            assert stored.inline is not None
+            return stored.inline
+        return (self.directory / BODIES / stored.file).read_bytes()
+
+    def disk(self) -> Disk:
+        """How much room it takes. Reads the disk: for a thread."""
+        database = sum(path.stat().st_size for path in self.directory.glob(DATABASE + "*"))
+        sizes: list[int] = []
+        with suppress(FileNotFoundError):  # somebody moved the directory away
+            for entry in os.scandir(self.directory / BODIES):
+                with suppress(FileNotFoundError):  # it was removed meanwhile
+                    sizes.append(entry.stat().st_size)
+        return Disk(database, sum(sizes), len(sizes), self.free_bytes())
+
+    def free_bytes(self) -> int:
+        """0 if the directory was moved away."""
+        try:
+            return shutil.disk_usage(self.directory).free
+        except FileNotFoundError:
+            return 0
+
+    def close(self) -> None:
+        """Write what waits, and let go of the directory."""
+        self._queue.put(None)
+        self._thread.join()
+        self._readers.shutdown()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._lock.release()
+
+    def _check_there(self) -> None:
+        """To be called before SQLite is: it makes a database where there is none, and removes the
+        log of one that is empty.
+        """
+        database = self.directory / DATABASE
+        if database.is_file() and database.stat().st_size:
+            return
+        log = database.with_name(DATABASE + "-wal")
+        others = [
+            *(self.directory / BODIES).iterdir(),
+            *self.directory.glob(f"*/*/{PRIVATE_PREFIX}*"),
+        ]
+        if others or (log.is_file() and log.stat().st_size):
+            raise DamagedFileError(
+                f"data_dir={self.directory}: {DATABASE} is {'empty' if database.is_file() else 'missing'}, but other files of a server are "
+                f"there{f', such as {others[0].relative_to(self.directory)}' if others else ''}; put the whole directory back from a backup, "
+                "or begin with another one (`planish checkpoints --data-dir` still finds the checkpoints in this one)"
+            )
+
+    def _refusal(self, error: Exception) -> Exception:
+        """What a person is told of an error of SQLite or of the disk."""
+        if type(error) is sqlite3.DatabaseError:
+            return DamagedFileError(
+                f"data_dir={self.directory}: {DATABASE} is damaged ({error}); stop the server, put the directory back from a backup, and see "
+                "to the disk"
+            )
+        return StorageError(
+            f"the server cannot use {self.directory} ({error}); free space there, or give it the rights and files it needs"
+        )
+
+    def _opened(self) -> sqlite3.Connection:
+        connection = self._connected()
+        connection.executescript(
+            "PRAGMA page_size = 16384; PRAGMA auto_vacuum = INCREMENTAL; PRAGMA journal_mode = WAL;"
+        )
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found > VERSION:
+            raise UserError(
+                f"data_dir={self.directory}: its database is of a later planish (version {found}, here {VERSION}); update planish"
+            )
+        if found < VERSION:
+            script = (
+                "; ".join(UPGRADES[version] for version in range(found, VERSION))
+                if found
+                else SCHEMA
+            )
+            connection.executescript(f"BEGIN; {script}; PRAGMA user_version = {VERSION}; COMMIT;")
+        return connection
+
+    def _connected(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.directory / DATABASE, isolation_level=None, check_same_thread=False, timeout=30
+        )
+        self._connections.append(connection)
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA temp_store = MEMORY")  # or a full /tmp would refuse work
+        connection.row_factory = sqlite3.Row
+        return connection
+
+    def _reader(self) -> sqlite3.Connection:
+        if not hasattr(self._local, "connection"):
+            self._local.connection = self._connected()
+            self._local.connection.execute("PRAGMA query_only = 1")
+        return self._local.connection
+
+    def _remove_orphans(self) -> None:
+        named = self._connection.execute(
+            "SELECT body_file FROM requests WHERE body_file IS NOT NULL "
+            "UNION SELECT result_file FROM requests WHERE result_file IS NOT NULL"
+        )
+        known = {row[0] for row in named}
+        for path in (self.directory / BODIES).iterdir():
+            if path.name not in known:
+                path.unlink()
+
+    def _put(self, change: Callable[[Transaction], R], patient: bool) -> Future[R]:
+        future: Future[R] = Future()
+        self._queue.put(_Change(change, future, patient))
+        return future
+
+    # The writing thread.
+
+    def _run(self) -> None:
+        waiting: list[_Change[Any]] = []
+        closing = False
+        while not closing or waiting:
+            closing = self._receive(waiting) or closing
+            error = self._commit(waiting)
+            self._log_change(error)
+            self.is_refused = error is not None
+            if error is None:
+                done, waiting = waiting, []
+                _answer(done)
+            else:
+                refused = [change for change in waiting if closing or not change.patient]
+                waiting = [] if closing else [change for change in waiting if change.patient]
+                for change in refused:
+                    change.error = _told(error)
+                _answer(refused)
+
+    def _log_change(self, error: Exception | None) -> None:
+        """Whoever runs the server, once, that nothing can be written, and that it can again."""
+        if error is not None and not self.is_refused:
+            _log.error("nothing new is taken until this is mended: %s", error)
+        elif error is None and self.is_refused:
+            _log.warning("%s takes what is written again", self.directory)
+
+    def _receive(self, waiting: list[_Change[Any]]) -> bool:
+        """Add what has come to `waiting`; whether the end was asked for."""
+        try:
+            # After a refusal, one more transaction tells soon whether the disk takes something
+            # again.
+            item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_refused else None)
+            while item is not None:
+                waiting.append(item)
+                if len(waiting) >= _GROUP:
+                    return False
+                item = self._queue.get_nowait()
+        except Empty:
+            return False
+        return True
+
+    def _commit(self, changes: list[_Change[Any]]) -> Exception | None:
+        """Make the changes in one transaction. If the disk refuses it, none is made."""
+        transaction = Transaction(self._connection, self.directory / BODIES)
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for change in changes:
+                self._make(change, transaction)
+            if self.is_refused:  # a transaction that writes nothing succeeds on any disk
+                transaction.execute(f"PRAGMA user_version = {VERSION}")
+            if transaction.written:
+                sync_directory(self.directory / BODIES)
+                crash_point("bodies written")
+            crash_point("before commit")
+            self._connection.execute("COMMIT")
+        except Exception as error:
+            # of whatever kind: the thread must live, and those who wait be told
+            with suppress(sqlite3.Error):
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+            with suppress(OSError):
+                transaction.remove_files(transaction.written)
+            return self._refusal(error)
+        crash_point("after commit")
+        with suppress(OSError):  # it is an orphan then, and goes at the next start
+            transaction.remove_files(transaction.dropped)
+        return None
+
+    def _make(self, change: _Change[Any], transaction: Transaction) -> None:
+        self._connection.execute("SAVEPOINT change")
+        written, dropped = len(transaction.written), len(transaction.dropped)
+        change.outcome, change.error = None, None
+        try:
+            change.outcome = change.make(transaction)
+        except Exception as error:
+            if isinstance(error, OSError) or _is_of_the_disk(error):
+                raise
+            change.error = error
+            self._connection.execute("ROLLBACK TO change")
+            transaction.remove_files(transaction.written[written:])
+            del transaction.written[written:], transaction.dropped[dropped:]
+        self._connection.execute("RELEASE change")
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether the database could not be read or written, which is no fault of what was asked."""
+    if type(error) is sqlite3.DatabaseError:
+        return True
+    # SQLITE_ERROR is a statement that cannot be right; errors that did not come from SQLite have no
+    # code.
+    return (
+        isinstance(error, sqlite3.OperationalError)
+        and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
+    )
+
+
+def _told(refusal: Exception) -> StorageError:
+    """What clients hear, who have no business with the server's directories; its log has the whole."""
+    if isinstance(refusal, DamagedFileError):
+        return StorageError(
+            "the server's database is damaged; whoever runs it finds what to do in its log"
+        )
+    return StorageError(
+        "the server's disk is full or refuses to be used; whoever runs it finds what to do in its log"
+    )
+
+
+def _answer(changes: list[_Change[Any]]) -> None:
+    for change in changes:
+        if not change.future.set_running_or_notify_cancel():
+            continue
+        if change.error is not None:
+            change.future.set_exception(change.error)
+        else:
+            change.future.set_result(change.outcome)
+
+
+VERSION = 3
+
+_UNDER_WAY_TABLE = """
+CREATE TABLE under_way (
+    id TEXT PRIMARY KEY, is_marked INTEGER NOT NULL, ends INTEGER NOT NULL, ends_alone INTEGER NOT NULL
+) STRICT;
+"""
+
+SCHEMA = """
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, spec TEXT NOT NULL,
+    created REAL NOT NULL, seen REAL NOT NULL, ended REAL, reason TEXT
+) STRICT;
+CREATE INDEX sessions_of_tenant ON sessions (tenant, created);
+
+CREATE TABLE models (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL,
+    base_model TEXT NOT NULL, lora TEXT NOT NULL, user_metadata TEXT NOT NULL,
+    created REAL NOT NULL, used REAL NOT NULL,
+    passed INTEGER NOT NULL DEFAULT 0,
+    snapshot_seq INTEGER, snapshot TEXT,
+    training_bytes INTEGER NOT NULL, sampling_bytes INTEGER NOT NULL,
+    arch TEXT, closed TEXT
+) STRICT;
+CREATE INDEX models_of_tenant ON models (tenant, created);
+CREATE INDEX models_of_session ON models (session);
+
+CREATE TABLE samplers (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL,
+    base_model TEXT NOT NULL, model_path TEXT, model TEXT, seq INTEGER, source TEXT, memory_bytes INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL, used REAL NOT NULL, closed TEXT
+) STRICT;
+CREATE INDEX samplers_of_session ON samplers (session);
+
+CREATE TABLE requests (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, owner TEXT NOT NULL, seq INTEGER NOT NULL,
+    state TEXT NOT NULL, digest BLOB, accepted REAL NOT NULL, finished REAL,
+    body_bytes INTEGER NOT NULL DEFAULT 0, result_bytes INTEGER NOT NULL DEFAULT 0, message TEXT, category TEXT,
+    error_class TEXT, body_file TEXT, result_file TEXT, body BLOB, result BLOB
+) STRICT;
+CREATE INDEX requests_of_owner ON requests (owner, seq);
+CREATE INDEX requests_by_age ON requests (finished, result_bytes) WHERE finished IS NOT NULL;
+CREATE INDEX requests_to_do ON requests (owner) WHERE finished IS NULL;
+
+CREATE TABLE checkpoints (
+    path TEXT PRIMARY KEY, tenant TEXT NOT NULL, run TEXT NOT NULL, public INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL, made REAL NOT NULL, expires REAL, user_metadata TEXT NOT NULL
+) STRICT;
+CREATE INDEX checkpoints_of_tenant ON checkpoints (tenant, made);
+CREATE INDEX checkpoints_of_run ON checkpoints (run, made);
+
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
+"""
+SCHEMA += _UNDER_WAY_TABLE
+
+UPGRADES = {1: "ALTER TABLE requests ADD COLUMN error_class TEXT", 2: _UNDER_WAY_TABLE}
+"""By version: what makes the next one of a database."""
+
+
+CRASH_POINTS = (
+    "bodies written",
+    "before commit",
+    "after commit",
+    "before acknowledging",
+    "before running",
+    "before recording a result",
+    "loaded before replay",
+    "between replayed operations",
+    "save marked",
+    "saved before recording",
+    "pinned before recording",
+    "before snapshot",
+    "snapshot saved before recording",
+    "snapshot recorded before cleaning",
+    "sampler saved before recording",
+    "unloaded",
+    "checkpoint deleted before recording",
+    "session ended before cleaning",
+    "model closed before cleaning",
+    "sampler closed before cleaning",
+)
+
+CRASH_ENVIRONMENT = "PLANISH_CRASH_AT"
+
+
+class _Armed:
+    def __init__(self, setting: str) -> None:
+        self.name, _, count = setting.rpartition(":")
+        self.left = int(count)
+        if self.name not in CRASH_POINTS:
+            raise ValueError(
+                f"{CRASH_ENVIRONMENT}={setting!r}: give NAME:COUNT with one of {', '.join(CRASH_POINTS)}"
+            )
+
+
+_armed: _Armed | None = None
+
+
+def arm_crash_point(setting: str) -> None:
+    """Be killed at NAME:COUNT."""
+    global _armed
+    _armed = _Armed(setting)
+
+
+def crash_point(name: str) -> None:
+    if _armed is not None and _armed.name == name:
+        _armed.left -= 1
+        if _armed.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if CRASH_ENVIRONMENT in os.environ:
+    arm_crash_point(os.environ[CRASH_ENVIRONMENT])

@@ -1,0 +1,193 @@
+"""The engine from the event loop: whatever may take long runs in a thread, and answers are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from planish.errors import CheckpointError, EngineClosedError
+from planish.service import (
+    AdapterBytes,
+    CheckpointInfo,
+    CreateModel,
+    CreateSampler,
+    HostedService,
+    LoadWeights,
+    Operation,
+    Sample,
+)
+from planish.types import (
+    Checkpoint,
+    GetServerCapabilitiesResponse,
+    LoraConfig,
+    ModelInput,
+    SamplingParams,
+)
+
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+NOBODYS_SAMPLE = Sample(
+    "nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n")
+)
+"""For its check, a base model and its tokenizer are loaded."""
+
+_QUICK_THREADS = 4
+_SLOW_THREADS = 8
+
+
+class EngineClient:
+    def __init__(self, service: HostedService, data_dir: Path) -> None:
+        """Errors name files as they lie in `data_dir`: where that is, is no business of clients,
+        whom most errors reach.
+        """
+        self._service = service
+        self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
+        # Whoever loads a model or waits for a disk must not keep others from submitting.
+        self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="planish-submit")
+        self.fault: str | None = None
+        """Why the engine does nothing any more, if it ended by itself."""
+        self._is_closed = False
+        self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
+
+    async def submit(self, operation: Operation[R]) -> asyncio.Future[R]:
+        """Queue an operation; its errors at submission are raised here, others come with the
+        future.
+        """
+        slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
+        future = await self._call(
+            self._slow if slow else self._quick, lambda: self._service.submit(operation)
+        )
+        future.add_done_callback(self._look_at_error)
+        return asyncio.wrap_future(future)
+
+    async def perform(self, operation: Operation[R]) -> R:
+        """Queue an operation and wait for its result."""
+        return await (await self.submit(operation))
+
+    def check_sample_now(self, base_model: str, operation: Sample) -> None:
+        """ValueError if no sampler of the base model could serve it. In this thread."""
+        self._service.check_sample(base_model, operation)
+
+    async def check_sample(self, base_model: str, operation: Sample) -> None:
+        await self._in_thread(lambda: self._service.check_sample(base_model, operation))
+
+    async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
+        return await self._in_thread(lambda: self._service.adapter_bytes(base_model, lora))
+
+    async def tokenizer_directory(self, base_model: str) -> Path:
+        return await self._in_thread(lambda: self._service.tokenizer_directory(base_model))
+
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        return self._service.capabilities()
+
+    async def checkpoint_info(self, path: str) -> CheckpointInfo:
+        return await self._in_thread(lambda: self._service.checkpoint_info(path))
+
+    async def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
+        """All that are on disk, the server's own too."""
+        return await self._in_thread(lambda: self._service.checkpoints(run_id))
+
+    async def exists(self, path: str) -> bool:
+        try:
+            await self.checkpoint_info(path)
+        except CheckpointError:
+            return False
+        return True
+
+    async def copy_checkpoint(
+        self, source: str, destination: str, ttl_seconds: int | None = None
+    ) -> None:
+        """Onto whatever is at `destination`."""
+        await self._in_thread(
+            lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
+        )
+
+    async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        await self._in_thread(lambda: self._service.set_checkpoint_ttl(path, ttl_seconds))
+
+    async def checkpoint_files(self, path: str) -> Mapping[str, Path]:
+        return await self._in_thread(lambda: self._service.checkpoint_files(path))
+
+    async def clear_leftovers(self) -> None:
+        await self._in_thread(self._service.clear_leftovers)
+
+    async def delete_checkpoint(self, path: str) -> None:
+        """What is gone already is fine."""
+
+        def delete() -> None:
+            try:
+                self._service.delete_checkpoint(path)
+            except CheckpointError:
+                return
+
+        await self._in_thread(delete)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await self._in_thread(lambda: self._service.close(finish=False))
+        self._quick.shutdown(wait=False)
+        self._slow.shutdown(wait=False)
+
+    def _look_at_error(self, future: Future[Any]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._hide_directory(error)
+        if isinstance(error, EngineClosedError) and not self._is_closed and self.fault is None:
+            self.fault = str(error)
+            _log.critical(
+                "nothing can be done any more until the server is started again: %s", error
+            )
+
+    async def _in_thread(self, work: Callable[[], R]) -> R:
+        return await self._call(self._slow, work)
+
+    async def _call(self, threads: Executor, work: Callable[[], R]) -> R:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
+        except RuntimeError as error:
+            if "shutdown" in str(error):
+                raise EngineClosedError("the server stops") from error
+            raise
+        except Exception as error:
+            self._hide_directory(error)
+            raise
+
+    def _hide_directory(self, error: BaseException) -> None:
+        def hidden(value: Any) -> Any:
+            if not isinstance(value, str):
+                return value
+            return self._directory.sub(
+                lambda found: "" if found[1] else "the server's data directory", value
+            )
+
+        error.args = tuple(map(hidden, error.args))
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename, error.filename2 = hidden(error.filename), hidden(error.filename2)
+
+
+class DeviceClock:
+    """One device: what ends next has had it since what ended last, or since it was asked for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+
+    def now(self) -> float:
+        return self._clock()
+
+    def spent(self, submitted: float) -> float:
+        """Seconds that a request took which ends now. The parts of all requests add up to no more
+        than the time that passed.
+        """
+        now = self._clock()
+        spent = now - max(submitted, self._last)
+        self._last = now
+        return spent

@@ -1,0 +1,230 @@
+"""Every request, seen from outside of the application: a record in the log, and a measurement of
+how long it took.
+
+RequestLog are told apart by the pattern of their route, never by their path, so that ids neither fill
+the metrics nor the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+import orjson
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from planish.errors import PlanishError, UserError
+from planish.server.results import Tenant
+
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
+_REPEATED = (
+    "/retrieve_future",
+    "/session_heartbeat",
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/telemetry",
+)
+_POLL_AGAIN = 408
+_CLOSED = 499
+"""As proxies call it: the client went away before it had the answer."""
+
+_log = logging.getLogger("planish.access")
+
+
+class RequestMetrics:
+    """Of the HTTP side, for the page at /metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "planish_http_request_seconds",
+            "Time from a request to the end of its answer; polls for results are held on purpose",
+            ("method", "route", "status"),
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self.open = Gauge(
+            "planish_http_requests_open", "RequestLog that are being answered", registry=registry
+        )
+
+
+@dataclass
+class _Seen:
+    status: int = _CLOSED
+    size: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def note(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message["type"] == "http.response.body":
+            self.size += len(message.get("body", b""))
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+class Access:
+    """ASGI middleware."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: RequestMetrics, authenticate: Callable[[str | None], Tenant]
+    ) -> None:
+        """`authenticate` tells the tenant of a key; PlanishError if it is nobody's."""
+        self._app = app
+        self._metrics = metrics
+        self._authenticate = authenticate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        seen = _Seen()
+
+        async def sending(message: Message) -> None:
+            seen.note(message)
+            await send(message)
+
+        try:
+            with self._metrics.open.track_inprogress():
+                await self._app(scope, receive, sending)
+        finally:
+            self._record(scope, seen)
+
+    def _record(self, scope: Scope, seen: _Seen) -> None:
+        found = scope.get("route")
+        route = found.path if isinstance(found, Route) else "none"
+        # Whoever comes without a key may invent methods; each would be a series of its own.
+        is_known = isinstance(found, Route) and scope["method"] in (found.methods or ())
+        method = scope["method"] if is_known else "any"
+        self._metrics.seconds.labels(method, route, str(seen.status)).observe(seen.seconds)
+        is_expected = seen.status < 400 or seen.status == _POLL_AGAIN
+        level = logging.DEBUG if is_expected and route.endswith(_REPEATED) else logging.INFO
+        if _log.isEnabledFor(level):
+            _log.log(
+                level,
+                "%s %s %d",
+                scope["method"],
+                route,
+                seen.status,
+                extra=log_fields(**self._described(scope, seen)),
+            )
+
+    def _described(self, scope: Scope, seen: _Seen) -> dict[str, object]:
+        described: dict[str, object] = {
+            "status": seen.status,
+            "milliseconds": round(seen.seconds * 1000, 1),
+        }
+        described["bytes"] = seen.size
+        with suppress(PlanishError):
+            described["tenant"] = self._authenticate(given_key(Headers(scope=scope))).name
+        if scope.get("client") is not None:
+            described["client"] = scope["client"][0]
+        return described
+
+
+def given_key(headers: Headers) -> str | None:
+    """As the SDK gives it, or as a bearer token."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+
+
+LogFormat = Literal["text", "json"]
+LEVELS = ("debug", "info", "warning", "error")
+_FIELDS = "planish_fields"
+_REFUSED_SECONDS = 60.0
+_LIBRARIES = ("uvicorn", "uvicorn.error", "uvicorn.access", "py.warnings")
+
+
+def log_fields(**values: object) -> dict[str, Any]:
+    """Fields of a record, for `extra=`."""
+    return {_FIELDS: values}
+
+
+def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = None) -> None:
+    """Send the log to `stream` (stderr) and nowhere else. `log_format`: None is text on a terminal,
+    else JSON.
+    """
+    if level not in LEVELS:
+        raise UserError(f"--log-level {level}: give one of {', '.join(LEVELS)}")
+    stream = sys.stderr if stream is None else stream
+    handler = logging.StreamHandler(stream)
+    is_terminal = stream is not None and stream.isatty()
+    as_text = log_format == "text" or (log_format is None and is_terminal)
+    handler.addFilter(_few_refused_connections())
+    handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("planish").setLevel(level.upper())
+    logging.captureWarnings(True)
+    for name in _LIBRARIES:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def _few_refused_connections() -> Callable[[logging.LogRecord], bool]:
+    """Without files for more connections, asyncio says so at every one that waits, thousands of
+    times a second: a line a minute will do.
+    """
+    told = -_REFUSED_SECONDS
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        nonlocal told
+        if record.name != "asyncio" or "out of system resource" not in record.msg:
+            return True
+        if record.created - told < _REFUSED_SECONDS:
+            return False
+        told, record.exc_info = record.created, None
+        record.msg = (
+            "no more connections can be taken until some end: this process may not open more files. Raise the limit (ulimit -Hn, "
+            "LimitNOFILE of systemd); each waiting request is a connection"
+        )
+        record.args = ()
+        return True
+
+    return is_kept
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line; whatever a field is, the line can be read back."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields_of(record),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line["error"] = "".join(traceback.format_exception(*record.exc_info))
+        return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """TIME LEVEL logger: message  name=value ..."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = super().formatMessage(record)
+        named = " ".join(f"{name}={value}" for name, value in _fields_of(record).items())
+        return f"{text}  {named}" if named else text
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:
+    return getattr(record, _FIELDS, {})

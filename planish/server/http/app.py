@@ -1,0 +1,183 @@
+"""The ASGI application: every endpoint of the protocol on one `Server`.
+
+    context              one request: key, body, errors
+    routes_session        settings of clients, sessions, telemetry
+    routes_search         search among sessions
+    routes_training       what makes, trains, saves and loads models
+    routes_sampling       samplers and samples
+    routes_futures        results
+    routes_checkpoints    training runs and checkpoints
+    routes_downloads      files of checkpoints and tokenizers
+    routes_refused        what is not offered, and why
+
+Nothing here decides anything: a route decodes a body, calls one method of the server, and encodes
+what it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from planish.errors import PlanishError
+from planish.server.http import app as routes_refused
+from planish.server.http import routes_checkpoints, routes_sampling, routes_training
+from planish.server.http import routes_checkpoints as routes_downloads
+from planish.server.http import routes_results as routes_futures
+from planish.server.http import routes_sessions as routes_search
+from planish.server.http import routes_sessions as routes_session
+from planish.server.http.context import (
+    API,
+    HttpSettings,
+    HttpState,
+    RequestContext,
+    answered,
+    body_of,
+    endpoint,
+)
+from planish.server.server import Server
+
+_GROUPS = (
+    routes_session,
+    routes_search,
+    routes_training,
+    routes_sampling,
+    routes_futures,
+    routes_checkpoints,
+    routes_downloads,
+    routes_refused,
+)
+STOP_SECONDS = 30
+"""For what runs, before the journal has to keep it."""
+
+_log = logging.getLogger("planish.server")
+
+
+def create_app(
+    server: Server, settings: HttpSettings | None = None, more: Sequence[Route] = ()
+) -> Starlette:
+    """Its lifespan starts and stops the server; `app.state.http.stopping` sends those away who wait
+    for results.
+
+    `more`: routes of other protocols (openai_routes.routes, metrics_page.metrics_route).
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            await server.start()
+        except PlanishError as error:
+            _log.critical("the server cannot start: %s", error)
+            raise
+        try:
+            yield
+        finally:
+            app.state.http.stopping.set()
+            await server.stop(STOP_SECONDS)
+
+    health = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", API + "/healthz")]
+    health.append(Route("/readyz", readyz, methods=["GET"]))
+    app = Starlette(
+        routes=[*health, *(route for group in _GROUPS for route in group.ROUTES), *more],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _not_here, Exception: _failed},
+    )
+    app.router.redirect_slashes = False
+    app.state.http = HttpState(server, settings or HttpSettings())
+    return app
+
+
+async def healthz(request: Request) -> Response:
+    """Whether the process does its work, or has to be started again; anybody may ask. The SDK asks
+    it too, under /api/v1.
+    """
+    healthy = request.app.state.http.server.healthy()
+    return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
+
+
+async def readyz(request: Request) -> Response:
+    """Whether new work is taken and begun at once; anybody may ask."""
+    state: HttpState = request.app.state.http
+    if state.stopping.is_set() or not state.server.healthy():
+        return answered({"status": "stopping"}, 503)
+    if await asyncio.to_thread(state.server.disk_is_full):
+        return answered({"status": "disk full"}, 503)
+    return (
+        answered({"status": "loading"}, 503) if state.is_loading else answered({"status": "ready"})
+    )
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"[:200]
+    detail = {
+        404: f"there is no endpoint {what}",
+        405: f"{what}: this path takes another method",
+    }.get(error.status_code, error.detail)
+    if request.url.path.startswith("/api/"):
+        return answered({"detail": detail}, error.status_code)
+    if not request.url.path.startswith("/v1/"):
+        detail += "; those for OpenAI's clients are below /v1, with which their base_url ends"
+    return answered(body_of(detail, error.status_code), error.status_code)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return answered(
+        {"detail": f"a fault of the server ({type(error).__name__}); its log has the whole of it"},
+        500,
+    )
+
+
+_REFUSED = {
+    (
+        "POST",
+        "/auth/token",
+    ): "keys are not exchanged for tokens here; the key itself is used (pjwt_auth_enabled is false)",
+    (
+        "GET",
+        "/auth/apikey/me",
+    ): "there is nothing to log in to; set TINKER_API_KEY to a key of this server",
+    (
+        "DELETE",
+        "/auth/apikey/me",
+    ): "keys are not deleted by clients; remove the key from the server's key file",
+    (
+        "POST",
+        "/create_custom_loss",
+    ): "losses traced on a server are not offered; forward_backward_custom runs them in the client",
+    (
+        "POST",
+        "/join_sampling_session",
+    ): "copies of a sampling client number their requests themselves (sample_join_sampling_session is false)",
+    (
+        "POST",
+        "/retrieve_futures",
+    ): "results are asked for one by one (sample_use_retrieve_futures is false)",
+    ("PUT", "/sessions/{session_id}/project"): "this server has no projects",
+    ("GET", "/sessions/{session_id}/trace_export"): "this server keeps no traces of sessions",
+    ("GET", "/audit"): "this server keeps no audit log",
+    ("GET", "/billing/usage/events"): "this server bills nothing",
+    (
+        "GET",
+        "/billing/usage/checkpoints/current",
+    ): "this server bills nothing; `GET /api/v1/checkpoints` has the sizes of checkpoints",
+}
+
+
+def _refusing(method: str, path: str, sentence: str) -> Route:
+    async def handler(context: RequestContext) -> Response:
+        return answered({"detail": f"not offered: {sentence}"}, 404)
+
+    return endpoint(path, handler, method)
+
+
+ROUTES = [_refusing(method, path, sentence) for (method, path), sentence in _REFUSED.items()]

@@ -1,0 +1,345 @@
+"""Training runs and checkpoints: what there is, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tarfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from planish.errors import PlanishError, UserError
+from planish.server.durable.checkpoints import CheckpointFiles
+from planish.server.durable.names import is_external, shown_path, stored_path
+from planish.server.http.context import (
+    API,
+    RequestContext,
+    answered,
+    endpoint,
+    nothing,
+    paged,
+    refused,
+)
+from planish.server.results import NoSuchBaseModel, NotFound, SessionSpec, TrainingRun
+from planish.types import LONGEST_TTL_SECONDS, Checkpoint
+from planish.wire.models import refuse_access_token
+from planish.wire.records import checkpoint_to_json, weights_info_to_json
+
+_KNOWN_COPIES = 1000
+
+
+async def training_runs(context: RequestContext) -> Response:
+    context.check_scope()
+    limit, offset = context.window(20)
+    page = await context.server.training_runs(context.tenant, limit, offset)
+    return answered(paged("training_runs", page, lambda run: _run(context, run)))
+
+
+async def training_run(context: RequestContext) -> Response:
+    context.check_scope()
+    return answered(
+        _run(context, await context.server.training_run(context.tenant, context.path("run_id")))
+    )
+
+
+async def run_checkpoints(context: RequestContext) -> Response:
+    page = await context.server.checkpoints(context.tenant, context.path("run_id"))
+    return answered({"checkpoints": [_checkpoint(context, item) for item in page.items]})
+
+
+async def checkpoints(context: RequestContext) -> Response:
+    limit, offset = context.window(100)
+    page = await context.server.checkpoints(context.tenant, None, limit, offset)
+    return answered(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
+
+
+async def delete_checkpoint(context: RequestContext) -> Response:
+    await context.server.delete_checkpoint(context.tenant, checkpoint_path(context))
+    return nothing()
+
+
+async def publish(context: RequestContext) -> Response:
+    await context.server.set_public(context.tenant, checkpoint_path(context), True)
+    return nothing()
+
+
+async def unpublish(context: RequestContext) -> Response:
+    kind = context.path("checkpoint_id")
+    if "/" not in kind:  # the path ends with the name of a checkpoint, which is publish
+        path = stored_path(f"tinker://{context.path('run_id')}/{kind}/publish")
+        await context.server.delete_checkpoint(context.tenant, path)
+        return nothing()
+    await context.server.set_public(context.tenant, checkpoint_path(context), False)
+    return nothing()
+
+
+async def set_ttl(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        ttl = fields.optional(
+            lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
+        )
+    await context.server.set_ttl(context.tenant, checkpoint_path(context), ttl)
+    return nothing()
+
+
+async def weights_info(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        path = stored_path(fields.text("tinker_path"))
+    return answered(
+        weights_info_to_json(await context.server.checkpoint_info(context.tenant, path))
+    )
+
+
+async def copy_weights(context: RequestContext) -> Response:
+    """Into the run `model_seq_id` of a session, or, as the SDK asks, into a project: a new session
+    then, since all of a key is one project here.
+    """
+    async with context.fields() as fields:
+        source = stored_path(fields.text("source_path"))
+        ttl = fields.optional(
+            lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
+        )
+        session_id = fields.optional(fields.identifier, "session_id")
+        number = fields.optional(lambda name: fields.integer(name, low=0), "model_seq_id", 0)
+        refuse_access_token(fields, context.request.headers.get("x-tinker-weights-access-token"))
+        if session_id is None:
+            fields.text("destination_project_id")
+    if session_id is None:
+        session_id = await _copy_session(context)
+    path = await context.server.copy_checkpoint(context.tenant, source, session_id, number, ttl)
+    return answered({"tinker_path": shown_path(path)})
+
+
+async def _copy_session(context: RequestContext) -> str:
+    """The session that owns a copy; a repetition of the request gets the same one, and with it the
+    same copy.
+    """
+    copies, key = context.state.copies, context.request.headers.get("x-idempotency-key")
+    known = copies.get((context.tenant, key))
+    if known is not None:
+        return known
+    session_id = await context.server.create_session(
+        context.tenant, SessionSpec(tags=["copy_weights"])
+    )
+    if key is not None:
+        copies[context.tenant, key] = session_id
+        if len(copies) > _KNOWN_COPIES:
+            copies.pop(next(iter(copies)))
+    return session_id
+
+
+def checkpoint_path(context: RequestContext) -> str:
+    """The stored path of the checkpoint that the URL names."""
+    run_id, checkpoint_id = context.path("run_id"), context.path("checkpoint_id")
+    if checkpoint_id.count("/") != 1:
+        raise UserError(
+            f"checkpoint id {checkpoint_id[:100]!r}: give weights/NAME, sampler_weights/NAME or external_weights/NAME"
+        )
+    return stored_path(f"tinker://{run_id}/{checkpoint_id}")
+
+
+def _checkpoint(context: RequestContext, checkpoint: Checkpoint) -> dict[str, Any]:
+    """External weights are a sampler's to clients that know no third type."""
+    fields = shown_checkpoint(checkpoint)
+    is_unknown = fields["checkpoint_type"] == "external" and not context.knows_external
+    return {**fields, "checkpoint_type": "sampler"} if is_unknown else fields
+
+
+def shown_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The JSON of a checkpoint as clients know it."""
+    fields = checkpoint_to_json(replace(checkpoint, tinker_path=shown_path(checkpoint.tinker_path)))
+    if not is_external(checkpoint.tinker_path):
+        return fields
+    path = fields["tinker_path"]
+    return {
+        **fields,
+        "checkpoint_type": "external",
+        "checkpoint_id": path.removeprefix("tinker://").partition("/")[2],
+    }
+
+
+def _run(context: RequestContext, run: TrainingRun) -> dict[str, Any]:
+    last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
+    return {
+        "training_run_id": run.training_run_id,
+        "base_model": run.base_model,
+        "model_owner": run.model_owner,
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": run.lora_rank,
+        "last_request_time": run.last_request_time.isoformat(),
+        "last_checkpoint": None if last is None else _checkpoint(context, last),
+        "last_sampler_checkpoint": None if sampler is None else _checkpoint(context, sampler),
+        "user_metadata": dict(run.user_metadata) or None,
+    }
+
+
+_RUN = "/training_runs/{run_id}"
+CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
+
+ROUTES = [
+    endpoint("/training_runs", training_runs, "GET"),
+    endpoint(_RUN, training_run, "GET"),
+    endpoint(_RUN + "/checkpoints", run_checkpoints, "GET"),
+    endpoint("/checkpoints", checkpoints, "GET"),
+    # Ids hold a slash, so these come before the one that ends with an id.
+    endpoint(CHECKPOINT + "/publish", publish, "POST"),
+    endpoint(CHECKPOINT + "/publish", unpublish, "DELETE"),
+    endpoint(CHECKPOINT + "/ttl", set_ttl, "PUT"),
+    endpoint(CHECKPOINT, delete_checkpoint, "DELETE"),
+    endpoint("/weights_info", weights_info),
+    endpoint("/copy_weights", copy_weights),
+]
+
+
+_VALID_SECONDS = 3600
+_BLOCK = 1 << 20
+_COMPLETE = "checkpoint_complete"
+"""An empty member that older SDKs look for, the last one of an archive."""
+
+
+async def external_weights_urls(context: RequestContext) -> Response:
+    path = checkpoint_path(context)
+    files = await context.server.checkpoint_files(context.tenant, path)
+    base, expires = _download_base(context, path)
+    return answered(
+        {
+            "urls": {name: f"{base}/{quote(name)}" for name in files.names},
+            "expires": expires.isoformat(),
+        }
+    )
+
+
+async def archive(context: RequestContext) -> Response:
+    path = checkpoint_path(context)
+    await context.server.checkpoint_files(context.tenant, path)
+    base, expires = _download_base(context, path)
+    headers = {"Location": f"{base}/archive.tar", "Expires": format_datetime(expires, usegmt=True)}
+    return Response(status_code=302, headers=headers)
+
+
+def _download_base(context: RequestContext, path: str) -> tuple[str, datetime]:
+    token = context.server.download_token(context.tenant, path, _VALID_SECONDS)
+    root = str(context.request.base_url).rstrip("/")
+    return f"{root}{API}/downloads/{quote(token)}", datetime.now(UTC) + timedelta(
+        seconds=_VALID_SECONDS
+    )
+
+
+async def download(request: Request) -> Response:
+    name = request.path_params["name"]
+    try:
+        files = await request.app.state.http.server.files_of_token(request.path_params["token"])
+        if name != "archive.tar" and name not in files.names:
+            raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
+        opened = await asyncio.to_thread(
+            _opened, files, files.names if name == "archive.tar" else [name]
+        )
+    except PlanishError as error:
+        return refused(error)
+    if name == "archive.tar":
+        size = sum(tar_size(file.size) for file in opened) + tar_size(0) + 2 * tarfile.BLOCKSIZE
+        return _streamed(tar_of(opened), size, "application/x-tar")
+    return _streamed(pieces_of(opened[0]), opened[0].size, "application/octet-stream")
+
+
+def _streamed(pieces: AsyncIterator[bytes], size: int, media_type: str) -> Response:
+    return StreamingResponse(pieces, media_type=media_type, headers={"Content-Length": str(size)})
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file that is read to its end even if its checkpoint is deleted or replaced meanwhile."""
+
+    name: str
+    file: BinaryIO
+    size: int
+
+
+def _opened(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
+    try:
+        handles = {name: files.open(name) for name in names}
+    except FileNotFoundError:
+        raise NotFound("the checkpoint was deleted") from None
+    return [OpenFile(name, file, os.fstat(file.fileno()).st_size) for name, file in handles.items()]
+
+
+async def pieces_of(opened: OpenFile) -> AsyncIterator[bytes]:
+    with opened.file as file:
+        while piece := await asyncio.to_thread(file.read, _BLOCK):
+            yield piece
+
+
+def tar_size(content: int) -> int:
+    """Of one member: its header, and its content filled up to whole blocks."""
+    return tarfile.BLOCKSIZE * (1 + -(-content // tarfile.BLOCKSIZE))
+
+
+async def tar_of(files: Sequence[OpenFile]) -> AsyncIterator[bytes]:
+    """A tar file of `files`, piece by piece."""
+    for file in files:
+        yield _header(file.name, file.size)
+        async for piece in pieces_of(file):
+            yield piece
+        yield bytes(-file.size % tarfile.BLOCKSIZE)
+    yield _header(_COMPLETE, 0)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _header(name: str, size: int) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member.tobuf(tarfile.USTAR_FORMAT)
+
+
+async def tokenizer(context: RequestContext) -> Response:
+    """The files of a base model's tokenizer, by name: the official SDK asks a hub, a client of ours
+    can ask here.
+    """
+    name = context.request.query_params.get("base_model", "")
+    directory = context.state.settings.tokenizer_directories.get(name)
+    if directory is None:
+        raise NoSuchBaseModel(
+            f"base_model={name[:100]!r}: give one of {', '.join(context.state.settings.tokenizer_directories)}"
+        )
+    return answered(
+        {"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)}
+    )
+
+
+def tokenizer_files(directory: Path) -> dict[str, str]:
+    """The text of each file of `directory` from which a tokenizer is loaded."""
+    found = {
+        path.name: path
+        for pattern in _TOKENIZER_FILES
+        for path in directory.glob(pattern)
+        if path.is_file()
+    }
+    return {name: path.read_text(encoding="utf-8") for name, path in sorted(found.items())}
+
+
+_TOKENIZER_FILES = (
+    "config.json",  # without it transformers does not know what kind of tokenizer the others are
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+
+_DOWNLOAD_ROUTES = [
+    endpoint(CHECKPOINT + "/external_weights_urls", external_weights_urls, "GET"),
+    endpoint(CHECKPOINT + "/archive", archive, "GET"),
+    endpoint("/tokenizer", tokenizer, "GET"),
+    Route(API + "/downloads/{token}/{name}", download, methods=["GET"]),
+]

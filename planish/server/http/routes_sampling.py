@@ -1,0 +1,204 @@
+"""Samplers and samples."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+
+from planish.errors import PlanishError, UserError
+from planish.server.http.context import SAMPLE_BODY, RequestContext, answered, endpoint, nothing
+from planish.server.http.routes_training import accepted
+from planish.server.results import (
+    Accepted,
+    Done,
+    Failed,
+    NotFound,
+    ServerError,
+    TryAgain,
+    status_of,
+    stopping,
+)
+from planish.wire.client_errors import ERROR_CLASS, name_of
+from planish.wire.client_frames import MEDIA, Frame
+from planish.wire.fields import Fields
+from planish.wire.models import create_sampler_from_json
+from planish.wire.records import sampler_info_to_json
+from planish.wire.sampling import SampleRequest, sample_request_from_json, targets_of
+from planish.wire.tensors import check_filled
+
+
+async def create_sampling_session(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        operation = create_sampler_from_json(fields)
+    sampler_id = await context.unless_stopping(
+        context.server.create_sampler(context.tenant, operation)
+    )
+    if sampler_id is None:  # it waited for room in memory, where a repetition finds it
+        raise stopping()
+    return answered({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+
+
+async def sampler(context: RequestContext) -> Response:
+    return answered(
+        sampler_info_to_json(
+            await context.server.sampler_info(context.tenant, context.path("sampler_id"))
+        )
+    )
+
+
+async def asample(context: RequestContext) -> Response:
+    async with context.body(SAMPLE_BODY) as body:
+        request = await context.compute(body, lambda: sample_request_from_json(Fields.of(body)))
+        return accepted(
+            await context.server.submit_sample(context.tenant, request.seq_id, request.operation)
+        )
+
+
+ROUTES = [
+    endpoint("/create_sampling_session", create_sampling_session),
+    endpoint("/samplers/{sampler_id}", sampler, "GET"),
+    endpoint("/asample", asample),
+]
+
+
+MAX_REQUESTS = 1024
+
+_log = logging.getLogger("planish.server")
+
+
+async def draw(context: RequestContext) -> Response:
+    async with context.body(SAMPLE_BODY) as body:
+        requests = await context.compute(body, lambda: _sample_requests(Fields.of(body)))
+    return StreamingResponse(_frames(context, requests), media_type=MEDIA)
+
+
+async def release(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        sampler_id = fields.identifier("sampler_id")
+    server = context.server
+    sampler = server.samplers.get(sampler_id)
+    if sampler is None or sampler.row.tenant != context.tenant.name:
+        raise NotFound(f"sampler_id={sampler_id!r}: there is no such sampler")
+    await server.samplers.close(sampler, "it was released")
+    return nothing()
+
+
+def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
+    """A request that cannot be read is refused alone."""
+    with fields:
+        found: list[SampleRequest | PlanishError] = []
+        asked = 0
+        for one in fields.objects("requests"):
+            try:
+                request = sample_request_from_json(one.alone())
+                asked += targets_of(request.operation)
+                check_filled("requests", asked)
+                found.append(request)
+            except UserError as error:
+                found.append(error)
+    if not 0 < len(found) <= MAX_REQUESTS:
+        raise UserError(f"requests has {len(found)} entries; give 1 to {MAX_REQUESTS}")
+    return found
+
+
+async def _frames(
+    context: RequestContext, requests: list[SampleRequest | PlanishError]
+) -> AsyncIterator[bytes]:
+    """Ends early when the server stops; the client sends the batch again."""
+    frames: asyncio.Queue[Frame | None] = asyncio.Queue()
+    tasks = [
+        *(
+            asyncio.create_task(_answer_one(context, index, request, frames))
+            for index, request in enumerate(requests)
+        ),
+        asyncio.create_task(_stop(context, frames)),
+    ]
+    try:
+        left = len(requests)
+        while left:
+            ready = [await frames.get()]
+            while not frames.empty():
+                ready.append(frames.get_nowait())
+            whole = [frame for frame in ready if frame is not None]
+            left -= sum(frame.header["last"] for frame in whole)
+            yield b"".join(frame.to_bytes() for frame in whole)
+            if len(whole) < len(ready):
+                return
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _stop(context: RequestContext, frames: asyncio.Queue[Frame | None]) -> None:
+    await context.state.stopping.wait()
+    frames.put_nowait(None)
+
+
+async def _answer_one(
+    context: RequestContext,
+    index: int,
+    request: SampleRequest | PlanishError,
+    frames: asyncio.Queue[Frame | None],
+) -> None:
+    """The frames of one request."""
+    try:
+        if isinstance(request, PlanishError):
+            raise request
+        accepted = await context.server.submit_sample(
+            context.tenant, request.seq_id, request.operation
+        )
+        frames.put_nowait(Frame(_acceptance(index, accepted)))
+        while isinstance(
+            outcome := await context.server.result(
+                context.tenant, accepted.request_id, context.state.settings.poll_seconds
+            ),
+            TryAgain,
+        ):
+            frames.put_nowait(Frame({"index": index, "last": False}))
+        frames.put_nowait(_result(index, outcome))
+    except Exception as error:
+        if not isinstance(error, (PlanishError, ValueError)):
+            _log.error("drawing failed", exc_info=error)
+        frames.put_nowait(Frame(_refusal(index, error)))
+
+
+def _acceptance(index: int, accepted: Accepted) -> Mapping[str, Any]:
+    ids = list(accepted.sample_sequence_ids)
+    return {
+        "index": index,
+        "last": False,
+        "request_id": accepted.request_id,
+        "sample_sequence_ids": ids,
+    }
+
+
+def _result(index: int, outcome: Done | Failed) -> Frame:
+    if isinstance(outcome, Done):
+        return Frame({"index": index, "last": True}, outcome.content)
+    said = {
+        "error": outcome.message,
+        "category": outcome.category,
+        ERROR_CLASS: outcome.error_class,
+    }
+    return Frame({"index": index, "last": True, **said})
+
+
+def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
+    status = status_of(error)
+    return {
+        "index": index,
+        "last": True,
+        "status": status,
+        "detail": str(error)
+        if status != 500
+        else f"a fault of the server ({type(error).__name__})",
+        "retry_after": error.retry_after if isinstance(error, ServerError) else None,
+        ERROR_CLASS: name_of(error),
+    }
+
+
+PLANISH_ROUTES = [endpoint("/planish/draw", draw), endpoint("/planish/release", release)]

@@ -1,0 +1,273 @@
+"""What a client does first and last: its settings, its session, heartbeats, telemetry, and what the
+server has to offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from starlette.responses import Response
+
+from planish.errors import UnsupportedError, UserError
+from planish.server.http.context import MIB, RequestContext, answered, endpoint, nothing, paged
+from planish.server.results import SessionRecord, SessionSpec
+from planish.wire.fields import Fields
+from planish.wire.records import capabilities_to_json, time_from_json
+
+_MAX_SPEC = 65_536
+"""Characters that a client says of itself."""
+_FINISH_REASONS = ("success", "errored", "interrupted")
+
+
+async def client_config(context: RequestContext) -> Response:
+    """One call of the user is one request, so a batch's shared prefixes are computed once; and its
+    chunks keep their order.
+    """
+    async with context.fields() as fields:
+        fields.optional(fields.text, "sdk_version")
+    return answered(
+        {
+            "planish_wire": 1,
+            "parallel_fwdbwd_chunks": False,
+            "fwdbwd_max_chunk_len": 1_000_000,
+            "fwdbwd_max_chunk_bytes_count": 128 * MIB,
+            "fwdbwd_dispatch_bytes_semaphore_size": 256 * MIB,
+            "proto_compress_fwdbwd": not context.is_local,
+            # Samples wait their turn here, for hours if a machine is slow; that is no reason to
+            # give up.
+            "sample_enable_stuck_detection": False,
+        }
+    )
+
+
+async def dynamic_config(context: RequestContext) -> Response:
+    return answered(
+        {
+            "refresh_interval_sec": 300,
+            "sample_cancel_enabled": True,
+            "sample_cancel_max_batch_size": 64,
+        }
+    )
+
+
+async def create_session(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        project, spec = fields.optional(fields.text, "project_id"), _spec(fields)
+    session_id = await context.server.create_session(context.tenant, spec)
+    answer = {"type": "create_session", "session_id": session_id}
+    if project is not None:
+        answer["warning_message"] = (
+            f"project_id={project[:100]!r} has no meaning here: this server has no projects"
+        )
+    return answered(answer)
+
+
+async def heartbeat(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        session_id = fields.identifier("session_id")
+    await context.server.heartbeat(context.tenant, session_id)
+    return answered({"type": "session_heartbeat"})
+
+
+async def finish(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        reason = fields.object("reason").text("type")
+        detail = fields.optional(fields.text, "detail")
+    if reason not in _FINISH_REASONS:
+        raise UserError(f"reason.type={reason[:40]!r}: give one of {', '.join(_FINISH_REASONS)}")
+    await context.server.finish_session(context.tenant, context.path("session_id"), reason, detail)
+    return nothing()
+
+
+async def sessions(context: RequestContext) -> Response:
+    context.check_scope()
+    limit, offset = context.window(20)
+    page = await context.server.sessions(context.tenant, limit, offset)
+    return answered(paged("sessions", page, str))
+
+
+async def session(context: RequestContext) -> Response:
+    context.check_scope()
+    return answered(
+        _session(await context.server.session(context.tenant, context.path("session_id")))
+    )
+
+
+async def telemetry(context: RequestContext) -> Response:
+    """What clients report of themselves is not kept."""
+    async with context.body(16 * MIB):
+        return answered({"status": "accepted"})
+
+
+async def capabilities(context: RequestContext) -> Response:
+    return answered(capabilities_to_json(context.server.capabilities()))
+
+
+def _spec(fields: Fields) -> SessionSpec:
+    tags = fields.optional(fields.array, "tags", [])
+    if not all(isinstance(tag, str) for tag in tags):
+        raise UserError("tags holds something that is no string")
+    metadata = fields.optional(fields.strings, "user_metadata", {})
+    size = sum(map(len, (*tags, *metadata, *metadata.values())))
+    if size > _MAX_SPEC:
+        raise UserError(
+            f"tags and user_metadata have {size:,} characters; give at most {_MAX_SPEC:,}"
+        )
+    return SessionSpec(
+        tags,
+        metadata,
+        fields.optional(fields.text, "sdk_version", ""),
+        fields.optional(fields.text, "display_name"),
+    )
+
+
+def _session(record: SessionRecord) -> dict[str, object]:
+    return {
+        "training_run_ids": list(record.training_run_ids),
+        "sampler_ids": list(record.sampler_ids),
+        "user_metadata": dict(record.spec.user_metadata) or None,
+        "display_name": record.spec.display_name,
+    }
+
+
+ROUTES = [
+    endpoint("/client/config", client_config),
+    endpoint("/client/dynamic_config", dynamic_config),
+    endpoint("/create_session", create_session),
+    endpoint("/session_heartbeat", heartbeat),
+    endpoint("/sessions/{session_id}/finish", finish),
+    endpoint("/sessions", sessions, "GET"),
+    endpoint("/sessions/{session_id}", session, "GET"),
+    endpoint("/telemetry", telemetry),
+    endpoint("/get_server_capabilities", capabilities, "GET"),
+]
+
+
+_SCANNED = 1000
+"""Sessions that one request looks at; the next page goes on from there."""
+_SCAN_BLOCK = 200
+
+
+@dataclass(frozen=True)
+class Query:
+    session_id: str | None
+    words: tuple[str, ...]
+    """Each is in the display name, in lower case."""
+    metadata: dict[str, str]
+    states: tuple[str, ...]
+    limit: int
+    after: datetime | None
+    """Only sessions that are older than this, or as old and listed after `after_id`."""
+    after_id: str
+
+    def matches(self, record: SessionRecord) -> bool:
+        """Where both an id and words are given, one of them is enough."""
+        metadata = record.spec.user_metadata
+        if any(metadata.get(key) != value for key, value in self.metadata.items()):
+            return False
+        if (
+            self.states
+            and ("active" if record.ended is None else "client_finished") not in self.states
+        ):
+            return False
+        if self.session_id is None and not self.words:
+            return True
+        name = (record.spec.display_name or "").lower()
+        by_name = bool(self.words) and all(word in name for word in self.words)
+        return by_name or record.session_id == self.session_id
+
+
+async def search(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        query = _query(fields)
+    found: list[SessionRecord] = []
+    last: SessionRecord | None = None
+    scanned = 0
+    async for record in _sessions(context, query):
+        scanned += 1
+        last = record
+        if query.matches(record):
+            found.append(record)
+        if len(found) == query.limit or scanned == _SCANNED:
+            break
+    else:
+        last = None
+    cursor = (
+        None
+        if last is None
+        else {"last_created_at": last.created.isoformat(), "last_session_id": last.session_id}
+    )
+    return answered(
+        {"sessions": [await _summary(context, record) for record in found], "next_cursor": cursor}
+    )
+
+
+async def _sessions(context: RequestContext, query: Query) -> AsyncIterator[SessionRecord]:
+    """The tenant's sessions from the place on where the last page ended."""
+    offset, passed = 0, query.after is None
+    while ids := (await context.server.sessions(context.tenant, _SCAN_BLOCK, offset)).items:
+        offset += len(ids)
+        for session_id in ids:
+            record = await context.server.session(context.tenant, session_id)
+            if query.after is not None and not passed:
+                passed = session_id == query.after_id or record.created < query.after
+                if session_id == query.after_id or not passed:
+                    continue
+            yield record
+
+
+async def _summary(context: RequestContext, record: SessionRecord) -> dict[str, Any]:
+    pages = [
+        await context.server.checkpoints(context.tenant, run) for run in record.training_run_ids
+    ]
+    return {
+        "session_id": record.session_id,
+        "created_at": record.created.isoformat(),
+        "owner": context.tenant.name,
+        "project_id": "default",
+        "status": {"type": "active"} if record.ended is None else None,
+        "checkpoints_count": sum(page.total for page in pages),
+        "checkpoint_storage_bytes": sum(
+            item.size_bytes or 0 for page in pages for item in page.items
+        ),
+        "display_name": record.spec.display_name,
+        "user_metadata": dict(record.spec.user_metadata) or None,
+    }
+
+
+def _query(fields: Fields) -> Query:
+    with fields:
+        owner = fields.optional(fields.object, "owner")
+        if owner is not None and owner.text("type") not in ("own", "accessible"):
+            raise UnsupportedError("owner: sessions of other keys are not searched; leave it out")
+        fields.skip("project_ids")  # all sessions of a key are in its one project
+        cursor = fields.optional(fields.object, "cursor")
+        return Query(
+            fields.optional(fields.text, "session_id"),
+            tuple(fields.optional(fields.text, "display_name", "").lower().split()),
+            fields.optional(fields.strings, "user_metadata", {}),
+            tuple(_state(state) for state in fields.objects("statuses"))
+            if fields.has("statuses")
+            else (),
+            fields.optional(lambda name: fields.integer(name, 1, 200), "limit", 50),
+            None if cursor is None else time_from_json(cursor, "last_created_at"),
+            "" if cursor is None else cursor.text("last_session_id"),
+        )
+
+
+def _state(fields: Fields) -> str:
+    with fields:
+        kind = fields.text("type")
+        if fields.optional(fields.array, "reasons"):
+            raise UnsupportedError(
+                "statuses: sessions are not searched by the reason of their end; leave `reasons` out"
+            )
+    if kind not in ("active", "client_finished", "cancelled", "failed"):
+        raise UserError(f"statuses: type={kind[:40]!r} is unknown")
+    return kind
+
+
+_SEARCH_ROUTES = [endpoint("/sessions/search", search)]

@@ -1,0 +1,190 @@
+"""RequestLog that make, train, save and load models. Each is decoded, handed to the server, and
+acknowledged.
+
+A body whose model and number can be read, but not the rest, is refused with 400 and has used up its
+number: the client counts on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from planish.server.durable.checkpoints import metadata_of
+from planish.server.durable.names import EXTERNAL_PREFIX, check_name_is_not_external
+from planish.server.http.context import TRAINING_BODY, Handler, RequestContext, answered, endpoint
+from planish.server.results import Accepted, stopping
+from planish.service import CreateModel, Operation, PublishSampler, SaveWeightsForSampler
+from planish.wire.fields import Fields
+from planish.wire.models import (
+    create_model_from_json,
+    info_to_json,
+    load_weights_from_json,
+    save_weights_for_sampler_from_json,
+    save_weights_from_json,
+)
+from planish.wire.training import (
+    Place,
+    forward_backward_from_json,
+    forward_backward_from_message,
+    optim_step_from_json,
+    parse_forward_backward,
+    parse_forward_backward_head,
+    place_from_json,
+    place_from_message,
+)
+
+
+def accepted(acceptance: Accepted) -> Response:
+    answer: dict[str, Any] = {"request_id": acceptance.request_id}
+    if acceptance.model_id is not None:
+        answer["model_id"] = acceptance.model_id
+    if acceptance.sample_sequence_ids:
+        answer["sample_sequence_ids"] = list(acceptance.sample_sequence_ids)
+    return answered(answer)
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """A body, of which the operation is still to be read."""
+
+    place: Place
+    kind: str
+    """As in `Done`."""
+    decode: Callable[[], Operation[Any]]
+
+
+async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Parsed]) -> Response:
+    """Read an operation, and queue it. In one go: what is parsed takes many times the memory of the
+    body and of what comes of it.
+    """
+
+    def read() -> tuple[Place, str, Operation[Any] | ValueError]:
+        parsed = parse()
+        try:
+            return parsed.place, parsed.kind, parsed.decode()
+        except ValueError as error:
+            return parsed.place, parsed.kind, error.with_traceback(None)
+
+    place, kind, found = await context.compute(body, read)
+    if isinstance(found, ValueError):
+        await context.server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
+        raise found
+    return accepted(await context.server.submit_training(context.tenant, place.seq_id, found))
+
+
+def submitting(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
+    """The handler of a JSON body that `decode` reads."""
+
+    def parse(body: bytes) -> _Parsed:
+        fields = Fields.of(body)
+        return _Parsed(place_from_json(fields), kind, lambda: decode(fields))
+
+    async def handler(context: RequestContext) -> Response:
+        async with context.body(TRAINING_BODY) as body:
+            return await submit(context, body, lambda: parse(body))
+
+    return handler
+
+
+async def forward_backward(context: RequestContext) -> Response:
+    if not context.is_protobuf:
+        return await _json_forward_backward(context)
+    async with context.body(TRAINING_BODY) as body:
+        return await submit(context, body, lambda: _parsed_message(body))
+
+
+def _parsed_message(body: bytes) -> _Parsed:
+    head = parse_forward_backward_head(body)
+    kind = "forward" if head.forward_only else "forward_backward"
+    return _Parsed(
+        place_from_message(head),
+        kind,
+        lambda: forward_backward_from_message(parse_forward_backward(body)),
+    )
+
+
+_json_forward_backward = submitting(
+    "forward_backward", lambda fields: forward_backward_from_json(fields, forward_only=False)
+)
+_forward = submitting(
+    "forward", lambda fields: forward_backward_from_json(fields, forward_only=True)
+)
+
+
+async def create_model(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        operation = create_model_from_json(fields)
+    return accepted(await context.server.create_model(context.tenant, operation))
+
+
+async def load_weights(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        if fields.has("model_id"):
+            place = place_from_json(fields)
+            parsed = _Parsed(place, "load_weights", lambda: load_weights_from_json(fields))
+            return await submit(context, b"", lambda: parsed)
+        operation = load_weights_from_json(fields)
+    assert isinstance(operation, CreateModel)
+    return accepted(await context.server.create_model(context.tenant, operation))
+
+
+def _save_for_sampler(fields: Fields) -> Operation[Any]:
+    operation = save_weights_for_sampler_from_json(fields)
+    if not isinstance(operation, PublishSampler):
+        check_name_is_not_external(operation.name)
+    return operation
+
+
+def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
+    with fields:
+        place = place_from_json(fields)
+        fields.skip("type")
+        metadata = metadata_of(fields.optional(fields.array, "age_encryption_recipients", []))
+        ttl = fields.optional(fields.integer, "ttl_seconds")
+        return SaveWeightsForSampler(
+            place.model_id, EXTERNAL_PREFIX + fields.text("path"), ttl, user_metadata=metadata
+        )
+
+
+async def unload_model(context: RequestContext) -> Response:
+    async with context.fields() as fields:
+        model_id = fields.identifier("model_id")
+    return accepted(await context.server.unload_model(context.tenant, model_id))
+
+
+async def get_info(context: RequestContext) -> Response:
+    """A client on this machine is told where the tokenizer lies, so that it needs no hub; to others
+    the path means nothing.
+    """
+    async with context.fields() as fields:
+        model_id = fields.identifier("model_id")
+    info = await context.unless_stopping(context.server.model_info(context.tenant, model_id))
+    if info is None:  # it waited for the model's creation
+        raise stopping()
+    tokenizer_id = info.model_data.tokenizer_id if context.is_local else None
+    # The SDK cuts the id off at a colon.
+    usable = tokenizer_id is not None and ":" not in tokenizer_id
+    return answered(info_to_json(info, tokenizer_id if usable else None))
+
+
+ROUTES = [
+    endpoint("/create_model", create_model),
+    endpoint("/get_info", get_info),
+    endpoint("/forward_backward", forward_backward),
+    endpoint("/forward", _forward),
+    endpoint("/optim_step", submitting("optim_step", optim_step_from_json)),
+    endpoint("/save_weights", submitting("save_weights", save_weights_from_json)),
+    endpoint(
+        "/save_weights_for_sampler", submitting("save_weights_for_sampler", _save_for_sampler)
+    ),
+    endpoint(
+        "/save_weights_external",
+        submitting("save_weights_for_sampler", save_weights_external_from_json),
+    ),
+    endpoint("/load_weights", load_weights),
+    endpoint("/unload_model", unload_model),
+]

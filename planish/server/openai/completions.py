@@ -1,0 +1,277 @@
+"""POST /v1/completions: text goes on from a prompt as it is, for base models and evaluation tools.
+
+A prompt is a string, a list of token ids, or a list of either; each has `n` choices. With `echo`
+and `logprobs` the prompt's own logprobs are answered, so a tool scores a text by max_tokens 0 (or
+1) and draws nothing (or one token) besides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from planish.renderers.stream_parser import Growing, read_text
+from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
+from planish.server.openai.answers import (
+    Drawn,
+    Envelope,
+    Usage,
+    Whole,
+    draw_all,
+    draw_events,
+    stream_response,
+    while_connected,
+)
+from planish.server.openai.models import OpenAIModels, Served, TokenTexts
+from planish.server.openai.options import Options, optional, read_text_options
+from planish.server.results import Tenant
+from planish.service import Sample
+from planish.types import ModelInput, SampledSequence, SampleResponse
+from planish.wire.fields import Fields
+
+MAX_PROMPTS = 1024
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request that was understood."""
+
+    model: Served
+    options: Options
+    echo: bool
+    operations: list[Sample]
+    """One a prompt."""
+    leads: list[str]
+    """The prompts as texts."""
+
+    def growing(self) -> Growing:
+        return Growing(
+            read_text(self.model.texts.codec, self.model.texts.end_ids), self.options.stop
+        )
+
+
+async def completions(
+    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+) -> Response:
+    options = read_text_options(fields, _DEFAULT_MAX_TOKENS)
+    completion = await asyncio.to_thread(
+        _understood, await models.find(tenant, options.model), options, fields
+    )
+    sampler_id = await models.sampler(tenant, completion.model, completion.operations)
+    if options.stream:
+        return stream_response(
+            _stream(completion, draw_events(models, tenant, sampler_id, completion.operations))
+        )
+    responses = await while_connected(
+        request, draw_all(models, tenant, sampler_id, completion.operations)
+    )
+    return answered(await asyncio.to_thread(_whole, completion, responses))
+
+
+def _understood(model: Served, options: Options, fields: Fields) -> Completion:
+    echo = optional(fields, fields.boolean, "echo", False)
+    draws_nothing = options.max_tokens == 0
+    if draws_nothing and not (echo and options.top_logprobs is not None):
+        raise WrongParameterError(
+            "max_tokens",
+            "max_tokens=0 draws nothing; give echo=true and logprobs to score the prompt",
+        )
+    if echo and options.stream:
+        raise UnsupportedParameterError(
+            "echo", "a stream holds what is drawn; leave echo or stream out"
+        )
+    if draws_nothing:
+        options = replace(options, max_tokens=1)
+    params = options.sampling_params(model.texts.stop(model.texts.end_ids, options.stop))
+    scored = echo and options.top_logprobs is not None
+    prompts = _prompts(fields, model)
+    operations = [
+        Sample(
+            sampler_id="",
+            prompt=ModelInput.from_ints(prompt.tokens),
+            num_samples=options.n,
+            sampling_params=params,
+            prompt_logprobs=scored,
+            topk_prompt_logprobs=(options.top_logprobs or 0) if scored else 0,
+            topk_sample_logprobs=options.top_logprobs or 0,
+            prompt_only=draws_nothing,
+        )
+        for prompt in prompts
+    ]
+    return Completion(model, options, echo, operations, [prompt.text for prompt in prompts])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: list[int]
+    text: str
+
+
+def _prompts(fields: Fields, model: Served) -> list[Prompt]:
+    given = fields.raw("prompt")
+    is_one = isinstance(given, str) or (
+        isinstance(given, list) and bool(given) and all(_is_token(one) for one in given)
+    )
+    prompts = [given] if is_one else given
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
+        raise WrongParameterError(
+            "prompt",
+            f"prompt: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either",
+        )
+    return [_prompt(prompt, model) for prompt in prompts]
+
+
+def _prompt(given: Any, model: Served) -> Prompt:
+    tokenizer = model.texts.tokenizer
+    if isinstance(given, str):
+        prompt = Prompt(tokenizer.encode(given), given)
+    elif isinstance(given, list) and all(_is_token(token) for token in given):
+        prompt = Prompt(given, tokenizer.decode(given, clean_up_tokenization_spaces=False))
+    else:
+        raise WrongParameterError(
+            "prompt", "prompt holds something that is neither a string nor a list of token ids"
+        )
+    if not prompt.tokens:
+        raise WrongParameterError("prompt", "prompt is empty; give at least one token")
+    return prompt
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+@dataclass
+class Scores:
+    """OpenAI's four lists, a place for each token."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+    length: int = 0
+    """Of the text so far."""
+
+    def add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self.tokens.append(text)
+        self.token_logprobs.append(logprob)
+        self.top_logprobs.append(top)
+        self.text_offset.append(self.length)
+        self.length += len(text)
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: getattr(self, name) for name in names}
+
+    def taken(self) -> dict[str, Any]:
+        """What was added since the last time."""
+        body = self.to_json()
+        self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
+        return body
+
+
+def _whole(completion: Completion, responses: Sequence[SampleResponse]) -> dict[str, Any]:
+    choices = [
+        choice
+        for prompt, response in enumerate(responses)
+        for choice in _choices(completion, prompt, response)
+    ]
+    envelope = Envelope.of("cmpl", "text_completion", completion.model.name)
+    return envelope.body(choices, Usage.of(completion.operations, responses))
+
+
+def _choices(completion: Completion, prompt: int, response: SampleResponse) -> list[dict[str, Any]]:
+    n = completion.options.n
+    lead = completion.leads[prompt] if completion.echo else ""
+    if not response.sequences:
+        body = {
+            "text": lead,
+            "logprobs": _scores(completion, prompt, response, None),
+            "finish_reason": "length",
+        }
+        return [{"index": prompt * n + index, **body} for index in range(n)]
+    choices = []
+    for index, sequence in enumerate(response.sequences):
+        growing = completion.growing()
+        growing.tokens = sequence.tokens
+        choices.append(
+            {
+                "index": prompt * n + index,
+                "text": lead + growing.whole().content,
+                "logprobs": _scores(completion, prompt, response, sequence),
+                "finish_reason": sequence.stop_reason,
+            }
+        )
+    return choices
+
+
+def _scores(
+    completion: Completion, prompt: int, response: SampleResponse, sequence: SampledSequence | None
+) -> dict[str, Any] | None:
+    if completion.options.top_logprobs is None:
+        return None
+    texts, scores = completion.model.texts, Scores()
+    if completion.echo:
+        tokens = completion.operations[prompt].prompt.to_ints()
+        logprobs = response.prompt_logprobs or [None] * len(tokens)
+        tops = response.topk_prompt_logprobs or [None] * len(tokens)
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+            text = texts.tokens.of(token)[0]
+            # the tokenizer's BOS
+            is_added = not scores.tokens and not completion.leads[prompt].startswith(text)
+            scores.add("" if is_added else text, logprob, _top(texts.tokens, top))
+    if sequence is not None:
+        tops = sequence.topk_logprobs or [None] * len(sequence.tokens)
+        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, tops, strict=True):
+            if token not in texts.end_ids:
+                scores.add(texts.tokens.of(token)[0], logprob, _top(texts.tokens, top))
+    return scores.to_json()
+
+
+def _top(texts: TokenTexts, top: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
+    """The likeliest tokens by their texts; of two with one text, the likelier."""
+    if not top:
+        return None
+    return {texts.of(token)[0]: logprob for token, logprob in reversed(top)}
+
+
+async def _stream(
+    completion: Completion, events: AsyncIterator[Drawn | Whole]
+) -> AsyncIterator[dict[str, Any]]:
+    envelope = Envelope.of("cmpl", "text_completion", completion.model.name)
+    n, texts = completion.options.n, completion.model.texts
+    growing = [completion.growing() for _ in range(n * len(completion.operations))]
+    scores = [Scores() for _ in growing]
+    responses: list[SampleResponse] = []
+
+    def chunk(index: int, text: str, reason: str | None = None) -> dict[str, Any]:
+        logprobs = None if completion.options.top_logprobs is None else scores[index].taken()
+        return envelope.body(
+            [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
+        )
+
+    async for event in events:
+        match event:
+            case Drawn(prompt, token):
+                index = prompt * n + token.sample
+                growing[index].add(token.token)
+                if token.token not in texts.end_ids:
+                    scores[index].add(
+                        texts.tokens.of(token.token)[0],
+                        token.logprob,
+                        _top(texts.tokens, token.topk),
+                    )
+                if growing[index].is_due and (text := growing[index].delta().content):
+                    yield chunk(index, text)
+            case Whole(prompt, response):
+                responses.append(response)
+                for index, sequence in enumerate(response.sequences, start=prompt * n):
+                    yield chunk(index, growing[index].rest().content, sequence.stop_reason)
+    if completion.options.include_usage:
+        yield envelope.body([], Usage.of(completion.operations, responses))

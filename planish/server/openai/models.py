@@ -1,0 +1,267 @@
+"""What a model name means to the OpenAI-compatible endpoints: a base model, or the path of a
+checkpoint, for one tenant.
+
+Each tenant's samplers belong to a session of its own here, which begins at the first request and
+ends like any other. A checkpoint that was saved again under its name is another sampler; the one
+before is let go.
+
+RequestLog are not journaled: whoever waits for them holds a connection to this process. In everything
+else they are as any other: they wait for their tenant's turn, count against its limits, and have
+their sampler brought into memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from planish.errors import UnknownModelError
+from planish.model.config import ModelConfig
+from planish.renderers import FORMATS, Renderer, get_renderer, recommended_renderer_name
+from planish.renderers.codec import Codec
+from planish.renderers.termination import eos_ids
+from planish.server.http.context import ModelNotFoundError
+from planish.server.openai.options import check_size
+from planish.server.results import Gone, NotFound, SessionSpec, Tenant
+from planish.server.server import Server
+from planish.service import CreateSampler, Sample
+from planish.tokenizer import load_tokenizer
+from planish.types import CheckpointPath, SampleResponse
+from planish.wire.models import SessionPlace
+
+_MAX_SAMPLERS = 16
+"""Of checkpoints, for one tenant; the one that was used longest ago goes first."""
+
+
+class BaseTexts:
+    """How one base model reads and writes."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self._name = name
+        self._directory = directory
+        self.tokenizer: Any = load_tokenizer(directory)
+        self.codec = Codec(self.tokenizer)
+        self.tokens = TokenTexts(self.tokenizer)
+        config = ModelConfig.from_directory(directory)
+        self.end_ids = frozenset(config.eos_token_ids) | eos_ids(self.codec)
+        """Tokens that end a sequence."""
+        self.max_context = config.max_context
+        self._renderers: dict[str, Renderer] = {}
+
+    def renderer(self, name: str | None) -> Renderer:
+        """The renderer of this name, or the one that the model is known for. UserError if there is
+        none.
+        """
+        name = name or self._recommended
+        if name not in self._renderers:
+            self._renderers[name] = get_renderer(name, self.tokenizer)
+        return self._renderers[name]
+
+    @cached_property
+    def _recommended(self) -> str:
+        try:
+            return recommended_renderer_name(self._name)
+        except UnknownModelError:
+            return recommended_renderer_name(self._directory)
+
+    def stop(self, ids: frozenset[int], strings: tuple[str, ...]) -> list[str] | list[int]:
+        """What the sampler is told, which takes tokens or strings, not both; a string may be a
+        control token's.
+        """
+        if not strings:
+            return sorted(ids)
+        return [*strings, *filter(None, (self.tokens.of(token)[0] for token in sorted(ids)))]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that a tenant named."""
+
+    name: str
+    base_model: str
+    texts: BaseTexts
+    renderer_name: str | None
+    """What a checkpoint's metadata say that it was trained with."""
+    made: float
+    """When the checkpoint was saved, in seconds; another time is another version. 0 for a base
+    model.
+    """
+
+
+@dataclass
+class _Account:
+    """One tenant's session and its samplers."""
+
+    session_id: str | None = None
+    count: int = 0
+    samplers: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict)
+    """By model name: `Served.made` and id of the sampler."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class OpenAIModels:
+    def __init__(self, server: Server, directories: Mapping[str, Path]) -> None:
+        """`directories` has the base models that are served."""
+        self.server = server
+        self._directories = directories
+        self._texts: dict[str, BaseTexts] = {}
+        self._loading = asyncio.Lock()
+        self._accounts: dict[str, _Account] = {}
+        self._drawing: Counter[str] = Counter()
+        """How many requests each sampler has."""
+        self._replaced: set[str] = set()
+        """Samplers that go when those they have are done."""
+
+    async def find(self, tenant: Tenant, name: str) -> Served:
+        """ModelNotFoundError for what is neither a base model nor a checkpoint that the tenant may
+        read.
+        """
+        if name in self._directories:
+            return Served(name, name, await self._base_texts(name), None, 0.0)
+        try:
+            path = str(CheckpointPath.parse(name))
+            info = await self.server.checkpoint_info(tenant, path)
+        except (NotFound, ValueError):
+            raise ModelNotFoundError(
+                f"the model {name[:200]!r} does not exist, or it is not yours; name one of GET /v1/models: a base model, or a "
+                "checkpoint by its tinker:// path"
+            ) from None
+        if info.base_model not in self._directories:
+            raise ModelNotFoundError(
+                f"{path} was made on {info.base_model!r}, which is not served here"
+            )
+        metadata = info.checkpoint.user_metadata or {}
+        renderer = metadata.get("renderer_name")
+        return Served(
+            path,
+            info.base_model,
+            await self._base_texts(info.base_model),
+            renderer if renderer in FORMATS else None,
+            info.checkpoint.time.timestamp(),
+        )
+
+    async def sampler(self, tenant: Tenant, model: Served, operations: Sequence[Sample]) -> str:
+        """The id of a sampler of the model. Raises what is wrong with the operations, or keeps them
+        from being taken now.
+        """
+        check_size(operations, model.texts.max_context)
+        self.server.limits.check(tenant.name, 0)
+        for operation in operations:
+            await self.server.check_sample(model.base_model, operation)
+        return await self._sampler(tenant, model)
+
+    async def draw(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
+        """`operation.sampler_id` means nothing. Cancelling this gives the request up."""
+        self.server.limits.enter(tenant.name, 0)
+        self._drawing[sampler_id] += 1
+        try:
+            self.server.limits.use(tenant.name, operation.prompt.length)
+            return await self.server.draw(tenant, replace(operation, sampler_id=sampler_id))
+        finally:
+            self.server.limits.leave(tenant.name, 0)
+            self._drawing[sampler_id] -= 1
+            if not self._drawing[sampler_id]:
+                del self._drawing[sampler_id]
+                if sampler_id in self._replaced:
+                    await self._let_go(sampler_id)
+
+    async def _sampler(self, tenant: Tenant, model: Served) -> str:
+        account = self._accounts.setdefault(tenant.name, _Account())
+        async with account.lock:
+            session_id = await self._session(tenant, account)
+            made, sampler_id = account.samplers.get(model.name, (0.0, ""))
+            if made != model.made or self.server.samplers.get(sampler_id) is None:
+                await self._close(account, model.name)
+                is_path = model.name not in self._directories
+                place = SessionPlace(session_id, account.count)
+                account.count += 1
+                names = {"model_path": model.name} if is_path else {"base_model": model.name}
+                sampler_id = await self.server.create_sampler(
+                    tenant, CreateSampler(place.sampler_id, **names)
+                )
+                account.samplers[model.name] = (model.made, sampler_id)
+                while len(account.samplers) > _MAX_SAMPLERS:
+                    await self._close(account, next(iter(account.samplers)))
+            account.samplers.move_to_end(model.name)
+            return sampler_id
+
+    async def _session(self, tenant: Tenant, account: _Account) -> str:
+        """The tenant's session; a new one if it has none, or it has ended."""
+        if account.session_id is not None:
+            try:
+                await self.server.heartbeat(tenant, account.session_id)
+            except (Gone, NotFound):
+                account.session_id = None
+        if account.session_id is None:
+            account.session_id = await self.server.create_session(tenant, SessionSpec(["openai"]))
+            account.count, account.samplers = 0, OrderedDict()
+        return account.session_id
+
+    async def _close(self, account: _Account, name: str) -> None:
+        _, sampler_id = account.samplers.pop(name, (0.0, ""))
+        await self._let_go(sampler_id)
+
+    async def _let_go(self, sampler_id: str) -> None:
+        """Close it, as soon as nobody waits for it."""
+        if self._drawing[sampler_id]:
+            self._replaced.add(sampler_id)
+            return
+        self._replaced.discard(sampler_id)
+        sampler = self.server.samplers.get(sampler_id)
+        if sampler is not None:
+            await self.server.samplers.close(sampler, "another one was needed")
+
+    async def _base_texts(self, name: str) -> BaseTexts:
+        async with self._loading:
+            if name not in self._texts:
+                self._texts[name] = await asyncio.to_thread(
+                    BaseTexts, name, self._directories[name]
+                )
+            return self._texts[name]
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character by which byte-level BPE (GPT-2's, and all after it) writes each byte."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + rank): byte for rank, byte in enumerate(others)
+    }
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+class TokenTexts:
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is one of `transformers`."""
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._is_byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
+        self._special = set(getattr(tokenizer, "added_tokens_decoder", {}))
+        self.of = lru_cache(maxsize=1 << 16)(self._of)
+
+    def _of(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes of one token."""
+        text = self._tokenizer.decode(
+            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text, self._bytes(token, text)
+
+    def _bytes(self, token: int, text: str) -> bytes:
+        written = self._tokenizer.convert_ids_to_tokens(token)
+        if token in self._special or not isinstance(written, str):
+            return text.encode()
+        if self._is_byte_level and all(character in _ALPHABET for character in written):
+            return bytes(_ALPHABET[character] for character in written)
+        byte = _BYTE_TOKEN.fullmatch(written)
+        return bytes([int(byte.group(1), 16)]) if byte else text.encode()

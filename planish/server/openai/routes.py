@@ -1,0 +1,100 @@
+"""The OpenAI-compatible endpoints, so that agents and evaluation tools can use a model, also one in
+training, as they are.
+
+    POST /v1/chat/completions   openai_chat         messages in, a message out
+    POST /v1/completions        openai_completions  text in, text out
+    GET  /v1/models             here                base models, and the checkpoints that samplers
+         are made of
+
+A model is named by its name, or by the tinker:// path of a checkpoint. The key of the server is the
+bearer token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from planish.server.http.access import given_key
+from planish.server.http.context import (
+    SAMPLE_BODY,
+    RequestContext,
+    answered,
+    context_of,
+    error_response,
+)
+from planish.server.openai.answers import ClientGoneError
+from planish.server.openai.chat import chat_completions
+from planish.server.openai.completions import completions
+from planish.server.openai.models import OpenAIModels
+from planish.server.results import Tenant
+from planish.server.server import Server
+from planish.wire.fields import Fields
+
+Endpoint = Callable[[OpenAIModels, Tenant, Request, Fields], Awaitable[Response]]
+
+
+def routes(server: Server, directories: Mapping[str, Path]) -> list[Route]:
+    """`directories` has the base models that are served."""
+    models = OpenAIModels(server, directories)
+    return [
+        _posted("/v1/chat/completions", chat_completions, models),
+        _posted("/v1/completions", completions, models),
+        _read("/v1/models", _list_models, models),
+        _read("/v1/models/{model:path}", _one_model, models),
+    ]
+
+
+def _posted(path: str, endpoint: Endpoint, models: OpenAIModels) -> Route:
+    async def answer(context: RequestContext) -> Response:
+        async with context.fields(SAMPLE_BODY) as fields:
+            return await endpoint(models, context.tenant, context.request, fields)
+
+    return Route(path, _guarded(answer), methods=["POST"])
+
+
+def _read(
+    path: str,
+    handler: Callable[[OpenAIModels, RequestContext], Awaitable[Response]],
+    models: OpenAIModels,
+) -> Route:
+    return Route(path, _guarded(lambda context: handler(models, context)), methods=["GET"])
+
+
+def _guarded(
+    handler: Callable[[RequestContext], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """For those who have a key; every error as OpenAI's clients read it."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(context_of(request, given_key(request.headers)))
+        except (ClientDisconnect, ClientGoneError):
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:
+            return error_response(error)
+
+    return answer
+
+
+async def _list_models(models: OpenAIModels, context: RequestContext) -> Response:
+    found = await context.server.checkpoints(context.tenant)
+    entries = [
+        *(_entry(model.model_name, 0) for model in context.server.capabilities().supported_models),
+        *(_entry(item.tinker_path, int(item.time.timestamp())) for item in found.items),
+    ]
+    return answered({"object": "list", "data": entries})
+
+
+async def _one_model(models: OpenAIModels, context: RequestContext) -> Response:
+    model = await models.find(context.tenant, context.path("model"))
+    return answered(_entry(model.name, int(model.made)))
+
+
+def _entry(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "planish"}

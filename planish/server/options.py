@@ -1,0 +1,222 @@
+"""What `planish serve` can be told, each thing checked before anything is done."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from planish.engine.settings import EngineSettings
+from planish.errors import UserError
+from planish.server.http.access import LEVELS, LogFormat
+from planish.server.settings import HttpSettings, ServerSettings, is_loopback
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(|[KMGT]iB)")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The command's options."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    data_dir: Path = Path("~/.local/share/planish/server")
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Names and their directories or .gguf files; the embedded model is served besides if it is on
+    this machine, or is all there is.
+    """
+    api_key_file: Path | None = None
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    settings: ServerSettings = field(default_factory=ServerSettings)
+    hub_tokenizers: bool = False
+    poll_seconds: float = HttpSettings.poll_seconds
+    log_format: LogFormat | None = None
+    """None: text on a terminal, else JSON."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UserError(
+                f"--port {self.port}: give a number from 1 to 65535, or 0 for any free one"
+            )
+        if not 0 <= self.poll_seconds <= 40:
+            raise UserError(
+                f"--poll-seconds {self.poll_seconds:g}: give 0 to 40; clients hang up after 45"
+            )
+        if not is_loopback(self.host) and self.api_key_file is None:
+            raise UserError(
+                f"--host {self.host} lets others than this machine in; give --api-key-file with a key for each of them"
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `planish serve`."""
+    default = ServeOptions
+    parser.add_argument(
+        "--host", default=default.host, help="address to listen on (%(default)s: this machine only)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=default.port, help="0: any free one, which is told at the start"
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=default.data_dir,
+        metavar="DIR",
+        help="checkpoints, journal and database; made if it is not there (%(default)s)",
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a base model to serve: a Hugging Face directory or a .gguf file; may be repeated",
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="the keys of those who may use the server"
+    )
+    _add_engine_arguments(parser)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="settings",
+        help="a limit, such as tokens_per_minute=100000 or storage_bytes=20GiB; may be repeated. One of "
+        + ", ".join(field.name for field in fields(ServerSettings)),
+    )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), help="by default text on a terminal, else json"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default=default.log_level,
+        help="the least that is logged (%(default)s)",
+    )
+    parser.add_argument(
+        "--poll-seconds",
+        type=float,
+        default=default.poll_seconds,
+        metavar="S",
+        help="how long a request for a result is held (%(default)s); less if a proxy in between is impatient",
+    )
+    parser.add_argument(
+        "--hub-tokenizers",
+        action="store_true",
+        help="put tokenizers into the hub's cache, where scripts on this machine find them without a network",
+    )
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto")
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto")
+    parser.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        help="most memory for keys and values of running samples (4; of a GPU what is left)",
+    )
+    parser.add_argument(
+        "--prefix-cache-gib",
+        type=float,
+        help="most memory for known prefixes, 0 for none (1; of a GPU an eighth)",
+    )
+    parser.add_argument(
+        "--max-batch", type=int, help="most samples drawn at once (256; on a GPU up to 512)"
+    )
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        help="most tokens that are trained on at once (4096; on a GPU up to 16384)",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="a sample's bits are the same in any company, also where that costs something (on a GPU, and on CPUs whose products are a library's)",
+    )
+    parser.add_argument(
+        "--substitute-loss",
+        action="append",
+        default=[],
+        metavar="stable_reinforce=LOSS",
+        dest="substitute_losses",
+        help="compute LOSS where a script asks for stable_reinforce, whose formula is not public; responses and /metrics say so",
+    )
+
+
+def options_of(arguments: argparse.Namespace) -> ServeOptions:
+    """What was said on the command line. UserError names the option that cannot be right."""
+    return ServeOptions(
+        host=arguments.host,
+        port=arguments.port,
+        data_dir=arguments.data_dir,
+        models=_pairs("--model", "NAME=PATH", arguments.model),
+        api_key_file=arguments.api_key_file,
+        engine=EngineSettings(
+            device=arguments.device,
+            dtype=arguments.dtype,
+            kv_cache_bytes=_gib_bytes("--kv-cache-gib", arguments.kv_cache_gib),
+            prefix_cache_bytes=_gib_bytes(
+                "--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True
+            ),
+            max_batch=arguments.max_batch,
+            micro_batch_tokens=arguments.micro_batch_tokens,
+            deterministic=arguments.deterministic,
+            substitute_losses=_pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_losses),
+        ),
+        settings=_settings(_pairs("--set", "NAME=VALUE", arguments.settings)),
+        hub_tokenizers=arguments.hub_tokenizers,
+        poll_seconds=arguments.poll_seconds,
+        log_format=arguments.log_format,
+        log_level=arguments.log_level,
+    )
+
+
+def _pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for entry in entries:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not (name and equals and value):
+            raise UserError(f"{option} {entry!r}: write {form}")
+        if name in pairs:
+            raise UserError(f"{option} names {name!r} twice; keep one")
+        pairs[name] = value
+    return pairs
+
+
+def _settings(given: Mapping[str, str]) -> ServerSettings:
+    whole = {field.name: field.type == "int" for field in fields(ServerSettings)}
+    unknown = sorted(given.keys() - whole.keys())
+    if unknown:
+        raise UserError(
+            f"--set {unknown[0]}: there is no such setting; give one of {', '.join(whole)}"
+        )
+    values: dict[str, Any] = {
+        name: _number(name, text, whole[name]) for name, text in given.items()
+    }
+    return ServerSettings(**values)
+
+
+def _number(name: str, text: str, whole: bool) -> float:
+    found = _NUMBER.fullmatch(text)
+    if found is None or (found[2] and not name.endswith("_gib_bytes")):
+        raise UserError(
+            f"--set {name}={text}: give a number{', or one with KiB, MiB, GiB' * name.endswith('_gib_bytes')}"
+        )
+    value = float(found[1]) * _UNITS[found[2]]
+    if whole and not value.is_integer():
+        raise UserError(f"--set {name}={text}: give a whole number")
+    return int(value) if whole else value
+
+
+def _gib_bytes(option: str, gib: float | None, or_none: bool = False) -> int | None:
+    """`or_none`: 0 is a size too."""
+    if gib is not None and not (0 < gib < 1 << 20 or (or_none and gib == 0)):
+        raise UserError(f"{option} {gib}: give a number above 0{', or 0 for none' * or_none}")
+    return None if gib is None else int(gib * _GIB)

@@ -1,0 +1,268 @@
+"""Adapters in memory: loaded once, kept while they are held, and otherwise let go in the order of
+their last use.
+"""
+
+import asyncio
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from server_client import run
+
+from planish.errors import StorageError
+from planish.server.metrics import Counters
+from planish.server.scheduling.adapter_cache import AdapterCache
+
+
+@dataclass(eq=False)
+class Fake:
+    key: str
+    log: list[str]
+    memory_bytes: int = 10
+    is_evictable: bool = True
+    errors: list[Exception] = field(default_factory=list)
+
+    async def load(self) -> None:
+        await asyncio.sleep(0)
+        if self.errors:
+            raise self.errors.pop()
+        self.log.append(f"+{self.key}")
+
+    async def unload(self) -> None:
+        await asyncio.sleep(0)
+        if self.errors:
+            raise self.errors.pop()
+        self.log.append(f"-{self.key}")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+def fakes(log: list[str], names: Iterable[str]) -> list[Fake]:
+    return [Fake(name, log) for name in names]
+
+
+def test_it_is_loaded_once_for_all_who_hold_it(log):
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(100, Counters()), fakes(log, "a")
+
+        async def use() -> None:
+            async with residency.held(a):
+                await asyncio.sleep(0)
+
+        await asyncio.gather(use(), use(), use())
+        await use()
+        assert log == ["+a"]
+        assert residency.used_bytes == 10
+        assert residency.loaded() == [a]
+
+    run(scenario())
+
+
+def test_the_one_that_was_used_longest_ago_makes_room(log):
+    async def scenario() -> None:
+        residency, (a, b, c, d) = AdapterCache(30, Counters()), fakes(log, "abcd")
+        for one in (a, b, c, a, d):
+            async with residency.held(one):
+                pass
+        assert log == ["+a", "+b", "+c", "-b", "+d"]
+        assert residency.used_bytes == 30
+
+    run(scenario())
+
+
+def test_who_needs_room_waits_until_something_is_let_go(log):
+    async def scenario() -> None:
+        residency, (a, b) = AdapterCache(15, Counters()), fakes(log, "ab")
+
+        async def use_b() -> None:
+            async with residency.held(b):
+                log.append("b")
+
+        async with residency.held(a):
+            waiting = asyncio.create_task(use_b())
+            await asyncio.sleep(0.02)
+            assert log == ["+a"]
+            assert residency.waiting
+        await waiting
+        assert log == ["+a", "-a", "+b", "b"]
+
+    run(scenario())
+
+
+def test_what_takes_no_room_waits_for_none(log):
+    """A base model is in memory anyway: its samplers are not behind adapters that wait."""
+
+    async def scenario() -> None:
+        residency, (a, b, base) = AdapterCache(15, Counters()), fakes(log, ["a", "b", "base"])
+        base.memory_bytes = 0
+        async with residency.held(a):
+            waiting = asyncio.create_task(use(residency, b))
+            await asyncio.sleep(0.02)
+            async with asyncio.timeout(1), residency.held(base):
+                assert log == ["+a", "+base"]
+        await waiting
+
+    run(scenario())
+
+
+def test_what_cannot_be_loaded_again_stays(log):
+    async def scenario() -> None:
+        residency, (a, b, c) = AdapterCache(20, Counters()), fakes(log, "abc")
+        a.is_evictable = False
+        for one in (a, b, c):
+            async with residency.held(one):
+                pass
+        assert log == ["+a", "+b", "-b", "+c"]
+
+    run(scenario())
+
+
+def test_one_that_is_larger_than_the_budget_is_let_in_alone(log):
+    async def scenario() -> None:
+        residency, (a, b) = AdapterCache(15, Counters()), fakes(log, "ab")
+        b.memory_bytes = 100
+        for one in (a, b, a):
+            async with residency.held(one):
+                pass
+        assert log == ["+a", "-a", "+b", "-b", "+a"]
+
+    run(scenario())
+
+
+def test_an_error_of_loading_is_raised_and_takes_no_room(log):
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
+        a.errors = [StorageError("once")]
+        with pytest.raises(StorageError):
+            async with residency.held(a):
+                pass
+        assert residency.used_bytes == 0
+        async with residency.held(a):
+            pass
+        assert log == ["+a"]
+
+    run(scenario())
+
+
+def test_one_that_cannot_leave_now_is_there_still(log, caplog):
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
+        async with residency.held(a):
+            pass
+        a.errors = [StorageError("no space")]
+        await residency.unload_idle(0)
+        assert residency.is_loaded(a)
+        await residency.unload_idle(0)
+        assert not residency.is_loaded(a)
+        assert log == ["+a", "-a"]
+
+    run(scenario())
+    assert "could not leave memory" in caplog.text
+
+
+def test_idle_ones_leave_after_their_time_and_what_came_by_itself_beyond_the_budget(log):
+    async def scenario() -> None:
+        residency, (a, b, c) = AdapterCache(15, Counters()), fakes(log, "abc")
+        async with residency.held(a):
+            pass
+        await residency.unload_idle(60)
+        assert log == ["+a"]
+        residency.adopt(b)
+        assert residency.used_bytes == 20
+        await residency.unload_idle(60)
+        assert log == ["+a", "-a"]
+        residency.forget(b)
+        async with residency.held(c):
+            await residency.unload_idle(0)
+        assert log == ["+a", "-a", "+c"]
+
+    run(scenario())
+
+
+def test_who_comes_while_it_leaves_gets_it_back(log):
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
+        async with residency.held(a):
+            pass
+        leaving = asyncio.create_task(residency.unload_idle(0))
+        await asyncio.sleep(0)
+        async with residency.held(a):
+            assert residency.is_loaded(a)
+        await leaving
+        assert log in (["+a", "-a", "+a"], ["+a"])
+
+    run(scenario())
+
+
+def test_what_has_begun_to_load_is_loaded_although_who_wanted_it_gave_up(log):
+    """The engine's thread loads it to its end; it would be in memory, and nobody would know."""
+
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
+        for turn in range(2):
+            using = asyncio.create_task(use(residency, a))
+            while not residency.used_bytes:
+                await asyncio.sleep(0)
+            using.cancel()
+            if turn:
+                await use(residency, a)
+            else:
+                await asyncio.wait([using])
+                await asyncio.sleep(0.01)
+                assert residency.loaded() == [a]
+                await residency.unload_idle(0)
+        assert log == ["+a", "-a", "+a"]
+        leaving = asyncio.create_task(residency.unload_idle(0))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await use(residency, a)
+        assert log == ["+a", "-a", "+a", "-a", "+a"]
+
+    run(scenario())
+
+
+def test_an_error_of_loading_that_nobody_waits_for_is_nobodys(log, caplog):
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
+        gone = asyncio.Event()
+
+        async def load() -> None:
+            await gone.wait()
+            raise StorageError("once")
+
+        a.load = load
+        using = asyncio.create_task(use(residency, a))
+        while not residency.used_bytes:
+            await asyncio.sleep(0)
+        using.cancel()
+        await asyncio.wait([using])
+        gone.set()
+        await asyncio.sleep(0.01)
+        assert residency.used_bytes == 0
+        gc.collect()
+
+    run(scenario())
+    assert caplog.text == ""
+
+
+def test_who_gives_up_before_there_is_room_makes_none(log):
+    async def scenario() -> None:
+        residency, (a, b, c) = AdapterCache(15, Counters()), fakes(log, "abc")
+        async with residency.held(a):
+            waiting = [asyncio.create_task(use(residency, one)) for one in (b, c)]
+            await asyncio.sleep(0.01)
+            waiting[0].cancel()
+            await asyncio.wait(waiting[:1])
+        await waiting[1]
+        assert log == ["+a", "-a", "+c"]
+
+    run(scenario())
+
+
+async def use(residency: AdapterCache, one: Fake) -> None:
+    async with residency.held(one):
+        pass

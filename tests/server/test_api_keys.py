@@ -1,0 +1,59 @@
+"""Keys and whom they stand for."""
+
+import pytest
+
+from planish.errors import UserError
+from planish.server.http.context import EVERYBODY, ApiKeys, read_keys
+from planish.server.results import Unauthorized
+
+
+def test_a_file_of_keys_names_tenants(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(
+        "# ours\nanna tml-key-of-anna\nanna tml-newer-key==  # the old one goes in May\n\ntml-without-a-name\n"
+    )
+    keys = read_keys(file)
+    assert keys["tml-key-of-anna"] == keys["tml-newer-key=="] == "anna"
+    unnamed = keys["tml-without-a-name"]
+    assert unnamed.startswith("key-")
+    assert "without" not in unnamed
+    ring = ApiKeys(keys)
+    assert ring.tenant("tml-newer-key==").name == "anna"
+    assert ring.tenant("tml-without-a-name").name == unnamed
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "# nothing\n", "short", "a b tml-12345678", "b/c tml-12345678", "x tml-é-12345678"],
+)
+def test_a_file_that_is_none_is_refused_by_its_line(tmp_path, content):
+    file = tmp_path / "keys"
+    file.write_text(content)
+    with pytest.raises(UserError, match="keys"):
+        read_keys(file)
+
+
+def test_a_key_twice_and_no_file_are_refused(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("a tml-12345678\nb tml-12345678\n")
+    with pytest.raises(UserError, match="line 2.*twice"):
+        read_keys(file)
+    with pytest.raises(UserError, match="one key a line"):
+        read_keys(tmp_path / "none")
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-1234567", "tml-123456789", "\udc80", "x" * 10000])
+def test_other_keys_are_refused(key):
+    with pytest.raises(Unauthorized):
+        ApiKeys({"tml-12345678": "a"}).tenant(key)
+
+
+def test_a_server_without_keys_takes_everybody():
+    assert ApiKeys(None).tenant(None) == ApiKeys(None).tenant("tml-any") == EVERYBODY
+
+
+def test_a_key_is_not_cut_short_at_a_hash(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("## ours #\na tml-12345678#rest\n")
+    with pytest.raises(UserError, match="line 2: a # within a key"):
+        read_keys(file)

@@ -1,0 +1,366 @@
+"""Checkpoints through the server: listed, described, kept, copied, downloaded; and training runs and
+sessions.
+"""
+
+import asyncio
+import time
+
+import pytest
+from server_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, state
+
+from planish.errors import DamagedFileError
+from planish.server.results import BadRequest, Gone, NotFound
+from planish.server.settings import ServerSettings
+from planish.service import SaveWeights, SaveWeightsForSampler
+
+
+def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            first, second = await client.model(user_metadata={"task": "a"}), await client.model()
+            paths = [await first.save(name, user_metadata={"name": name}) for name in "ab"]
+            await first.run(SaveWeightsForSampler(first.model_id, "s", 3600))
+            paths += [f"tinker://{first.model_id}/sampler_weights/s", await second.save("c")]
+            page = await server.checkpoints(TENANT)
+            assert [item.tinker_path for item in page.items] == paths[::-1]
+            assert (await server.checkpoints(TENANT, first.model_id)).total == 3
+            part = await server.checkpoints(TENANT, limit=2, offset=1)
+            assert [item.tinker_path for item in part.items] == paths[2:0:-1]
+            assert (part.total, part.offset, part.limit) == (4, 1, 2)
+            assert page.items[3].user_metadata == {"task": "a", "name": "a"}
+            assert page.items[1].expires_at is not None
+            assert (page.items[3].size_bytes or 0) > 1000
+            runs = await server.training_runs(TENANT, 10, 0)
+            assert [item.training_run_id for item in runs.items] == [
+                second.model_id,
+                first.model_id,
+            ]
+            seen = runs.items[1]
+            assert (seen.base_model, seen.lora_rank, seen.user_metadata) == (
+                BASE,
+                RANK,
+                {"task": "a"},
+            )
+            assert seen.last_checkpoint is not None
+            assert seen.last_checkpoint.tinker_path == paths[1]
+            assert seen.last_sampler_checkpoint is not None
+            with pytest.raises(NotFound):
+                await server.checkpoints(TENANT, "no:train:0")
+
+    run(scenario())
+
+
+def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            model = await (await Client.start(server)).model()
+            path = await model.save("a", ttl_seconds=3600)
+            info = await server.checkpoint_info(TENANT, path)
+            assert (info.base_model, info.lora.rank) == (BASE, RANK)
+            await server.set_ttl(TENANT, path, None)
+            assert (await server.checkpoint_info(TENANT, path)).checkpoint.expires_at is None
+            await server.set_ttl(TENANT, path, 7200)
+            expires = (await server.checkpoint_info(TENANT, path)).checkpoint.expires_at
+            assert expires is not None
+            assert abs(expires.timestamp() - time.time() - 7200) < 30
+            with pytest.raises(ValueError, match="ttl_seconds"):
+                await server.set_ttl(TENANT, path, -1)
+            await server.delete_checkpoint(TENANT, path)
+            for call in (
+                server.delete_checkpoint(TENANT, path),
+                server.checkpoint_info(TENANT, path),
+            ):
+                with pytest.raises(NotFound):
+                    await call
+            await model.save("a")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "a",
+        "tinker://../../x/weights/a",
+        "tinker://a/weights/..",
+        "tinker://a/b/c",
+        "/etc/passwd",
+    ],
+)
+def test_paths_that_are_none_are_refused(model_dir, data_dir, path):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            with pytest.raises((ValueError, NotFound)):
+                await server.checkpoint_info(TENANT, path)
+            with pytest.raises((ValueError, NotFound)):
+                await server.delete_checkpoint(TENANT, path)
+
+    run(scenario())
+
+
+def test_what_has_expired_is_not_there_any_more(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            path = await model.save("a", ttl_seconds=1)
+            kept = await model.save("b")
+            time.sleep(1.1)
+            with pytest.raises(NotFound):
+                await server.checkpoint_info(TENANT, path)
+            assert [item.tinker_path for item in (await server.checkpoints(TENANT)).items] == [kept]
+            await server.retention.round()
+            assert not (data_dir / "checkpoints" / model.model_id / "weights" / "a").exists()
+
+    run(scenario())
+
+
+def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            for name in "ab":
+                await model.save(name, ttl_seconds=1)
+            time.sleep(1.1)
+            delete, deleting, saved = (
+                server._engine.delete_checkpoint,
+                asyncio.Event(),
+                asyncio.Event(),
+            )
+
+            async def slow(path: str) -> None:
+                deleting.set()
+                await saved.wait()
+                await delete(path)
+
+            server._engine.delete_checkpoint = slow
+            cleaning = asyncio.create_task(server.retention.round())
+            await deleting.wait()
+            path = await model.save("b", overwrite=True)
+            # its files are being deleted
+            saving = await model.submit(SaveWeights(model.model_id, "a", overwrite=True))
+            await asyncio.sleep(0.05)
+            saved.set()
+            await client.done(saving)
+            await cleaning
+            for kept in (path, path[:-1] + "a"):
+                assert (await server.checkpoint_info(TENANT, kept)).checkpoint.expires_at is None
+                assert (await server.checkpoint_files(TENANT, kept)).names
+
+    run(scenario())
+
+
+def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(
+    model_dir, data_dir, caplog
+):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            model = await (await Client.start(server)).model()
+            path, other = await model.save("a"), await model.save("b")
+        manifest = data_dir / "checkpoints" / model.model_id / "weights" / "a" / "planish.json"
+        content = manifest.read_bytes()
+        manifest.write_bytes(b"{" + content)
+        async with running(model_dir, data_dir) as server:
+            assert {item.tinker_path for item in (await server.checkpoints(TENANT)).items} == {
+                path,
+                other,
+            }
+            with pytest.raises(DamagedFileError, match=r"planish\.json") as refused:
+                await server.checkpoint_info(TENANT, path)
+            assert str(refused.value).startswith(
+                f"checkpoints/{model.model_id}/weights/a/planish.json cannot be used"
+            )
+            await server.delete_checkpoint(TENANT, other)
+        assert f"{path} cannot be read" in caplog.text
+        manifest.write_bytes(content)
+        async with running(model_dir, data_dir) as server:
+            assert (await server.checkpoint_info(TENANT, path)).checkpoint.tinker_path == path
+            manifest.write_bytes(b"")
+            await server.delete_checkpoint(TENANT, path)
+            assert not (await server.checkpoints(TENANT)).items
+
+    run(scenario())
+
+
+def test_a_damaged_checkpoint_keeps_no_others_from_expiring(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            model = await (await Client.start(server)).model()
+            for name in "ab":
+                await model.save(name, ttl_seconds=1)
+            weights = data_dir / "checkpoints" / model.model_id / "weights"
+            (weights / "a" / "planish.json").write_bytes(b"")
+            time.sleep(1.1)
+            await server.retention.round()
+            assert not weights.exists() or not list(weights.iterdir())
+
+    run(scenario())
+
+
+def test_a_copy_is_a_run_of_its_own(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model(user_metadata={"renderer": "x"})
+            await model.step()
+            path = await model.save("a")
+            copy = await server.copy_checkpoint(TENANT, path, client.session_id, 8, None)
+            assert copy == f"tinker://{client.session_id}:train:8/weights/a"
+            assert await server.copy_checkpoint(TENANT, path, client.session_id, 8, None) == copy
+            before = state(data_dir, path)
+            await server.delete_checkpoint(TENANT, path)
+            assert state(data_dir, copy) == before
+            twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
+            assert (await twin.step())["adam_step"] == 2
+            found = await server.training_run(TENANT, f"{client.session_id}:train:8")
+            assert (found.base_model, found.lora_rank, found.user_metadata) == (
+                BASE,
+                RANK,
+                {"renderer": "x"},
+            )
+            other = await model.save("b")
+            with pytest.raises(ValueError, match="in use"):
+                await server.copy_checkpoint(TENANT, other, client.session_id, 8, None)
+            with pytest.raises(ValueError, match="in use"):
+                await server.copy_checkpoint(TENANT, other, client.session_id, 0, None)
+
+    run(scenario())
+
+
+def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            model = await (await Client.start(server)).model()
+            path = await model.save("a")
+            token = server.download_token(TENANT, path, 60)
+            files = await server.files_of_token(token)
+            assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
+            assert all(file.is_file() for file in files.paths.values())
+            old = server.download_token(TENANT, path, -1)
+            for false in (
+                old,
+                token[:-1],
+                token + "0",
+                "",
+                "a.b",
+                token.replace(".", ""),
+                "\udc80",
+            ):
+                with pytest.raises(NotFound):
+                    await server.files_of_token(false)
+            await server.delete_checkpoint(TENANT, path)
+            with pytest.raises(NotFound):
+                await server.files_of_token(token)
+
+    run(scenario())
+
+
+def test_a_session_goes_with_what_it_made_but_for_named_checkpoints(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client, other = await Client.start(server), await Client.start(server)
+            model = await client.model()
+            await model.step()
+            path, sampler = await model.save("a"), await model.publish()
+            record = await server.session(TENANT, client.session_id)
+            assert (record.training_run_ids, record.sampler_ids) == ([model.model_id], [sampler])
+            assert record.ended is None
+            last = [
+                await model.submit(op) for op in (gradient(model.model_id, 9), adam(model.model_id))
+            ]
+            await server.finish_session(TENANT, client.session_id, "success", None)
+            await server.finish_session(TENANT, client.session_id, "success", None)
+            await server._sessions.cleared()
+            for request_id in last:
+                assert (await client.done(request_id)) is not None
+            for call in (
+                server.heartbeat(TENANT, client.session_id),
+                client.sample(sampler),
+                client.model(),
+                model.publish(),
+            ):
+                with pytest.raises(Gone):
+                    await call
+            assert (await server.session(TENANT, client.session_id)).ended is not None
+            assert [item.tinker_path for item in (await server.checkpoints(TENANT)).items] == [path]
+            left = {file.name for file in (data_dir / "checkpoints").glob("*/*/*")}
+            assert left == {"a"}
+            assert server.residency.loaded() == []
+            await server.heartbeat(TENANT, other.session_id)
+            assert (await server.sessions(TENANT, 10, 0)).items == [
+                other.session_id,
+                client.session_id,
+            ]
+            with pytest.raises(NotFound):
+                await server.session(TENANT, "nothing")
+
+    run(scenario())
+
+
+def test_a_session_of_which_nothing_is_heard_ends(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(session_seconds=0.5)) as server:
+            silent, heard = await Client.start(server), await Client.start(server)
+            time.sleep(0.6)
+            await server.heartbeat(TENANT, heard.session_id)
+            await server.retention.round()
+            with pytest.raises(Gone, match="nothing was heard"):
+                await server.heartbeat(TENANT, silent.session_id)
+            await server.heartbeat(TENANT, heard.session_id)
+
+    run(scenario())
+
+
+def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(
+    model_dir, data_dir, monkeypatch
+):
+    """The server, or its whole machine, was stopped for days."""
+    now, waited = time.time(), 0.0
+    monkeypatch.setattr("planish.server.sessions.time.time", lambda: now + waited)
+
+    async def scenario() -> None:
+        nonlocal waited
+        async with running(model_dir, data_dir) as server:
+            silent, heard = await Client.start(server), await Client.start(server)
+            waited = 3 * 86400.0
+            await server.retention.round()
+            await server.heartbeat(TENANT, heard.session_id)
+            for _ in range(7):
+                waited += 100
+                await server.retention.round()
+            with pytest.raises(Gone, match="nothing was heard"):
+                await server.heartbeat(TENANT, silent.session_id)
+            await server.heartbeat(TENANT, heard.session_id)
+
+    run(scenario())
+
+
+def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_dir):
+    async def scenario() -> None:
+        settings = ServerSettings(
+            result_seconds=0.3, ephemeral_bytes=100_000, result_memory_bytes=1
+        )
+        async with running(model_dir, data_dir, settings) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            samplers = [await model.publish() for _ in range(4)]
+            await client.sample(samplers[0], 0)
+            request = f"{model.model_id}:1"
+            await client.answer(request)
+            await model.save("wait")  # behind the writing of the samplers
+            time.sleep(0.4)
+            await server.retention.round()
+            with pytest.raises(Gone):
+                await client.answer(request)
+            with pytest.raises(Gone):
+                await client.answer(f"{samplers[0]}:0")
+            await client.sample(samplers[0], 1)  # it was used last
+            with pytest.raises(Gone, match="save weights under a name"):
+                await client.sample(samplers[1], 0)
+            with pytest.raises(BadRequest):
+                await model.submit(SaveWeightsForSampler(model.model_id, "x"), 1)
+
+    run(scenario())

@@ -1,0 +1,317 @@
+"""Who is let in beside whom, what is written down of it, and what an end without a stop makes of
+it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from server_client import run
+
+from planish.errors import EngineClosedError
+from planish.server.durable import crash_guard as under_way
+from planish.server.durable import journal
+from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.store import Store
+from planish.server.results import Abandoned
+
+
+class Life:
+    """One process, without what does the work."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.prepared = 0
+        self.under_way = CrashGuard(store, self._prepare)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def _prepare(self) -> None:
+        await asyncio.sleep(0)
+        self.prepared += 1
+
+    async def ask(self, *keys: str) -> None:
+        """For each to be under way, as far as it goes by itself."""
+        for key in keys:
+            self.tasks[key] = asyncio.create_task(self.under_way.enter(key))
+        await self.rest()
+
+    async def rest(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await self.store.write(lambda _: None)
+
+    @property
+    def entered(self) -> set[str]:
+        return {key for key, task in self.tasks.items() if _is_in(task)}
+
+    async def marked(self) -> set[str]:
+        found = await self.store.read(
+            lambda db: db.execute("SELECT id FROM under_way WHERE is_marked").fetchall()
+        )
+        return {row[0] for row in found}
+
+
+def _is_in(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+@asynccontextmanager
+async def life(directory: Path, in_order: bool = False) -> AsyncIterator[Life]:
+    """Ends as by a kill, or in order."""
+    lived = Life(Store(directory))
+    await lived.under_way.begin()
+    yield lived
+    if in_order:
+        await lived.under_way.end()
+    for task in lived.tasks.values():
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    lived.store.close()
+
+
+async def ended_with(directory: Path, *keys: str) -> None:
+    """A life that ends while these are under way; what is done before others leaves."""
+    async with life(directory) as lived:
+        await lived.ask(*keys)
+        assert lived.entered == set(keys)
+
+
+def test_nothing_is_written_down_until_a_server_ended_without_a_stop(tmp_path):
+    async def scenario() -> None:
+        for _ in range(2):
+            async with life(tmp_path, in_order=True) as lived:
+                await lived.ask("a", "b")
+                assert lived.entered == {"a", "b"}
+                assert lived.under_way.is_calm
+                assert await lived.marked() == set()
+        await ended_with(tmp_path, "a")
+        async with life(tmp_path) as lived:
+            await lived.ask("a", "b")
+            assert await lived.marked() == lived.entered == {"a", "b"}
+            lived.under_way.leave("a")
+            lived.under_way.pause("b")
+            await lived.rest()
+            assert await lived.marked() == set()
+            assert not lived.prepared
+
+    run(scenario())
+
+
+def test_it_watches_for_a_while_only(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        monkeypatch.setattr(under_way, "_WATCH_SECONDS", 0.0)
+        async with life(tmp_path) as lived:
+            await lived.ask("a")
+            assert await lived.marked() == set()
+
+    run(scenario())
+
+
+def test_one_that_is_alone_under_way_at_three_ends_is_given_up(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path, "bad", "good")  # not marked
+        await ended_with(tmp_path, "bad", "good")
+        for _ in range(3):
+            async with life(tmp_path) as lived:
+                await lived.ask("bad")
+                await lived.ask("good", "new")
+                assert lived.entered == await lived.marked() == {"bad"}
+                assert lived.prepared == 1
+        async with life(tmp_path) as lived:
+            with pytest.raises(Abandoned, match="ended 3 times while it did bad and nothing else"):
+                await lived.under_way.enter("bad")
+            await lived.ask("good")
+            await lived.ask("new")
+            assert lived.entered == {"good"}
+            lived.under_way.leave("good")
+            await lived.rest()
+            assert lived.entered == {"good", "new"}
+
+    run(scenario())
+
+
+def test_ends_that_it_shared_or_at_which_nobody_suspected_it_blame_nothing(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        await ended_with(tmp_path, "a")  # alone, but among whatever else might have been
+        for _ in range(2):
+            await ended_with(tmp_path, "a")  # the two ends that count
+        await ended_with(tmp_path, "b", "c", "d")
+        async with life(tmp_path) as lived:
+            assert not lived.under_way._given_up
+            assert lived.under_way._suspects == {"a": 3, "b": 1, "c": 1, "d": 1}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("forgive", ["answered", "stopped"])
+def test_an_answer_or_a_stop_in_order_makes_it_begin_anew(tmp_path, forgive):
+    async def scenario() -> None:
+        for _ in range(4):  # twice alone
+            await ended_with(tmp_path, "slow")
+        async with life(tmp_path, in_order=forgive == "stopped") as lived:
+            await lived.ask("slow")
+            if forgive == "answered":
+                lived.under_way.leave("slow")
+                await lived.rest()
+        await ended_with(tmp_path, "slow")
+        await ended_with(tmp_path, "slow")
+        async with life(tmp_path) as lived:
+            assert not lived.under_way._given_up
+
+    run(scenario())
+
+
+def test_what_was_read_and_not_under_way_at_the_end_is_no_suspect(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        async with life(tmp_path) as lived:
+            async with lived.under_way.reading("read"):
+                pass
+            await lived.ask("a")
+        async with life(tmp_path) as lived:
+            assert lived.under_way._suspects == {"a": 1}
+
+    run(scenario())
+
+
+def test_what_was_given_up_has_one_try_after_a_stop(tmp_path):
+    async def scenario() -> None:
+        for _ in range(5):
+            await ended_with(tmp_path, "model")
+        async with life(tmp_path, in_order=True) as lived:
+            with pytest.raises(Abandoned):
+                await lived.under_way.enter("model")
+        async with life(tmp_path) as lived:
+            await lived.ask("model")
+            assert lived.entered == await lived.marked() == {"model"}
+        async with life(tmp_path) as lived:
+            with pytest.raises(Abandoned):
+                await lived.under_way.enter("model")
+
+    run(scenario())
+
+
+def test_many_are_halved_and_halved_again_by_eighths(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        await ended_with(tmp_path, *(f"r{number}" for number in range(320)))
+        widths = []
+        for _ in range(5):
+            async with life(tmp_path) as lived:
+                order = sorted((f"r{number}" for number in range(320)), key=lambda key: key != "r0")
+                await lived.ask(*order)
+                widths.append(len(lived.entered))
+                assert "r0" in lived.entered
+        assert widths == [40, 5, 1, 1, 1]
+        async with life(tmp_path) as lived:
+            assert lived.under_way._given_up == {"r0"}
+
+    run(scenario())
+
+
+def test_suspects_and_others_take_turns_in_their_order(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        await ended_with(tmp_path, "s1", "s2")
+        async with life(tmp_path) as lived:
+            for key in ("a", "b", "s1", "c", "s2", "d"):
+                await lived.ask(key)
+            for group in ({"a", "b"}, {"s1"}, {"c"}, {"s2"}, {"d"}):
+                assert lived.entered >= group
+                before = set(lived.tasks) - lived.entered
+                for key in group:
+                    assert set(lived.tasks) - lived.entered == before
+                    lived.under_way.leave(key)
+                await lived.rest()
+            assert lived.entered == set(lived.tasks)
+
+    run(scenario())
+
+
+def test_who_gives_up_waiting_or_in_that_moment_leaves_room(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        await ended_with(tmp_path, "s")
+        async with life(tmp_path) as lived:
+            for key in ("a", "s", "b"):
+                await lived.ask(key)
+            assert lived.entered == {"a"}
+            lived.tasks["s"].cancel()
+            await lived.rest()
+            assert lived.entered == {"a", "b"}
+            lived.under_way.leave("a")
+            late = asyncio.create_task(lived.under_way.enter("s"))
+            await lived.rest()
+            lived.under_way.leave("b")
+            late.cancel()
+            await lived.rest()
+            await lived.ask("c")
+            assert "c" in lived.entered
+            assert await lived.marked() == {"c"}
+
+    run(scenario())
+
+
+def test_the_mark_of_what_the_engine_ended_at_stays(tmp_path):
+    async def scenario() -> None:
+        await ended_with(tmp_path)
+        async with life(tmp_path) as lived:
+            errors: list[Callable[[], Exception]] = [
+                ValueError,
+                lambda: EngineClosedError("a fault"),
+            ]
+            for key, error in zip(("failed", "fault"), errors, strict=True):
+                with pytest.raises(Exception):  # noqa: B017
+                    async with lived.under_way.doing(key):
+                        raise error()
+            async with lived.under_way.doing("done"):
+                pass
+            async with lived.under_way.reading("read"):
+                pass
+            await lived.rest()
+            assert await lived.marked() == {"fault"}
+
+    run(scenario())
+
+
+def test_a_request_that_was_given_up_has_failed_and_a_model_that_could_not_be_made_is_closed(
+    tmp_path,
+):
+    async def scenario() -> None:
+        store = Store(tmp_path)
+
+        def accept(transaction) -> None:
+            for request_id, kind, seq in (
+                ("m:0", "create_model", 0),
+                ("m:1", "forward_backward", 1),
+            ):
+                row = journal.Row(request_id, "one", kind, "m", seq, "accepted", b"", 1.0, 4)
+                journal.insert(transaction, row, b"body")
+            transaction.execute(
+                "INSERT INTO models (id, tenant, session, base_model, lora, user_metadata, created, used, training_bytes, sampling_bytes)"
+                " VALUES ('m', 'one', 's', 'base', '{}', '{}', 1.0, 1.0, 1, 1)"
+            )
+
+        await store.write(accept)
+        store.close()
+        for _ in range(5):
+            await ended_with(tmp_path, "m:0")
+        async with life(tmp_path) as lived:
+            row = await lived.store.read(lambda db: journal.row(db, "m:0"))
+            assert row is not None
+            assert (row.state, row.category) == ("failed", "server")
+            assert row.message is not None
+            assert "ended 3 times while it did m:0 and nothing else" in row.message
+            closed = await lived.store.read(
+                lambda db: db.execute("SELECT closed FROM models").fetchone()[0]
+            )
+            assert closed.startswith("it could not be created")
+            kept = await lived.store.read(
+                lambda db: db.execute("SELECT COUNT(*) FROM under_way").fetchone()[0]
+            )
+            assert kept == 0
+
+    run(scenario())

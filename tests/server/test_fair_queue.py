@@ -1,0 +1,231 @@
+"""Turns at the engine: within the capacity, in each tenant's order, and to the tenant that has had
+least.
+"""
+
+import asyncio
+
+import pytest
+from server_client import run
+
+from planish.server.scheduling.fair_queue import FairQueue
+
+
+async def quiet() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_the_tenant_that_had_least_is_next():
+    async def scenario() -> list[str]:
+        gate, order = FairQueue(1), []
+        first = await gate.turn("long", 1, 1000)
+
+        async def ask(tenant: str) -> None:
+            turn = await gate.turn(tenant, 1, 10)
+            order.append(tenant)
+            await quiet()
+            turn.give_back()
+
+        asked = [
+            asyncio.create_task(ask(name)) for name in ("long", "long", "short", "short", "short")
+        ]
+        await quiet()
+        assert gate.waiting == 5
+        first.give_back()
+        await asyncio.gather(*asked)
+        return order
+
+    assert run(scenario()) == ["short", "short", "short", "long", "long"]
+
+
+def test_what_a_turn_cost_in_the_end_counts():
+    async def scenario() -> list[str]:
+        gate, order = FairQueue(1), []
+        first = await gate.turn("a", 1, 1)
+        gate.charge("a", 100)
+
+        async def ask(tenant: str) -> None:
+            turn = await gate.turn(tenant, 1, 30)
+            order.append(tenant)
+            turn.give_back()
+
+        asked = [asyncio.create_task(ask(name)) for name in ("a", "b", "b", "b", "b")]
+        await quiet()
+        first.give_back()
+        await asyncio.gather(*asked)
+        return order
+
+    assert run(scenario()) == ["b", "b", "b", "b", "a"]
+
+
+def test_sizes_stay_within_the_capacity_and_a_large_one_is_not_passed_by():
+    async def scenario() -> None:
+        gate = FairQueue(10)
+        three = [await gate.turn("a", 3, 1) for _ in range(3)]
+        large = asyncio.create_task(gate.turn("a", 100, 1))
+        small = asyncio.create_task(gate.turn("a", 1, 1))
+        await quiet()
+        assert not large.done()
+        assert not small.done()
+        for turn in three:
+            turn.give_back()
+            turn.give_back()  # again: nothing
+        await quiet()
+        assert large.done()
+        assert not small.done()
+        (await large).give_back()
+        await small
+
+    run(scenario())
+
+
+def test_who_does_not_wait_any_more_gives_way():
+    async def scenario() -> None:
+        gate = FairQueue(1)
+        first = await gate.turn("a", 1, 1)
+        gone, stays, gone_too = (asyncio.create_task(gate.turn("a", 1, 1)) for _ in range(3))
+        await quiet()
+        for task in (gone, gone_too):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert gate.waiting == 1
+        first.give_back()
+        last = asyncio.create_task(gate.turn("a", 1, 1))
+        (await stays).give_back()
+        await last
+        assert gate.waiting == 0
+
+    run(scenario())
+
+
+def test_those_behind_one_who_needed_more_room_go_on_when_it_leaves():
+    async def scenario() -> None:
+        gate = FairQueue(2)
+        await gate.turn("a", 1, 1)
+        large = asyncio.create_task(gate.turn("a", 2, 1))
+        small = asyncio.create_task(gate.turn("a", 1, 1))
+        await quiet()
+        assert not small.done()
+        large.cancel()
+        async with asyncio.timeout(1):
+            await small
+
+    run(scenario())
+
+
+def test_a_turn_that_was_granted_to_one_who_left_is_not_lost():
+    async def scenario() -> None:
+        gate = FairQueue(1)
+        first = await gate.turn("a", 1, 1)
+        gone = asyncio.create_task(gate.turn("a", 1, 1))
+        await quiet()
+        first.give_back()  # granted, but the task has not run yet
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        async with asyncio.timeout(1):
+            await gate.turn("b", 1, 1)
+
+    run(scenario())
+
+
+def test_one_tenant_does_not_take_all_places_while_others_are_about():
+    async def scenario() -> None:
+        now = 0.0
+        gate = FairQueue(10, share=6, clock=lambda: now)
+        alone = [await gate.turn("long", 2, 1000) for _ in range(5)]
+        assert gate.used == 10
+        other = asyncio.create_task(gate.turn("other", 4, 1))
+        await quiet()
+        for turn in alone:
+            turn.give_back()
+        (await other).give_back()
+        held = [await gate.turn("long", 2, 1000) for _ in range(3)]
+        more = asyncio.create_task(gate.turn("long", 2, 1000))
+        await quiet()
+        assert not more.done()
+        async with asyncio.timeout(1):
+            # it does not wait for those that keep their places
+            (await gate.turn("third", 4, 1)).give_back()
+        assert not more.done()
+        held.pop().give_back()
+        await more
+        now = 601.0  # nobody else was heard of for so long
+        held += [await gate.turn("long", 2, 1000) for _ in range(2)]
+        assert gate.used == 10
+
+    run(scenario())
+
+
+def test_long_requests_do_not_take_all_places():
+    """A step that is done in a moment does not wait for those of others, which take minutes,
+    however many these are.
+    """
+
+    async def scenario() -> None:
+        gate = FairQueue(3, long_capacity=2, long_tokens=100)
+        first, second = [await gate.turn(tenant, 1, 5000) for tenant in ("a", "b")]
+        third = asyncio.create_task(gate.turn("c", 1, 101))
+        await quiet()
+        assert not third.done()
+        async with asyncio.timeout(1):
+            for tenant in ("d", "d", "a"):
+                (await gate.turn(tenant, 1, 100)).give_back()
+        behind_its_own = asyncio.create_task(gate.turn("a", 1, 0, ahead=5000))
+        await quiet()
+        assert not behind_its_own.done()
+        second.give_back()
+        third.cancel()  # granted, but the task has not run yet
+        await asyncio.wait([third])
+        async with asyncio.timeout(1):
+            (await behind_its_own).give_back()
+        first.give_back()
+        async with asyncio.timeout(1):
+            for tenant in ("b", "c"):
+                await gate.turn(tenant, 1, 5000)
+
+    run(scenario())
+
+
+def test_a_first_turn_may_be_larger_than_the_share():
+    async def scenario() -> None:
+        gate = FairQueue(10, share=2)
+        (await gate.turn("other", 1, 1)).give_back()
+        async with asyncio.timeout(1):
+            turn = await gate.turn("large", 100, 1)
+        assert gate.used == 10
+        turn.give_back()
+        assert gate.used == 0
+
+    run(scenario())
+
+
+def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
+    """Three tenants that always have something to do; one's jobs are a hundred times as long. The
+    device works on what it has by turns.
+    """
+    sizes, piece = {"long": 5000, "short": 50, "middling": 400}, 50
+
+    async def scenario() -> dict[str, int]:
+        gate, device = FairQueue(3, share=2), asyncio.Lock()
+        served, is_over = dict.fromkeys(sizes, 0), False
+
+        async def work(tenant: str) -> None:
+            nonlocal is_over
+            while not is_over:
+                turn = await gate.turn(tenant, 1, sizes[tenant] // 2)
+                for _ in range(sizes[tenant] // piece):
+                    async with device:
+                        await asyncio.sleep(0)
+                        served[tenant] += 0 if is_over else piece
+                # what was drawn is known behind it
+                gate.charge(tenant, sizes[tenant] - sizes[tenant] // 2)
+                turn.give_back()
+                is_over = is_over or sum(served.values()) >= 300_000
+
+        await asyncio.gather(*(work(tenant) for tenant in sizes for _ in range(8)))
+        return served
+
+    served = run(scenario())
+    assert max(served.values()) - min(served.values()) <= 3 * max(sizes.values()), served

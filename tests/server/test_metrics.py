@@ -1,0 +1,55 @@
+import asyncio
+
+from server_client import BASE, TENANT, Client, gradient, run, running
+
+from planish.server.settings import ServerSettings
+
+
+def test_what_was_done_is_counted_and_what_is_there_is_told(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(replay_bytes=1)) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            await model.step()
+            first = await client.sample(await client.sampler(BASE))
+            tokens = sum(len(sequence.tokens) for sequence in first.sequences)
+            found = await server.metrics()
+            counted = found.counters
+            assert counted.sampled_tokens == {"everybody": tokens}
+            assert counted.prompt_tokens == {"everybody": len(b"hello")}
+            assert counted.trained_tokens == {
+                "everybody": sum(
+                    datum.model_input.length for datum in gradient(model.model_id).data
+                )
+            }
+            assert counted.accepted == {
+                "create_model": 1,
+                "forward_backward": 1,
+                "optim_step": 1,
+                "sample": 1,
+            }
+            assert counted.answered == {(kind, "done"): 1 for kind in counted.accepted}
+            assert (counted.draws, counted.sequences_at_draws) == (1, 2)
+            assert (
+                found.queued,
+                found.sequences,
+                found.waiting_sequences,
+                found.training_operations,
+            ) == ({}, 0, 0, 0)
+            assert (found.open_sessions, found.open_models, found.open_samplers) == (1, 1, 1)
+            assert found.adapters_in_memory == 1
+            assert found.adapter_bytes > 0
+            assert found.resident_bytes > 0
+            assert found.disk.database > 0
+            assert not found.disk_is_full
+            assert (found.checkpoint_bytes, found.ephemeral_bytes) == ({}, 0)
+            path = await model.save("a")
+            await model.publish()
+            found = await server.metrics()
+            assert found.checkpoint_bytes == {
+                "everybody": (await server.checkpoint_info(TENANT, path)).checkpoint.size_bytes
+            }
+            while not (await server.metrics()).ephemeral_bytes:
+                await asyncio.sleep(0.02)
+
+    run(scenario())

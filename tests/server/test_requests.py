@@ -1,0 +1,365 @@
+"""What a request is after it was accepted: done although its sender left, told of a failure only
+when that is on disk, and without a body once nobody needs it.
+"""
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+from server_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, sample
+
+from planish.server.durable.checkpoints import CheckpointCatalog
+from planish.server.durable.request_log import Request, failure
+from planish.server.models.replay import Replay
+from planish.server.models.steps import TrainingSteps
+from planish.server.results import BadRequest, Done, Failed, Gone, TryAgain, Unavailable
+from planish.server.samplers import Sampler
+from planish.server.sampling import Sampling
+from planish.server.settings import ServerSettings
+from planish.service import CreateModel, ForwardBackward, LoadWeights, SaveWeights
+from planish.types import Datum, LoraConfig, ModelInput
+
+
+def bad_gradient(model_id: str) -> ForwardBackward:
+    data = [Datum(ModelInput.from_ints([99999]), {"target_tokens": [1], "weights": [1.0]})]
+    return ForwardBackward(model_id, data, "cross_entropy")
+
+
+def test_what_was_journaled_is_done_although_its_sender_left(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model, sampler = await client.model(), await client.sampler()
+            calls = [
+                server.submit_training(TENANT, 1, gradient(model.model_id)),
+                server.submit_sample(TENANT, 0, sample(sampler)),
+                server.create_model(
+                    TENANT, CreateModel(f"{client.session_id}:train:7", BASE, LoraConfig(RANK))
+                ),
+            ]
+            for call in calls:
+                task = asyncio.create_task(call)
+                while not server.requests.unanswered and not task.done():
+                    await asyncio.sleep(0)
+                assert task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                while server.requests.unanswered:
+                    await asyncio.sleep(0.01)
+            for request_id in (
+                f"{model.model_id}:1",
+                f"{sampler}:0",
+                f"{client.session_id}:train:7:0",
+            ):
+                assert isinstance(await client.answer(request_id), Done)
+
+    run(scenario())
+
+
+def test_a_sample_can_be_given_up_before_anything_of_it_was_done(model_dir, data_dir, monkeypatch):
+    begin = Sampling.begin
+
+    def begin_in_vain(sampling: Sampling, sampler: Sampler, request: Request) -> None:
+        begin(sampling, sampler, request)
+        sampling.cancel(request.id)  # before its task had a step
+
+    monkeypatch.setattr(Sampling, "begin", begin_in_vain)
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            accepted = await server.submit_sample(TENANT, 0, sample(await client.sampler()))
+            assert await client.answer(accepted.request_id) == Failed("it was cancelled", "user")
+
+    run(scenario())
+
+
+def test_a_failure_is_told_when_it_is_on_disk(model_dir, data_dir, monkeypatch):
+    """After a crash a failed part of a gradient could succeed, and with it a step whose failure its
+    sender was told.
+    """
+    is_full = False
+
+    def refuse(place: str) -> None:
+        if is_full and place == "before commit":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
+
+    async def scenario() -> None:
+        nonlocal is_full
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            server.training.is_stopping = True  # until both are on disk
+            bad, step = (
+                await model.submit(bad_gradient(model.model_id)),
+                await model.submit(adam(model.model_id)),
+            )
+            server.training.is_stopping, is_full = False, True
+            server.training.wake(server.training.all()[0])
+            assert isinstance(await server.result(TENANT, bad, 0.3), TryAgain)
+            is_full = False
+            for request_id in (bad, step):
+                assert isinstance(await client.answer(request_id), Failed)
+
+    run(scenario())
+
+
+def test_bodies_go_that_no_replay_needs(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            await model.run(gradient(model.model_id, forward_only=True))
+            await model.step()
+            await model.run(SaveWeights(model.model_id, "a"))
+            assert isinstance(
+                await client.answer(await model.submit(bad_gradient(model.model_id))), Failed
+            )
+            await client.sample(await client.sampler())
+            while server.requests.queued():
+                await asyncio.sleep(0.01)
+            await server._store.write(lambda transaction: None)  # behind all answers
+            rows = await server._store.read(
+                lambda db: db.execute(
+                    "SELECT kind, state FROM requests WHERE body IS NOT NULL ORDER BY seq"
+                ).fetchall()
+            )
+            assert [tuple(row) for row in rows] == [
+                (kind, "done") for kind in ("create_model", "forward_backward", "optim_step")
+            ]
+
+    run(scenario())
+
+
+def test_requests_that_change_nothing_end_in_a_snapshot_too(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(replay_requests=5)) as server:
+            model = await (await Client.start(server)).model()
+            for _ in range(6):
+                await model.run(gradient(model.model_id, forward_only=True))
+            while server.training.all()[0].is_snapshotting:
+                await asyncio.sleep(0.01)
+            assert server.training.all()[0].snapshot_seq >= 5
+
+    run(scenario())
+
+
+def test_data_of_one_gradient_are_bounded(model_dir, data_dir):
+    async def scenario() -> None:
+        settings = ServerSettings(journal_bytes=2000)
+        async with running(model_dir, data_dir, settings) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            while server.training.all()[0].progress.bytes <= settings.journal_bytes:
+                await model.run(gradient(model.model_id))
+            with pytest.raises(BadRequest, match="the data of one gradient"):
+                await model.submit(gradient(model.model_id))
+            assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
+            while (held := server.training.all()[0]).is_snapshotting or held.worker:
+                await asyncio.sleep(0.01)
+            await model.run(gradient(model.model_id, forward_only=True))
+
+    run(scenario())
+
+
+def test_numbers_that_the_database_could_not_count_on_from_are_refused(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(gap_seconds=0.1)) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            for seq in (2**62 + 1, 2**63 - 1, 2**63, 2**70):
+                with pytest.raises(BadRequest, match="seq_id"):
+                    await model.submit(gradient(model.model_id), seq)
+                await server.reject(TENANT, model.model_id, seq, BadRequest("no"))
+            last = await model.submit(gradient(model.model_id), 2**62)
+            answer = await client.answer(last)
+            assert isinstance(answer, Failed)
+            assert "did not come" in answer.message
+
+    run(scenario())
+
+
+def test_a_number_is_of_one_model_for_good(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            path = await model.save("a")
+            copied = await server.copy_checkpoint(TENANT, path, client.session_id, 5, None)
+            with pytest.raises(BadRequest, match="used before"):
+                await server.create_model(
+                    TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK))
+                )
+            assert (await server.checkpoint_info(TENANT, copied)).base_model == BASE
+
+    run(scenario())
+
+
+def test_a_model_that_is_to_be_unloaded_knows_that_after_a_restart(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            await model.submit(adam(model.model_id), 2)  # waits for number 1
+            unloading = await server.unload_model(TENANT, model.model_id)
+        async with running(model_dir, data_dir) as server:
+            client.server = server
+            assert await server.unload_model(TENANT, model.model_id) == unloading
+            with pytest.raises(Gone, match="to be unloaded"):
+                await server.submit_training(TENANT, 3, gradient(model.model_id))
+            await model.submit(gradient(model.model_id), 1)
+            assert orjson.loads(await client.done(unloading.request_id))["type"] == "unload_model"
+
+    run(scenario())
+
+
+def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            old, new = await Client.start(server), await Client.start(server)
+            for client in (old, new):
+                await (await client.model()).publish()
+                await server.finish_session(TENANT, client.session_id, "success", None)
+            await server._sessions.cleared()
+            long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
+            await server._store.write(
+                lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
+            )
+            await server.retention.round()
+            assert list((await server.sessions(TENANT, 10, 0)).items) == [new.session_id]
+            assert (await server.training_runs(TENANT, 10, 0)).total == 2
+            left = await server._store.read(
+                lambda db: db.execute("SELECT session FROM samplers").fetchall()
+            )
+            assert [row[0] for row in left] == [new.session_id]
+
+    run(scenario())
+
+
+def test_what_waits_for_a_sampler_that_is_closed_fails_and_leaves_nothing(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+            client = await Client.start(server)
+            sampler = await client.sampler()
+            drawing, waiting = [
+                await server.submit_sample(
+                    TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
+                )
+                for seq in range(2)
+            ]
+            while not server.sampling_gate.used:
+                await asyncio.sleep(0.01)
+            await server.finish_session(TENANT, client.session_id, "success", None)
+            await server._sessions.cleared()
+            await server.cancel(TENANT, drawing.request_id)
+            answer = await client.answer(waiting.request_id)
+            assert isinstance(answer, Failed)
+            assert "its session ended" in answer.message
+            assert server.residency.loaded() == []
+
+    run(scenario())
+
+
+def test_a_request_has_an_answer_whatever_breaks(model_dir, data_dir, monkeypatch):
+    async def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            with monkeypatch.context() as patch:
+                patch.setattr(TrainingSteps, "start", broken)
+                patch.setattr(Replay, "refuse", broken)
+                requests = [
+                    await model.submit(gradient(model.model_id)),
+                    await model.submit(adam(model.model_id)),
+                ]
+                answers = [await client.answer(request) for request in requests]
+            assert answers == [Failed("broken", "server")] * 2
+            await model.step()  # the model came back
+
+    run(scenario())
+
+
+def test_an_unloading_that_was_refused_leaves_the_model_as_it_was(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            model = await (await Client.start(server)).model()
+            with monkeypatch.context() as patch:
+                patch.setattr(server._store, "free_bytes", lambda: 0)
+                with pytest.raises(Unavailable):
+                    await server.unload_model(TENANT, model.model_id)
+            await model.step()
+
+    run(scenario())
+
+
+def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_dir, monkeypatch):
+    """Both had one number, and no start behind a kill in that moment succeeded."""
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            path = await model.save("a")
+            looked_at, readable = asyncio.Event(), CheckpointCatalog.readable
+
+            async def slow(*args: Any) -> Any:
+                await looked_at.wait()
+                return await readable(*args)
+
+            monkeypatch.setattr(CheckpointCatalog, "readable", slow)
+            loads = [
+                asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
+                for _ in range(2)
+            ]
+            while not server.training.all()[0].arriving:
+                await asyncio.sleep(0)
+            unloading = await server.unload_model(TENANT, model.model_id)
+            await server.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))
+            looked_at.set()
+            first, again = await asyncio.gather(*loads)
+            assert first == again
+            assert isinstance(await client.answer(first), Done)
+            assert isinstance(await client.answer(unloading.request_id), Done)
+            rows = await server._store.read(
+                lambda db: db.execute("SELECT id, seq FROM requests WHERE seq > 1").fetchall()
+            )
+            assert sorted(tuple(row) for row in rows) == [(first, 2), (unloading.request_id, 3)]
+
+    run(scenario())
+
+
+def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(gap_seconds=0.2)) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            with pytest.raises(ValueError, match="checkpoint path"):
+                await model.submit(LoadWeights(model.model_id, "tinker://x/external_weights/y"))
+            no_token = [
+                Datum(ModelInput.from_ints([2**31]), {"target_tokens": [1], "weights": [1.0]})
+            ]
+            for _ in range(2):
+                with pytest.raises(ValueError, match="token id"):
+                    await model.submit(
+                        ForwardBackward(model.model_id, no_token, "cross_entropy"), 2
+                    )
+            model.seq = 2
+            # The part that is missing fails its step, and nothing waits.
+            answer = await client.answer(await model.submit(adam(model.model_id)))
+            assert isinstance(answer, Failed)
+            assert "refused" in answer.message
+            assert (await model.step())["adam_step"] == 1
+
+    run(scenario())
+
+
+def test_an_error_is_told_with_what_was_noted_about_it():
+    error = MemoryError("main memory is full")
+    error.add_note("lower max_batch")
+    assert failure(error).message == "main memory is full\nlower max_batch"

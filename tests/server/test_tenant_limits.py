@@ -1,0 +1,60 @@
+"""TenantLimits of one tenant: others are not affected, and time gives tokens back."""
+
+import pytest
+
+from planish.errors import UserError
+from planish.server.durable.request_log import TenantLimits
+from planish.server.results import TooManyRequests
+from planish.server.settings import ServerSettings
+
+
+def test_requests_that_are_not_done_are_counted():
+    limits = TenantLimits(ServerSettings(max_queued_requests=2))
+    for _ in range(2):
+        limits.check("a", 1)
+        limits.enter("a", 1)
+    with pytest.raises(TooManyRequests, match="2 requests"):
+        limits.check("a", 1)
+    limits.check("b", 1)
+    assert limits.queued() == {"a": 2}
+    limits.leave("a", 1)
+    limits.check("a", 1)
+
+
+def test_bytes_that_wait_are_bounded_but_one_request_is_always_taken():
+    limits = TenantLimits(ServerSettings(max_queued_bytes=100))
+    limits.check("a", 1000)
+    limits.enter("a", 1000)
+    with pytest.raises(TooManyRequests, match="1,000 bytes"):
+        limits.check("a", 1)
+    limits.leave("a", 1000)
+    limits.enter("a", 60)
+    limits.check("a", 40)
+    with pytest.raises(TooManyRequests):
+        limits.check("a", 41)
+
+
+def test_tokens_come_back_with_time():
+    now = 0.0
+    limits = TenantLimits(ServerSettings(tokens_per_minute=600), clock=lambda: now)
+    limits.use("a", 650)
+    with pytest.raises(TooManyRequests, match="600 tokens a minute") as refused:
+        limits.check("a", 1)
+    assert refused.value.retry_after == pytest.approx(5.0)
+    limits.check("b", 1)
+    now = 5.0
+    limits.check("a", 1)
+    now = 1000.0
+    limits.use("a", 600)
+    limits.check("a", 1)
+    limits.use("a", 1)
+    with pytest.raises(TooManyRequests):  # a key that was idle has saved no more than a minute's
+        limits.check("a", 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"idle_seconds": 0}, {"training_slots": 1.5}, {"result_bytes": True}]
+)
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(UserError, match=next(iter(settings))):
+        ServerSettings(**settings)

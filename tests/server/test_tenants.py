@@ -1,0 +1,249 @@
+"""Tenants: nothing of one can be seen, used or changed by another, and one's limits are not
+another's.
+"""
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+import pytest
+from server_client import Client, adam, gradient, run, running, sample
+
+from planish.server.results import Conflict, Failed, NotFound, Tenant, TooManyRequests
+from planish.server.settings import ServerSettings
+from planish.service import CreateModel, CreateSampler, ForwardBackward, LoadWeights, SaveWeights
+from planish.types import Datum, ModelInput
+
+
+async def two(server) -> tuple[Client, Client]:
+    anna, ben = [await Client.start(server, Tenant(name)) for name in ("anna", "ben")]
+    return anna, ben
+
+
+def test_what_is_anothers_is_not_there(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            anna, ben = await two(server)
+            model = await anna.model()
+            await model.step()
+            path, sampler = await model.save("a"), await model.publish()
+            request_id = f"{model.model_id}:1"
+            await anna.sample(sampler)
+            run_id = model.model_id
+            theirs = [
+                server.heartbeat(ben.tenant, anna.session_id),
+                server.finish_session(ben.tenant, anna.session_id, "success", None),
+                server.session(ben.tenant, anna.session_id),
+                server.create_model(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
+                server.create_model(
+                    ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)
+                ),
+                server.submit_training(ben.tenant, 5, adam(run_id)),
+                server.unload_model(ben.tenant, run_id),
+                server.create_sampler(
+                    ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")
+                ),
+                server.create_sampler(
+                    ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)
+                ),
+                server.submit_sample(ben.tenant, 5, sample(sampler)),
+                server.result(ben.tenant, request_id, 0),
+                server.result(ben.tenant, f"{sampler}:0", 0),
+                server.model_info(ben.tenant, run_id),
+                server.sampler_info(ben.tenant, sampler),
+                server.training_run(ben.tenant, run_id),
+                server.checkpoints(ben.tenant, run_id),
+                server.checkpoint_info(ben.tenant, path),
+                server.delete_checkpoint(ben.tenant, path),
+                server.set_public(ben.tenant, path, True),
+                server.set_ttl(ben.tenant, path, 3600),
+                server.copy_checkpoint(ben.tenant, path, ben.session_id, 7, None),
+                server.copy_checkpoint(anna.tenant, path, ben.session_id, 7, None),
+                server.checkpoint_files(ben.tenant, path),
+            ]
+            for call in theirs:
+                with pytest.raises(NotFound):
+                    await call
+            await server.cancel(ben.tenant, f"{sampler}:0")
+            await server.reject(ben.tenant, run_id, 20, ValueError("no"))
+            assert (await server.sessions(ben.tenant, 10, 0)).items == [ben.session_id]
+            assert (await server.training_runs(ben.tenant, 10, 0)).total == 0
+            assert (await server.checkpoints(ben.tenant)).total == 0
+            assert (await model.step(3))["adam_step"] == 2
+
+    run(scenario())
+
+
+def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            anna, ben = await two(server)
+            model = await anna.model()
+            await model.step()
+            path = await model.save("a")
+            await server.set_public(anna.tenant, path, True)
+            with pytest.raises(Conflict):
+                await server.set_public(anna.tenant, path, True)
+            twin = await ben.model(base_model=None, from_path=path, with_optimizer=True)
+            assert (await twin.step(1))["adam_step"] == 2
+            await twin.run(LoadWeights(twin.model_id, path))
+            await ben.sample(await ben.sampler(None, path))
+            assert (await server.checkpoint_info(ben.tenant, path)).checkpoint.public
+            assert (
+                "adapter_model.safetensors"
+                in (await server.checkpoint_files(ben.tenant, path)).names
+            )
+            for call in (
+                server.delete_checkpoint(ben.tenant, path),
+                server.set_public(ben.tenant, path, False),
+            ):
+                with pytest.raises(NotFound):
+                    await call
+            await server.set_public(anna.tenant, path, False)
+            with pytest.raises(Conflict):
+                await server.set_public(anna.tenant, path, False)
+            with pytest.raises(NotFound):
+                await server.checkpoint_info(ben.tenant, path)
+            assert (await twin.step(2))["adam_step"] == 1  # the optimizer was not loaded
+
+    run(scenario())
+
+
+def test_a_limit_of_one_tenant_is_not_anothers(model_dir, data_dir):
+    async def scenario() -> None:
+        settings = ServerSettings(max_queued_requests=3, sampling_slots=1)
+        async with running(model_dir, data_dir, settings) as server:
+            anna, ben = await two(server)
+            sampler, other = await anna.sampler(), await ben.sampler()
+            accepted = [
+                await server.submit_sample(
+                    anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[])
+                )
+                for seq in range(3)
+            ]
+            with pytest.raises(TooManyRequests) as refused:
+                await server.submit_sample(anna.tenant, 3, sample(sampler))
+            assert refused.value.retry_after is not None
+            assert (
+                await server.submit_sample(
+                    anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])
+                )
+                == accepted[1]
+            )
+            await ben.sample(other)
+            for one in accepted:
+                await anna.done(one.request_id)
+            await anna.sample(sampler, 3)
+
+    run(scenario())
+
+
+def test_a_number_that_met_a_limit_is_not_used_up(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=600)) as server:
+            model = await (await Client.start(server)).model()
+            request = gradient(model.model_id)
+            refused, again = 0, 0.0
+            for seq in range(1, 30):
+                try:
+                    await model.submit(request, seq)
+                except TooManyRequests as error:
+                    refused, again = seq, error.retry_after or 0.0
+                    break
+            assert refused
+            assert 0 < again < 60
+            server.limits.use(model.client.tenant.name, -1000)  # a minute later
+            assert await model.submit(request, refused) == f"{model.model_id}:{refused}"
+
+    run(scenario())
+
+
+def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, ServerSettings(storage_bytes=150_000)) as server:
+            anna, ben = await two(server)
+            model, other = await anna.model(), await ben.model()
+            await model.save("a")
+            await model.save("b")
+            answer = await anna.answer(await model.submit(SaveWeights(model.model_id, "c")))
+            assert isinstance(answer, Failed)
+            assert answer.category == "user"
+            assert "delete some" in answer.message
+            await other.save("a")
+            await server.delete_checkpoint(anna.tenant, f"tinker://{model.model_id}/weights/a")
+            await model.save("c")
+
+    run(scenario())
+
+
+def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_first(
+    model_dir, data_dir
+):
+    """Each of three tenants asks for 4,000 tokens at once; when half of all are drawn, each has had
+    about a third of them.
+    """
+    lengths, wanted = {"long": 400, "middling": 100, "short": 20}, 4000
+
+    async def scenario() -> dict[str, int]:
+        settings = ServerSettings(sampling_slots=4, sampling_share=2)
+        async with running(model_dir, data_dir, settings) as server:
+            drawn = server._counters.sampled_tokens = HalfTime(int(1.5 * wanted))
+            submissions = []
+            for name, length in lengths.items():
+                client = await Client.start(server, Tenant(name))
+                sampler = await client.sampler()
+                for seq in range(wanted // length):
+                    asked = sample(sampler, b"x", n=1, max_tokens=length, stop=[])
+                    submissions.append(server.submit_sample(client.tenant, seq, asked))
+            await asyncio.gather(
+                *submissions
+            )  # they share a few writes to the disk: all are there before half are drawn
+            while drawn.seen is None:
+                await asyncio.sleep(0.005)
+            return drawn.seen
+
+    served = run(scenario())
+    assert set(served) == set(lengths)
+    assert min(served.values()) > wanted / 4, served
+    assert max(served.values()) < wanted * 3 / 4, served
+
+
+def test_a_short_step_waits_for_none_of_the_long_ones_of_three_tenants(model_dir, data_dir):
+    names = ("anna", "ben", "carla", "short")
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            models = [await (await Client.start(server, Tenant(name))).model() for name in names]
+            # without a common beginning
+            rows = [np.roll(np.arange(500) % 256, first) for first in range(20)]
+            inputs = {"target_tokens": rows[0], "weights": np.ones(500, np.float32)}
+            data = [Datum(ModelInput.from_ints(row), inputs) for row in rows]
+            under_way = []
+            for model in models[:3]:
+                under_way.append(
+                    await model.submit(ForwardBackward(model.model_id, data, "cross_entropy"))
+                )
+                await model.submit(adam(model.model_id))
+            while server.training_gate.used < 3:
+                await asyncio.sleep(0.005)
+            await models[3].step()
+            answers = [server.requests.active(request_id) for request_id in under_way]
+            assert all(answer is not None and not answer.answer.done() for answer in answers)
+
+    run(scenario())
+
+
+class HalfTime(Counter[str]):
+    """Keeps what was counted at the moment in which there were `enough` in all: the test itself may
+    look too late.
+    """
+
+    def __init__(self, enough: int) -> None:
+        super().__init__()
+        self.enough = enough
+        self.seen: dict[str, int] | None = None
+
+    def __setitem__(self, name: str, count: int) -> None:
+        super().__setitem__(name, count)
+        if self.seen is None and self.total() >= self.enough:
+            self.seen = dict(self)
