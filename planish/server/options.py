@@ -205,7 +205,7 @@ def _settings(given: Mapping[str, str]) -> ServerSettings:
 
 def _number(name: str, text: str, whole: bool) -> float:
     found = _NUMBER.fullmatch(text)
-    if found is None or (found[2] and not name.endswith("_gib_bytes")):
+    if found is None or (found[2] and not name.endswith("_bytes")):
         raise UserError(
             f"--set {name}={text}: give a number{', or one with KiB, MiB, GiB' * name.endswith('_gib_bytes')}"
         )

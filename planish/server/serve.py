@@ -39,13 +39,13 @@ from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
 from planish.server.engine_client import NOBODYS_SAMPLE
-from planish.server.http import routes_sampling as routes_draw
+from planish.server.http import routes_sampling
 from planish.server.http.access import Access, RequestMetrics, set_up
 from planish.server.http.app import STOP_SECONDS, create_app
 from planish.server.http.context import ALL_BODIES, HttpState, read_keys
 from planish.server.http.metrics_page import metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
-from planish.server.openai import routes as openai_routes
+from planish.server.openai import routes
 from planish.server.options import ServeOptions, add_arguments, options_of
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
@@ -119,8 +119,8 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
     more = [
-        *routes_draw.PLANISH_ROUTES,
-        *openai_routes.routes(server, models),
+        *routes_sampling.PLANISH_ROUTES,
+        *routes.routes(server, models),
         metrics_route(registry),
     ]
     app = create_app(server, http, more)

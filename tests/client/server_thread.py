@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server.http import routes_sampling as routes_draw
+from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
@@ -102,7 +102,7 @@ def serving(
     )
     server = Server(engine, data, list(models))
     settings = HttpSettings(tokenizer_directories=models, keys=keys)
-    app = create_app(server, settings, more=routes_draw.PLANISH_ROUTES)
+    app = create_app(server, settings, more=routes_sampling.PLANISH_ROUTES)
     network = Network(app)
     http_server = uvicorn.Server(
         uvicorn.Config(network, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)

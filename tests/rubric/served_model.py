@@ -11,9 +11,9 @@ import uvicorn
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server.http import routes_sampling as routes_draw
+from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
-from planish.server.openai import routes as openai_routes
+from planish.server.openai import routes
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
@@ -24,7 +24,7 @@ def serving(data: Path, name: str, model: str) -> Iterator[str]:
     models = {name: Path(model)}
     engine = Engine({name: model}, data, EngineSettings(dtype="float32", deterministic=True))
     server = Server(engine, data, list(models))
-    more = [*routes_draw.PLANISH_ROUTES, *openai_routes.routes(server, models)]
+    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
     app = create_app(server, HttpSettings(tokenizer_directories=models), more)
     http_server = uvicorn.Server(
         uvicorn.Config(app, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)

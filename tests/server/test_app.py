@@ -23,8 +23,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server.http import context as context
-from planish.server.http import routes_sampling as routes_draw
+from planish.server.http import context, routes_sampling
 from planish.server.http.app import create_app
 from planish.server.results import Tenant, Unavailable
 from planish.server.server import Server
@@ -165,7 +164,7 @@ def client_of(data: Path, model: Path, keys: dict[str, str] | None) -> TestClien
     app = create_app(
         Server(engine, data, [BASE]),
         HttpSettings(2.0, {BASE: model}, keys),
-        routes_draw.PLANISH_ROUTES,
+        routes_sampling.PLANISH_ROUTES,
     )
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
 

@@ -288,7 +288,7 @@ def test_a_request_that_was_given_up_has_failed_and_a_model_that_could_not_be_ma
                 ("m:0", "create_model", 0),
                 ("m:1", "forward_backward", 1),
             ):
-                row = journal.Row(request_id, "one", kind, "m", seq, "accepted", b"", 1.0, 4)
+                row = journal.RequestRow(request_id, "one", kind, "m", seq, "accepted", b"", 1.0, 4)
                 journal.insert(transaction, row, b"body")
             transaction.execute(
                 "INSERT INTO models (id, tenant, session, base_model, lora, user_metadata, created, used, training_bytes, sampling_bytes)"

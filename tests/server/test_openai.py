@@ -24,9 +24,9 @@ from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.renderers import get_renderer
-from planish.server.http import routes_sampling as routes_draw
+from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
-from planish.server.openai import routes as openai_routes
+from planish.server.openai import routes
 from planish.server.openai.models import OpenAIModels
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
@@ -108,7 +108,7 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
         EngineSettings(dtype="float32", deterministic=True),
     )
     server = Server(engine, data, list(models))
-    more = [*routes_draw.PLANISH_ROUTES, *openai_routes.routes(server, models)]
+    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
     app = create_app(server, HttpSettings(tokenizer_directories=models, keys=KEYS), more)
     http_server = uvicorn.Server(
         uvicorn.Config(app, lifespan="on", log_level="warning", timeout_graceful_shutdown=5)

@@ -28,15 +28,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from planish.errors import PlanishError
-from planish.server.http import app as routes_refused
-from planish.server.http import routes_checkpoints, routes_sampling, routes_training
-from planish.server.http import routes_checkpoints as routes_downloads
-from planish.server.http import routes_results as routes_futures
-from planish.server.http import routes_sessions as routes_search
-from planish.server.http import routes_sessions as routes_session
+from planish.server.http import (
+    routes_checkpoints,
+    routes_results,
+    routes_sampling,
+    routes_sessions,
+    routes_training,
+)
 from planish.server.http.context import (
     API,
-    HttpSettings,
     HttpState,
     RequestContext,
     answered,
@@ -44,16 +44,14 @@ from planish.server.http.context import (
     endpoint,
 )
 from planish.server.server import Server
+from planish.server.settings import HttpSettings
 
 _GROUPS = (
-    routes_session,
-    routes_search,
+    routes_sessions,
     routes_training,
     routes_sampling,
-    routes_futures,
+    routes_results,
     routes_checkpoints,
-    routes_downloads,
-    routes_refused,
 )
 STOP_SECONDS = 30
 """For what runs, before the journal has to keep it."""
@@ -86,7 +84,12 @@ def create_app(
     health = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", API + "/healthz")]
     health.append(Route("/readyz", readyz, methods=["GET"]))
     app = Starlette(
-        routes=[*health, *(route for group in _GROUPS for route in group.ROUTES), *more],
+        routes=[
+            *health,
+            *(route for group in _GROUPS for route in group.ROUTES),
+            *_REFUSED_ROUTES,
+            *more,
+        ],
         lifespan=lifespan,
         exception_handlers={HTTPException: _not_here, Exception: _failed},
     )
@@ -180,4 +183,6 @@ def _refusing(method: str, path: str, sentence: str) -> Route:
     return endpoint(path, handler, method)
 
 
-ROUTES = [_refusing(method, path, sentence) for (method, path), sentence in _REFUSED.items()]
+_REFUSED_ROUTES = [
+    _refusing(method, path, sentence) for (method, path), sentence in _REFUSED.items()
+]

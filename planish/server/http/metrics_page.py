@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.server import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route

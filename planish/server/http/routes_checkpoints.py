@@ -186,20 +186,6 @@ def _run(context: RequestContext, run: TrainingRun) -> dict[str, Any]:
 _RUN = "/training_runs/{run_id}"
 CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
 
-ROUTES = [
-    endpoint("/training_runs", training_runs, "GET"),
-    endpoint(_RUN, training_run, "GET"),
-    endpoint(_RUN + "/checkpoints", run_checkpoints, "GET"),
-    endpoint("/checkpoints", checkpoints, "GET"),
-    # Ids hold a slash, so these come before the one that ends with an id.
-    endpoint(CHECKPOINT + "/publish", publish, "POST"),
-    endpoint(CHECKPOINT + "/publish", unpublish, "DELETE"),
-    endpoint(CHECKPOINT + "/ttl", set_ttl, "PUT"),
-    endpoint(CHECKPOINT, delete_checkpoint, "DELETE"),
-    endpoint("/weights_info", weights_info),
-    endpoint("/copy_weights", copy_weights),
-]
-
 
 _VALID_SECONDS = 3600
 _BLOCK = 1 << 20
@@ -337,7 +323,19 @@ _TOKENIZER_FILES = (
     "chat_template*",
 )
 
-_DOWNLOAD_ROUTES = [
+
+ROUTES = [
+    endpoint("/training_runs", training_runs, "GET"),
+    endpoint(_RUN, training_run, "GET"),
+    endpoint(_RUN + "/checkpoints", run_checkpoints, "GET"),
+    endpoint("/checkpoints", checkpoints, "GET"),
+    # Ids hold a slash, so these come before the one that ends with an id.
+    endpoint(CHECKPOINT + "/publish", publish, "POST"),
+    endpoint(CHECKPOINT + "/publish", unpublish, "DELETE"),
+    endpoint(CHECKPOINT + "/ttl", set_ttl, "PUT"),
+    endpoint(CHECKPOINT, delete_checkpoint, "DELETE"),
+    endpoint("/weights_info", weights_info),
+    endpoint("/copy_weights", copy_weights),
     endpoint(CHECKPOINT + "/external_weights_urls", external_weights_urls, "GET"),
     endpoint(CHECKPOINT + "/archive", archive, "GET"),
     endpoint("/tokenizer", tokenizer, "GET"),

@@ -133,19 +133,6 @@ def _session(record: SessionRecord) -> dict[str, object]:
     }
 
 
-ROUTES = [
-    endpoint("/client/config", client_config),
-    endpoint("/client/dynamic_config", dynamic_config),
-    endpoint("/create_session", create_session),
-    endpoint("/session_heartbeat", heartbeat),
-    endpoint("/sessions/{session_id}/finish", finish),
-    endpoint("/sessions", sessions, "GET"),
-    endpoint("/sessions/{session_id}", session, "GET"),
-    endpoint("/telemetry", telemetry),
-    endpoint("/get_server_capabilities", capabilities, "GET"),
-]
-
-
 _SCANNED = 1000
 """Sessions that one request looks at; the next page goes on from there."""
 _SCAN_BLOCK = 200
@@ -270,4 +257,15 @@ def _state(fields: Fields) -> str:
     return kind
 
 
-_SEARCH_ROUTES = [endpoint("/sessions/search", search)]
+ROUTES = [
+    endpoint("/client/config", client_config),
+    endpoint("/client/dynamic_config", dynamic_config),
+    endpoint("/create_session", create_session),
+    endpoint("/session_heartbeat", heartbeat),
+    endpoint("/sessions/{session_id}/finish", finish),
+    endpoint("/sessions", sessions, "GET"),
+    endpoint("/sessions/{session_id}", session, "GET"),
+    endpoint("/telemetry", telemetry),
+    endpoint("/get_server_capabilities", capabilities, "GET"),
+    endpoint("/sessions/search", search),
+]
