@@ -13,7 +13,7 @@ from rich.text import Text
 from planish.doctor.examination import Questions, examine
 from planish.doctor.findings import Report, Section
 from planish.engine.settings import EngineSettings
-from planish.server.serve_options import ServeOptions
+from planish.server.options import ServeOptions
 
 _WIDTH = 100
 """Of a line where no terminal sets one."""

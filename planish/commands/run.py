@@ -21,7 +21,7 @@ import planish
 from planish.errors import UserError
 from planish.import_shims import COOKBOOK_DIRECTORY, SDK_DIRECTORY
 from planish.model.sources import environment_models, resolve_model
-from planish.server.hub_tokenizers import asked_names, keep_tokenizer
+from planish.server.serve import asked_names, keep_tokenizer
 from planish.service import checked_substitutes
 from planish.tinker.service_client import OPTIONS_VARIABLE
 
