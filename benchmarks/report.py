@@ -79,6 +79,30 @@ def peers_table(report: Mapping[str, Any]) -> str:
     return provenance(report) + table(heads, rows)
 
 
+def busy_table(report: Mapping[str, Any]) -> str:
+    """Speed beside a busy process as a share of that on an idle machine: 0.5 takes twice as long."""
+    rows = []
+    for work, spins in report["works"].items():
+        for spin, loads in spins.items():
+            idle, busy = (loads[load]["median_seconds"] for load in ("idle", "busy"))
+            rows.append(
+                [
+                    work,
+                    spin,
+                    *("given up" if median is None else f"{median:.2f}" for median in (idle, busy)),
+                    f"{idle / busy:.0%}" if idle and busy else "",
+                ]
+            )
+    heads = (
+        "work",
+        "GOMP_SPINCOUNT",
+        "seconds idle, median",
+        "beside a busy process",
+        "speed kept",
+    )
+    return provenance(report) + table(heads, rows)
+
+
 def growth_table(report: Mapping[str, Any]) -> str:
     rows = [
         [
@@ -230,6 +254,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "peers": peers_table,
     "llama": peers_table,
     "iteration": peers_table,
+    "busy": busy_table,
+    "busy-before": busy_table,
     "growth": growth_table,
     "contexts": contexts_table,
     "adapters": adapters_table,

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +15,11 @@ _READY = re.compile(r"ready at (http://\S+)")
 
 
 @contextmanager
-def served(data_dir: Path, *options: str) -> Iterator[str]:
-    """The URL of a server with these options, at any free port. It has the threads that
-    OMP_NUM_THREADS says, as this process has.
+def served(
+    data_dir: Path, *options: str, variables: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """The URL of a server with these options, at any free port. It has the environment of this
+    process, OMP_NUM_THREADS for instance, and these `variables`.
     """
     command = [
         sys.executable,
@@ -32,7 +34,9 @@ def served(data_dir: Path, *options: str) -> Iterator[str]:
     ]
     quiet = ["--log-format", "text", "--log-level", "info"]
     with open(data_dir / "server.log", "w+") as log:
-        process = subprocess.Popen([*command, *quiet], stderr=log, env=dict(os.environ))
+        process = subprocess.Popen(
+            [*command, *quiet], stderr=log, env={**os.environ, **(variables or {})}
+        )
         try:
             yield _url(process, Path(log.name))
             process.send_signal(signal.SIGTERM)

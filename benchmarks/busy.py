@@ -1,0 +1,218 @@
+"""planish on an idle machine, and on the same machine beside one process that computes all the time.
+
+    python benchmarks/busy.py                       W1, W2 and a served iteration, idle and busy
+    python benchmarks/busy.py spins=default,0,300000 works=W1      other GOMP_SPINCOUNTs, in turn
+    python benchmarks/busy.py name=try small=True directory=/tmp   whether it all runs: small
+        works, whose times mean nothing
+
+W1 and W2 are those of works.py, by planish's public API in one process. A served iteration is what
+a user of the official SDK does on the machine that `planish serve` runs on: publish the weights,
+take 4 samples of 16 tokens, and train one step on them; each result is waited for. The busy process
+is `while True: pass` in Python.
+
+A spin is the value of GOMP_SPINCOUNT, which bounds how long torch's OpenMP threads spin before they
+sleep; "default" leaves the choice to planish. Rounds of all spins are interleaved, and idle rounds
+come before busy ones. A round that takes longer than `limit` seconds is given up: the file says
+null for it.
+
+Medians, machine, versions and commit go to NAME.json in `directory`; report.py makes the table.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import chz
+from compare import header, say
+from contender import Contender, PeerError
+from report import RESULTS, busy_table
+from served import served
+from works import SMALL_WORKS, WORKS, write_works
+
+from planish.files import write_whole
+from planish.model.sources import DEFAULT_MODEL, resolve_model
+
+HERE = Path(__file__).parent
+SERVED = "served"
+LOADS = ("idle", "busy")
+PROMPT = list(range(1000, 1064))
+SAMPLES, NEW_TOKENS, RANK = 4, 16, 32
+Row = dict[str, dict[str, Any]]
+"""By load, "idle" or "busy": the seconds of each round, and their median."""
+
+
+@chz.chz
+class Options:
+    name: str = "busy"
+    """Of the file of results."""
+    works: str = "W1,W2,served"
+    spins: str = "default"
+    """Values of GOMP_SPINCOUNT, with commas between them."""
+    rounds: int = 3
+    served_seconds: float = 45.0
+    """How long served iterations are counted, for each spin and load."""
+    limit: float = 900.0
+    """Seconds after which a round of W1 or W2 is given up."""
+    model: str = DEFAULT_MODEL
+    directory: Path = RESULTS
+    small: bool = False
+
+
+def main(options: Options) -> None:
+    report = header(options)
+    names, spins = options.works.split(","), options.spins.split(",")
+    source = SMALL_WORKS if options.small else WORKS
+    with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
+        path, works = Path(scratch) / "works.json", {n: source[n] for n in names if n != SERVED}
+        write_works(options.model, path, works, options.rounds)
+        for work in names:
+            measure = measure_served if work == SERVED else measure_work
+            report["works"][work] = measure(options, work, spins, path)
+            found = json.dumps(report, indent=1) + "\n"
+            write_whole(options.directory / f"{options.name}.json", found)
+    print(busy_table(report))
+
+
+def measure_work(options: Options, work: str, spins: Sequence[str], path: Path) -> dict[str, Row]:
+    """Rounds of W1 or W2 by spin and load, of processes that load once."""
+    model = resolve_model(options.model)
+    seconds: dict[str, dict[str, list[float | None]]] = {
+        spin: {load: [] for load in LOADS} for spin in spins
+    }
+    with ExitStack() as stack:
+        contenders = {}
+        for spin in spins:
+            command = [sys.executable, HERE / "peers/ours.py"]
+            contenders[spin] = Contender(spin, command, path, variables(spin))
+            stack.callback(contenders[spin].end)
+            contenders[spin].start(model, path.parent / f"{work}-{spin}.log")
+            contenders[spin].ask(work, 0)
+        for load in LOADS:
+            for number in range(1, options.rounds + 1):
+                for spin, contender in contenders.items():
+                    found = round_seconds(contender, work, number, load, options.limit)
+                    say(f"{work}, GOMP_SPINCOUNT {spin}, {load}: {found} s")
+                    seconds[spin][load].append(found)
+    return {spin: {load: row(found[load]) for load in LOADS} for spin, found in seconds.items()}
+
+
+def round_seconds(
+    contender: Contender, work: str, number: int, load: str, limit: float
+) -> float | None:
+    """None if it took longer than `limit`, or an earlier round did: the process is ended then."""
+    timer = Timer(limit, contender.end)
+    try:
+        with under(load):
+            timer.start()
+            facts = contender.ask(work, number)
+        say(f"others used {facts['others']:.0%} of the cores")
+        return round(facts["seconds"], 3)
+    except (PeerError, ValueError, OSError):
+        return None
+    finally:
+        timer.cancel()
+
+
+def measure_served(options: Options, work: str, spins: Sequence[str], path: Path) -> dict[str, Row]:
+    """Served iterations by spin and load. Each spin has a server of its own."""
+    found: dict[str, Row] = {}
+    for spin in spins:
+        with (
+            tempfile.TemporaryDirectory(prefix="planish-") as directory,
+            served(Path(directory), variables=variables(spin)) as url,
+        ):
+            command = [sys.executable, __file__, "--client", url, options.model]
+            found[spin] = {}
+            for load in LOADS:
+                with under(load):
+                    given = "0" if options.small else str(options.served_seconds)
+                    lines = subprocess.run(
+                        [*command, given], check=True, stdout=subprocess.PIPE, text=True
+                    ).stdout
+                found[spin][load] = row(json.loads(lines.splitlines()[-1]))
+                say(
+                    f"{work}, GOMP_SPINCOUNT {spin}, {load}: {found[spin][load]['median_seconds']} s"
+                )
+    return found
+
+
+def variables(spin: str) -> Mapping[str, str]:
+    return {} if spin == "default" else {"GOMP_SPINCOUNT": spin}
+
+
+def row(seconds: Sequence[float | None]) -> dict[str, Any]:
+    known = [one for one in seconds if one is not None]
+    median = round(statistics.median(known), 4) if len(known) == len(seconds) else None
+    return {"median_seconds": median, "seconds": [one and round(one, 3) for one in seconds]}
+
+
+@contextmanager
+def under(load: str) -> Iterator[None]:
+    """Inside, one process computes if the load is "busy"."""
+    if load == "idle":
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def client(url: str, model: str, limit: str) -> None:
+    """A user of the official SDK: prints the seconds of its iterations, as many as fit into
+    `limit` seconds and at least two, after one that warms up.
+    """
+    import tinker
+    from tinker import types
+
+    service = tinker.ServiceClient(base_url=url, api_key="tml-benchmark")
+    training = service.create_lora_training_client(base_model=model, rank=RANK).result()
+    prompt = types.ModelInput.from_ints(PROMPT)
+    params = types.SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, stop=[])
+
+    def iteration() -> float:
+        begun = time.perf_counter()
+        sampler = training.save_weights_and_get_sampling_client().result()
+        answers = sampler.sample(prompt, SAMPLES, params).result().sequences
+        data = [datum(answer) for answer in answers]
+        backward = training.forward_backward(data, "importance_sampling")
+        update = training.optim_step(types.AdamParams(learning_rate=1e-5))
+        for pending in (backward, update):
+            pending.result()
+        return time.perf_counter() - begun
+
+    def datum(answer: Any) -> Any:
+        before, count = len(PROMPT) - 1, len(answer.tokens)
+        inputs: Mapping[str, Any] = {
+            "target_tokens": [0] * before + answer.tokens,
+            "logprobs": [0.0] * before + answer.logprobs,
+            "advantages": [0.0] * before + [1.0] * count,
+        }
+        given = types.ModelInput.from_ints(PROMPT + answer.tokens[:-1])
+        return types.Datum(model_input=given, loss_fn_inputs=inputs)
+
+    iteration()
+    begun, seconds = time.perf_counter(), [iteration()]
+    while len(seconds) < 2 or time.perf_counter() - begun < float(limit):
+        seconds.append(iteration())
+    print(json.dumps(seconds))
+    sys.stdout.flush()
+    os._exit(0)  # the SDK's own threads may take seconds to end
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--client"]:
+        client(*sys.argv[2:])
+    else:
+        main(chz.entrypoint(Options))

@@ -1,0 +1,69 @@
+"""A round beside a busy process is bounded, and the table says what was given up."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from busy import round_seconds, row, under, variables
+from contender import Contender
+from report import busy_table
+
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+SLOW_PEER = """
+import sys, time
+sys.path.insert(0, {peers!r})
+from serving import Peer, serve
+
+def load(model):
+    def run(seconds):
+        time.sleep(seconds)
+        return {{}}
+    return Peer({{"W1": run}}, {{"slow": "1.0"}})
+
+serve(load)
+"""
+
+
+@pytest.fixture(name="contender")
+def _contender(tmp_path):
+    script, works = tmp_path / "slow.py", tmp_path / "works.json"
+    script.write_text(SLOW_PEER.format(peers=str(PEERS)))
+    works.write_text('{"W1": [0, 0.01, 60]}')
+    contender = Contender("slow", [sys.executable, script], works)
+    yield contender.start(tmp_path, tmp_path / "log")
+    contender.end()
+
+
+def test_a_round_that_takes_too_long_is_given_up_and_so_are_those_after_it(contender):
+    assert round_seconds(contender, "W1", 1, "idle", limit=60) == pytest.approx(0.01, abs=5)
+    assert round_seconds(contender, "W1", 2, "idle", limit=0.3) is None
+    assert round_seconds(contender, "W1", 1, "idle", limit=60) is None
+
+
+def test_the_busy_process_ends_with_what_it_is_beside():
+    def children() -> list[str]:
+        command = ["ps", "--ppid", str(os.getpid()), "-o", "args="]
+        listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+        return [line for line in listed.splitlines() if "while True: pass" in line]
+
+    with under("busy"):
+        assert len(children()) == 1
+    with under("idle"):
+        assert not children()
+
+
+def test_the_table_has_the_speed_that_is_kept():
+    loads = {"idle": row([2.0, 1.0, 3.0]), "busy": row([8.0, 4.0, 4.0])}
+    slow = {"idle": row([2.0]), "busy": row([None])}
+    machine = {"cpu": "CPU", "cores": 2, "flags": [], "memory_gib": 8.0}
+    given = {"machine": machine, "date": "D", "commit": "C", "load_average_before": 0.0}
+    table = busy_table({**given, "works": {"W1": {"default": loads, "300000": slow}}})
+    assert "| W1 | default | 2.00 | 4.00 | 50% |" in table
+    assert "| W1 | 300000 | 2.00 | given up |  |" in table
+
+
+def test_a_spin_is_a_variable_and_the_default_is_none():
+    assert variables("default") == {}
+    assert variables("0") == {"GOMP_SPINCOUNT": "0"}
