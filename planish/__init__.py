@@ -25,6 +25,7 @@ from planish.errors import (
     UserError,
 )
 from planish.moved_modules import find_former_names
+from planish.native.threads import spin_shortly as _spin_shortly
 from planish.types import (
     AdamParams,
     Checkpoint,
@@ -39,6 +40,8 @@ from planish.types import (
     SamplingParams,
     TensorData,
 )
+
+_spin_shortly()  # before torch is loaded, which reads it then
 
 APIFuture = Pending
 find_former_names()

@@ -36,6 +36,7 @@ from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
 from planish.model.sources import checked_mapping, environment_models
+from planish.native.threads import limit_threads
 from planish.service import (
     SUBSTITUTE_REMEDY,
     AdapterBytes,
@@ -95,6 +96,7 @@ class Engine:
         By default each takes its part when it is loaded. On a GPU the first takes all, unless
         `models` or PLANISH_MODELS name several directories: then each leaves room for the next.
         """
+        limit_threads()
         self._settings = settings or EngineSettings()
         named = {*checked_mapping(models).values(), *environment_models().values()}
         memory = memory or DeviceMemory(self._settings, keeps_room=len(named) > 1)

@@ -30,6 +30,7 @@ from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.linear import before_each_matmul
 from planish.model.lora import LoraWeights
+from planish.native.threads import engine_thread
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
     CreateModel,
@@ -78,7 +79,9 @@ class DeviceOwner:
         self._sides: FairShare[Side] = FairShare()
         self._training: FairShare[Tenant] = FairShare()
         self._sampling: FairShare[BaseModel] = FairShare()
-        self._thread = BackgroundThread(self._run, "planish-engine", stop=self._stop_at_exit)
+        self._thread = BackgroundThread(
+            engine_thread()(self._run), "planish-engine", stop=self._stop_at_exit
+        )
 
     def put(self, job: Job) -> None:
         """Queue a job. EngineClosedError if the thread has ended, or is not in this process."""

@@ -1,0 +1,199 @@
+"""How many threads compute on the CPU, how long they spin before they sleep, and how long Python's
+threads wait for the interpreter lock.
+
+Our kernels run on a pool of their own (cpp/pool.h). torch's operations run on OpenMP threads, which
+by default spin for milliseconds after each operation and so keep cores from the pool and from other
+processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from threading import Lock, local
+from typing import Any
+
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+"""Read by GNU's OpenMP when torch is loaded: how often a waiting thread looks before it sleeps.
+Other OpenMP libraries ignore it.
+"""
+SPINS = "1000"
+"""Some ten microseconds; docs/log.md has what other values cost."""
+_WAITING = (SPIN_VARIABLE, "OMP_WAIT_POLICY")
+_COUNTING = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+class _Own(local):
+    """What a thread of Python knows of its own threads for computing."""
+
+    is_engine = False
+    kernel_threads = 0
+    """How many the kernels use that it calls; 0: as many as torch."""
+
+
+_own = _Own()
+
+SWITCH_SECONDS = 2e-4
+"""How long a Python thread keeps the interpreter lock while others want it, as long as an engine
+runs. An operation of torch gives the lock up and takes it back, so beside a busy Python thread
+Python's default of 5 ms makes a decoding step of 45 operations take 58 ms instead of 1.
+"""
+_PYTHONS_OWN = 5e-3
+_lock = Lock()
+_holders = 0
+
+
+def spin_shortly() -> None:
+    """Have torch's OpenMP threads sleep soon when they have nothing to do. Called when planish is
+    imported; without effect where torch is loaded already or the environment says how to wait.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
+        os.environ[SPIN_VARIABLE] = SPINS
+
+
+def limit_threads() -> None:
+    """Let torch, and with it our kernels, use no more threads than the processor time that this
+    process may use; says so in the log. What the user set stays: OMP_NUM_THREADS,
+    MKL_NUM_THREADS, or a number given to torch.set_num_threads.
+    """
+    import torch
+
+    allowed, chosen = usable_cpus(), torch.get_num_threads()
+    of_torch = {
+        count // threads_of_a_core
+        for count in (_affinity(), os.cpu_count() or 1)
+        for threads_of_a_core in (1, 2)
+    }
+    if any(name in os.environ for name in _COUNTING) or chosen not in of_torch:
+        return
+    if allowed < chosen:
+        torch.set_num_threads(allowed)
+        logging.getLogger(__name__).info(
+            "computing with %d threads instead of %d: this process may use no more processor time",
+            allowed,
+            chosen,
+        )
+
+
+def usable_cpus() -> int:
+    """How many processors this process may keep busy: by its affinity, and by the CPU quota of its
+    control groups, rounded up.
+    """
+    quota = cpu_quota()
+    return _affinity() if quota is None else max(1, min(_affinity(), math.ceil(quota)))
+
+
+def cpu_quota(
+    memberships: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS
+) -> float | None:
+    """Processor seconds that the control groups of this process (version 1 or 2) allow per second;
+    None if they set no limit or cannot be read.
+    """
+    found: list[float] = []
+    with suppress(OSError):
+        for line in memberships.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                found += _limits(groups, path, _quota_v2)
+            elif "cpu" in controllers.split(","):
+                for mount in {controllers, "cpu"}:
+                    found += _limits(groups / mount, path, _quota_v1)
+    return min(found, default=None)
+
+
+def _limits(mount: Path, path: str, quota: Callable[[Path], float | None]) -> Iterator[float]:
+    """The quotas of a group and of all groups that it lies in. In a container the group's path is
+    often the host's, of which the mount shows the last part as its root.
+    """
+    inner = PurePosixPath(path.lstrip("/"))
+    for group in (inner, *inner.parents):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            found = quota(mount / group)
+            if found is not None:
+                yield found
+
+
+def _quota_v2(group: Path) -> float | None:
+    quota, period = (group / "cpu.max").read_text().split()
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _quota_v1(group: Path) -> float | None:
+    quota = int((group / "cpu.cfs_quota_us").read_text())
+    return None if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def kernel_threads(*, serve_all: bool) -> int:
+    """Return the number of threads for a kernel that the calling thread is about to call: torch's.
+
+    If the kernels do all of a model's heavy work (`serve_all`), torch's own operations run in the
+    engine thread alone from then on. They are short, and two sets of threads would take the
+    processors from each other. Other threads of the process keep theirs.
+    """
+    import torch
+
+    if _own.is_engine and serve_all and not _own.kernel_threads:
+        _own.kernel_threads = torch.get_num_threads()
+        openmp = _openmp()
+        if openmp is not None:
+            openmp.omp_set_num_threads(1)  # torch.set_num_threads would be for all threads
+    return _own.kernel_threads or torch.get_num_threads()
+
+
+def _openmp() -> Any:
+    """The OpenMP library that torch uses; None if it is not to be found."""
+    import torch
+
+    try:
+        found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        found.omp_set_num_threads.argtypes = [ctypes.c_int]
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+@contextmanager
+def engine_thread() -> Iterator[None]:
+    """What holds in the engine thread: its torch operations leave the threads to the kernels, and
+    Python's threads take turns quickly.
+    """
+    _own.is_engine = True
+    with short_switch_interval():
+        yield
+
+
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Inside, a thread that wants the interpreter lock gets it within SWITCH_SECONDS. Several
+    threads may be inside; the last one that leaves restores Python's default. An interval that the
+    program chose itself stays.
+    """
+    global _holders
+    with _lock:
+        _holders += 1
+        if _is_interval(_PYTHONS_OWN):
+            sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders -= 1
+            if not _holders and _is_interval(SWITCH_SECONDS):
+                sys.setswitchinterval(_PYTHONS_OWN)
+
+
+def _is_interval(seconds: float) -> bool:
+    return math.isclose(sys.getswitchinterval(), seconds, rel_tol=1e-3)
