@@ -20,7 +20,16 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"
 # Instruction sets are named one by one, rather than by -march=native: a cache may be shared by
 # machines of several kinds.
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-pthread",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-w",
+    "-Wl,-z,nodelete",
+)
 INSTRUCTIONS = {
     "AVX512_BF16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
     "AVX2": ("-mavx2", "-mfma"),

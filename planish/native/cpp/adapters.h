@@ -221,19 +221,11 @@ void lora_gradients(const X* x, int64_t in, const X* low, const X* grad, const i
     std::vector<std::array<int64_t, 2>> items;
     for (int64_t i = 0; i < (int64_t)sums.size(); i++)
         for (int64_t w = 0; w < sums[i].width; w += SUM_WIDTH) items.push_back({i, w});
-    Shortage shortage;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        RowSumRooms rooms;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < (int64_t)items.size(); item++) {
-            const auto [i, w] = items[item];
-            shortage.guard([&, i = i, w = w] {
-                row_sum(sums[i], w, std::min(SUM_WIDTH, sums[i].width - w), rows, rooms);
-            });
-        }
-    }
-    shortage.raise();
+    parallel_items(items.size(), threads, [&](int64_t item) {
+        static thread_local RowSumRooms rooms;
+        const auto [i, w] = items[item];
+        row_sum(sums[i], w, std::min(SUM_WIDTH, sums[i].width - w), rows, rooms);
+    });
 }
 
 // x A^T of each row's adapter, rounded: low [T, low_stride], of which rows without an adapter, and

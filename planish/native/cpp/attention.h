@@ -73,18 +73,10 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
 
 template <class X>
 void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {
-    Shortage shortage;
-#pragma omp parallel num_threads(threads) if (threads > 1 && n_blocks * a.heads > 1)
-    {
-        Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < n_blocks * a.heads; item++) {
-            const Block& block = a.blocks[item / a.heads];
-            shortage.guard(
-                [&] { attend_block<Products<X>>(a, block, item % a.heads, q, out, lse, scratch); });
-        }
-    }
-    shortage.raise();
+    parallel_items(n_blocks * a.heads, threads, [=](int64_t item) {
+        attend_block<Products<X>>(a, a.blocks[item / a.heads], item % a.heads, q, out, lse,
+                                  Scratch::own());
+    });
 }
 
 // to[j * stride + i] = from[i * row + j] for rows i and n columns j, a multiple of 16.
@@ -344,30 +336,23 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
     for (int64_t part = 0; part < parts; part++)
         read.push_back(
             read_by(a, part ? part_ends[part - 1] : 0, part_ends[part], k0, row * sizeof(X), keys));
-    Shortage shortage;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < parts * a.heads; item++) {
-            const int64_t part = item / a.heads, head = item % a.heads;
-            float *gk = sums + part * 2 * size, *gv = gk + size;
-            for (int64_t t = 0; t < keys; t++)
-                if (read[part][t])
-                    for (float* to : {gk, gv})
-                        std::fill(to + t * row + head * a.e, to + t * row + (head + 1) * a.e, 0.0f);
-            for (int64_t b = part ? part_ends[part - 1] : 0; b < part_ends[part]; b++)
-                shortage.guard([&] {
-                    if constexpr (sizeof(X) == 2)
-                        attend_block_backward(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk,
-                                              gv, scratch);
-                    else
-                        attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q,
-                                              gk, gv, scratch);
-                });
-        }
-#pragma omp for schedule(static)
+    parallel_items(parts * a.heads, threads, [&](int64_t item) {
+        const int64_t part = item / a.heads, head = item % a.heads;
+        float *gk = sums + part * 2 * size, *gv = gk + size;
         for (int64_t t = 0; t < keys; t++)
+            if (read[part][t])
+                for (float* to : {gk, gv})
+                    std::fill(to + t * row + head * a.e, to + t * row + (head + 1) * a.e, 0.0f);
+        for (int64_t b = part ? part_ends[part - 1] : 0; b < part_ends[part]; b++)
+            if constexpr (sizeof(X) == 2)
+                attend_block_backward(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk, gv,
+                                      Scratch::own());
+            else
+                attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q, gk, gv,
+                                      Scratch::own());
+    });
+    parallel(keys, 2 * parts * size, threads, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; t++)
             for (int64_t i = t * row; i < (t + 1) * row; i += LANES) {
                 V gk = zero(), gv = zero();
                 for (int64_t p = 0; p < parts; p++) {
@@ -378,8 +363,7 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
                 store(grad_k + i, gk);
                 store(grad_v + i, gv);
             }
-    }
-    shortage.raise();
+    });
 }
 
 // New keys and values [T, H, E], whose rows lie apart, to the last position of each entry's own

@@ -337,8 +337,15 @@ void weigh(const Weighted& values, int64_t rows, int64_t pairs, int64_t e, float
     });
 }
 
+// What a thread needs for one block and head. It is kept from call to call: fresh pages cost as
+// much as what is written to them.
 struct Scratch {
     Room q, s, o, g, d, stats, k, v, pairs, twice;
+
+    static Scratch& own() {
+        static thread_local Scratch scratch;
+        return scratch;
+    }
 };
 
 // Queries of a block's rows for one key head, row by row, each with its group: scaled [count *

@@ -41,16 +41,38 @@ constexpr int64_t SITES = 4;
 // Heads [T, heads, E], whose rows are `stride` apart, become their norms.
 template <class X>
 void norm_heads(X* x, int64_t stride, const float* weight, float eps, int64_t rows, int64_t heads,
-                int64_t e, int threads) {
-    parallel(rows, rows * heads * e, threads, [=](int64_t a, int64_t b) {
-        std::vector<float> wide(e);
-        for (int64_t t = a; t < b; t++)
-            for (int64_t h = 0; h < heads; h++) {
-                X* head = x + t * stride + h * e;
-                for (int64_t i = 0; i < e; i += LANES)
-                    store(wide.data() + i, load(head + i, tail(e - i)), tail(e - i));
-                rms_norm<X, X>(wide.data(), nullptr, weight, eps, nullptr, head, nullptr, 1, e, 1);
-            }
+                int64_t e) {
+    std::vector<float> wide(e);
+    for (int64_t t = 0; t < rows; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            X* head = x + t * stride + h * e;
+            for (int64_t i = 0; i < e; i += LANES)
+                store(wide.data() + i, load(head + i, tail(e - i)), tail(e - i));
+            rms_norm<X, X>(wide.data(), nullptr, weight, eps, nullptr, head, nullptr, 1, e, 1);
+        }
+}
+
+// From qkv [T, (Hq + 2 Hkv) * E] of one layer: queries and keys are normed, where the family norms
+// them, and rotated, and keys and values appended to their rows' own ranges. One region, since each
+// of these takes a few microseconds.
+template <class X>
+void heads_of_rows(const Pass<X>& p, const Layer<X>& own, const Attention& attention, X* qkv,
+                   const float* cos, const float* sin, X* q, X* k, int threads) {
+    const int64_t e = attention.e, heads = attention.heads, of_queries = heads * attention.group,
+                  q_size = of_queries * e, k_size = heads * e, stride = q_size + 2 * k_size;
+    parallel(p.rows, p.rows * stride, threads, [=, &p, &own, &attention](int64_t first, int64_t last) {
+        const int64_t rows = last - first, angles = first * (e / 2);
+        X *queries = qkv + first * stride, *keys = queries + q_size;
+        if (own.q_norm) norm_heads(queries, stride, own.q_norm, p.eps, rows, of_queries, e);
+        if (own.k_norm) norm_heads(keys, stride, own.k_norm, p.eps, rows, heads, e);
+        rotate(queries, stride, cos + angles, sin + angles, 1.0f, q + first * q_size, rows,
+               of_queries, e, 1);
+        rotate(keys, stride, cos + angles, sin + angles, 1.0f, k + first * k_size, rows, heads, e,
+               1);
+        for (int64_t i = 0; i < p.entries; i++)
+            if (const int64_t row = attention.rows[i]; row >= first && row < last)
+                keep(attention.own + i, attention.rows + i, 1, k, k_size, qkv + q_size + k_size,
+                     stride, heads, e);
     });
 }
 
@@ -93,13 +115,7 @@ void decode(const Pass<X>& p, X* out, int threads) {
         rms_norm<X, X>(x, l ? more : nullptr, own.input_norm, p.eps, x, h, nullptr, rows, p.hidden,
                        threads);
         linear(own.qkv, own.qkv_bias, h, p.hidden, qkv, {q_size, k_size, k_size}, l * SITES);
-        if (own.q_norm) norm_heads(qkv, qkv_size, own.q_norm, p.eps, rows, q_size / e, e, threads);
-        if (own.k_norm)
-            norm_heads(qkv + q_size, qkv_size, own.k_norm, p.eps, rows, heads, e, threads);
-        rotate(qkv, qkv_size, cos, sin, 1.0f, q, rows, q_size / e, e, threads);
-        rotate(qkv + q_size, qkv_size, cos, sin, 1.0f, k, rows, heads, e, threads);
-        keep(attention.own, attention.rows, p.entries, k, k_size, qkv + q_size + k_size, qkv_size,
-             heads, e);
+        heads_of_rows(p, own, attention, qkv, cos, sin, q, k, threads);
         attend(attention, p.blocks, q, attended, nullptr, threads);
         linear(own.o, own.o_bias, attended, q_size, more, {p.hidden}, l * SITES + 1);
         rms_norm<X, X>(x, more, own.mlp_norm, p.eps, x, h, nullptr, rows, p.hidden, threads);

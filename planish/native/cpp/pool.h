@@ -1,0 +1,273 @@
+// Threads of our own that share the work of a kernel.
+//
+// OpenMP is not used, because its threads meet at the end of every region: where another process
+// takes a core, all wait until the scheduler runs the one that shares that core. Here the caller
+// takes part, and work is claimed in chunks. A worker that the scheduler does not run claims
+// nothing, so nobody waits for it. Waiting is a short spin, then a sleep in the kernel.
+
+#pragma once
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace {
+
+using Futex = std::atomic<uint32_t>;
+static_assert(sizeof(Futex) == 4 && Futex::is_always_lock_free, "as the system call reads it");
+
+// Sleeps while `word` has this value; may return early.
+inline void futex_wait(Futex& word, uint32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+inline void futex_wake(Futex& word, int threads) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
+}
+
+inline int64_t now_ns(clockid_t clock = CLOCK_MONOTONIC) {
+    timespec at;
+    clock_gettime(clock, &at);
+    return at.tv_sec * 1'000'000'000LL + at.tv_nsec;
+}
+
+// Whether done() held within so many nanoseconds.
+template <class F>
+bool spin_until(int64_t nanoseconds, F done) {
+    for (const int64_t end = now_ns() + nanoseconds; now_ns() < end;)
+        for (int i = 0; i < 16; i++) {
+            if (done()) return true;
+            _mm_pause();
+        }
+    return done();
+}
+
+// What a worker does where others want the processor that it runs on. Beside a busy process it
+// would be stopped for milliseconds within a chunk, and the caller wait for it: so it rests instead,
+// for longer each time, and the caller computes alone. Times between rests show whether that is
+// still so.
+class Contention {
+    static constexpr int64_t MS = 1'000'000, TOLERATED_NS = MS / 2, LEAST_REST_NS = 2 * MS,
+                             MOST_REST_NS = 64 * MS;
+    int64_t rest_ns = LEAST_REST_NS, rested_at = 0, moved_at = 0;
+
+  public:
+    // f(), and then a rest if others had the processor meanwhile for longer than is tolerated.
+    template <class F>
+    void watch(F f) {
+        const int64_t begun = now_ns(), used = now_ns(CLOCK_THREAD_CPUTIME_ID);
+        f();
+        const int64_t computed = now_ns(CLOCK_THREAD_CPUTIME_ID) - used;
+        if (now_ns() - begun - computed > TOLERATED_NS) rest();
+    }
+
+    void rest() {
+        const int64_t since = now_ns() - rested_at;
+        rest_ns = since < 2 * rest_ns ? std::min(2 * rest_ns, MOST_REST_NS) : LEAST_REST_NS;
+        const timespec pause{0, rest_ns};
+        nanosleep(&pause, nullptr);
+        rested_at = now_ns();
+    }
+
+    // Leaves the processor of the caller, of whose time it would compute, for another one; not if
+    // that did not help a moment ago, or there is no other one.
+    bool move() {
+        const int64_t now = now_ns();
+        cpu_set_t allowed, others;
+        if (now - moved_at < 10 * MS || sched_getaffinity(0, sizeof allowed, &allowed))
+            return false;
+        moved_at = now;
+        others = allowed;
+        CPU_CLR(sched_getcpu(), &others);
+        if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return false;
+        return !sched_setaffinity(0, sizeof allowed, &allowed);
+    }
+};
+
+class Pool {
+  public:
+    // The pool of this process. It lives as long as the process does, so that workers may run while
+    // static objects are destroyed. The child of a fork, which has none of the workers, gets a new
+    // one.
+    static Pool& shared() {
+        static const bool registered = [] {
+            current() = new Pool;
+            pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });
+            return true;
+        }();
+        (void)registered;
+        return *current();
+    }
+
+    // f(first, last) for runs of 0 .. n - 1 that are disjoint and cover all, each of at least
+    // `grain` (but for the last of a thread's share) and at most `most`; by at most `threads`
+    // threads, of which the caller is one. f must not throw. The caller does everything where the
+    // workers serve another caller.
+    template <class F>
+    void run(int64_t n, int64_t grain, int64_t most, int threads, F f) {
+        if (threads < 2 || n <= grain || is_taken.exchange(true, std::memory_order_acquire))
+            return f(0, n);
+        grow(std::min<int64_t>(threads, MOST_THREADS) - 1);
+        const int used = (int)std::min<int64_t>({workers + 1, threads, (n + grain - 1) / grain});
+        job.call = [](void* f, int64_t first, int64_t last) { (*(F*)f)(first, last); };
+        job.f = &f, job.grain = grain, job.most = most, job.shares = used;
+        for (int i = 0; i < used; i++) {
+            shares[i].next.store(n * i / used, std::memory_order_relaxed);
+            shares[i].end = n * (i + 1) / used;
+        }
+        caller_cpu.store(sched_getcpu(), std::memory_order_relaxed);
+        gate.store(OPEN | (used - 1) * SEAT, std::memory_order_release);
+        ticket.fetch_add(1);
+        if (sleepers.load()) futex_wake(ticket, used - 1);
+        work(0);
+        close();
+        is_taken.store(false, std::memory_order_release);
+    }
+
+  private:
+    // How long a thread spins before it sleeps. Between two regions of a decoding step lie some
+    // microseconds, which a sleep and a wake would multiply; docs/log.md has what was measured.
+    static constexpr int64_t WORKER_SPIN_NS = 200'000, CALLER_SPIN_NS = 200'000;
+    static constexpr int MOST_THREADS = 256;
+
+    // Equal parts of the work. Threads that run at the same speed end at the same time, and one
+    // meets the rows again that it computed in the region before; whoever is done first goes on
+    // with what is left of the others' shares.
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};  // the first that nobody has claimed
+        int64_t end = 0;
+    };
+    struct Job {
+        void (*call)(void*, int64_t, int64_t);
+        void* f;
+        int64_t grain, most;
+        int shares;
+    };
+    // May be read only by the caller, and by workers that are counted in `gate`.
+    Job job;
+    Share shares[MOST_THREADS];
+
+    // Whether workers may enter, whether the caller sleeps until the last one left, how many may
+    // still enter, and how many are inside.
+    static constexpr uint32_t OPEN = 1u << 31, ASLEEP = 1u << 30, SEAT = 1u << 12,
+                              INSIDE = SEAT - 1;
+    alignas(64) Futex gate{0};
+    alignas(64) Futex ticket{0};  // the number of jobs so far
+    std::atomic<int> sleepers{0}, caller_cpu{0};
+    alignas(64) std::atomic<bool> is_taken{false};
+    int workers = 0;  // written by who holds `is_taken`
+
+    static Pool*& current() {
+        static Pool* found = nullptr;
+        return found;
+    }
+
+    // Chunks shrink as less is left of a share: few claims, and little to wait for in the end.
+    void work(int thread) {
+        for (int i = 0; i < job.shares; i++) {
+            Share& share = shares[(thread + i) % job.shares];
+            for (int64_t first = share.next.load(std::memory_order_relaxed); first < share.end;) {
+                const int64_t left = share.end - first,
+                              size = std::max(job.grain, std::min(job.most, left / 2)),
+                              last = first + std::min(left, size);
+                if (!share.next.compare_exchange_weak(first, last, std::memory_order_relaxed))
+                    continue;
+                job.call(job.f, first, last);
+                first = share.next.load(std::memory_order_relaxed);
+            }
+        }
+    }
+
+    // No worker enters from here on; returns when all that did have left.
+    void close() {
+        uint32_t found = gate.fetch_and(~OPEN, std::memory_order_acq_rel) & ~OPEN;
+        auto is_empty = [&] {
+            found = gate.load(std::memory_order_acquire);
+            return !(found & INSIDE);
+        };
+        if (!(found & INSIDE) || spin_until(CALLER_SPIN_NS, is_empty)) return;
+        found = gate.fetch_or(ASLEEP, std::memory_order_acq_rel) | ASLEEP;
+        while (found & INSIDE) {
+            futex_wait(gate, found);
+            found = gate.load(std::memory_order_acquire);
+        }
+    }
+
+    bool enter() {
+        uint32_t found = gate.load(std::memory_order_relaxed);
+        do {
+            if (!(found & OPEN) || (found & ~(OPEN | ASLEEP)) < SEAT) return false;
+        } while (!gate.compare_exchange_weak(found, found - SEAT + 1, std::memory_order_acquire,
+                                             std::memory_order_relaxed));
+        return true;
+    }
+    void leave() {
+        const uint32_t before = gate.fetch_sub(1, std::memory_order_acq_rel);
+        if ((before & ASLEEP) && (before & INSIDE) == 1) futex_wake(gate, 1);
+    }
+
+    void serve(int thread, uint32_t seen) {
+        auto is_new = [&] { return ticket.load(std::memory_order_acquire) != seen; };
+        Contention contention;
+        for (;;) {
+            if (!spin_until(WORKER_SPIN_NS, is_new)) {
+                sleepers.fetch_add(1);
+                while (!is_new()) futex_wait(ticket, seen);
+                sleepers.fetch_sub(1);
+            }
+            seen = ticket.load(std::memory_order_acquire);
+            if (sched_getcpu() == caller_cpu.load(std::memory_order_relaxed) && !contention.move()) {
+                contention.rest();
+                continue;
+            }
+            if (enter())
+                contention.watch([&] {
+                    work(thread);
+                    leave();
+                });
+        }
+    }
+
+    // Fewer workers than asked for are enough: the system may refuse threads.
+    void grow(int wanted) {
+        struct Start {
+            Pool* pool;
+            int thread;
+            uint32_t seen;
+        };
+        if (workers >= wanted) return;
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+        for (; workers < wanted; workers++) {
+            auto* start = new Start{this, workers + 1, ticket.load()};
+            pthread_t thread;
+            const int refused = pthread_create(
+                &thread, nullptr,
+                [](void* given) -> void* {
+                    const Start start = *(Start*)given;
+                    delete (Start*)given;
+                    start.pool->serve(start.thread, start.seen);
+                    return nullptr;
+                },
+                start);
+            if (refused) {
+                delete start;
+                break;
+            }
+            pthread_setname_np(thread, "planish-kernels");
+            pthread_detach(thread);
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+};
+
+}  // namespace
