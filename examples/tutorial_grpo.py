@@ -9,6 +9,11 @@ Every piece of the algorithm is in sight here. planish/recipes/rl_loop.py is the
 checkpoints and metrics.
 """
 
+import importlib.util
+
+if importlib.util.find_spec("marimo") is None:
+    raise SystemExit("the tutorial needs marimo: pip install 'planish[notebooks]'")
+
 import marimo
 
 __generated_with = "0.25.2"

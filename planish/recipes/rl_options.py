@@ -167,7 +167,7 @@ def train_config(
         **shared_settings(options),
         dataset_builder=dataset_builder,
         recipe_name=recipe_name,
-        evaluator_builders=evaluator_builders,
+        evaluator_builders=evaluator_builders if options.eval_every else (),
         kl_reference_config=kl_reference(options),
     )
 

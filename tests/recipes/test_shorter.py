@@ -49,6 +49,16 @@ def test_a_run_with_its_test(small_model, tmp_path):
     assert "Matchups" in (run / "train_iteration_000000.html").read_text()
 
 
+def test_without_evaluations_and_checkpoints_between(small_model, tmp_path):
+    """As `--help` says, 0 is never."""
+    options = options_of(small_model, tmp_path, eval_every=0, save_every=0, max_steps=1)
+    with ServiceClient(data_dir=tmp_path / "data") as engine:
+        run = shorter.main(options, engine)
+    [row] = read_rows(run / "metrics.jsonl")
+    assert not [key for key in row if key.startswith("test/")]
+    assert [record["batch"] for record in read_rows(run / "checkpoints.jsonl")] == [1]
+
+
 def test_prompts_of_a_file_in_other_processes(small_model, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(8)))
