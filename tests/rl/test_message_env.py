@@ -25,6 +25,9 @@ EMBEDDED = models_home() / DIRECTORY_NAME
 UNREADABLE = f"<tool_call>{{broken</tool_call>{END}"
 HI = f"Hi{END}"
 
+NO_END = {"max_tokens_reached": 0.0, "context_overflow": 0.0}
+"""What each turn reports that goes on."""
+
 
 @pytest.fixture
 def renderer(tokenizer):
@@ -58,7 +61,7 @@ def test_an_episode_to_its_end(make, renderer):
     assert [step.reward for step in played.steps] == [0.5] * 3
     assert [step.episode_done for step in played.steps] == [False, False, True]
     assert [step.stop_reason for step in played.steps] == [None, None, StopReason.COMPLETED]
-    assert played.steps[-1].metrics == {"length": 6, "parse_error": 0.0}
+    assert played.steps[-1].metrics == {"length": 6, **NO_END, "parse_error": 0.0}
     assert played.steps[0].next_stop_condition == renderer.get_stop_sequences()
     assert_appended(played)
     assert played.prompts[-1] == renderer.build_generation_prompt(counting.seen[:-1]).to_ints()
@@ -204,7 +207,7 @@ def test_an_answer_that_was_cut_off_ends_the_episode(make):
     counting = Counting()
     [step] = play(make(counting), "and so on...").steps
     assert (step.reward, step.stop_reason) == (-0.1, StopReason.MAX_TOKENS)
-    assert step.metrics == {"max_tokens_reached": 1.0, "parse_error": 0.0}
+    assert step.metrics == {**NO_END, "max_tokens_reached": 1.0, "parse_error": 0.0}
     assert len(counting.seen) == 1
 
 
@@ -232,7 +235,7 @@ def test_an_answer_without_an_end_ends_the_episode(make):
         StopReason.PARSE_ERROR,
         True,
     )
-    assert step.metrics == {"parse_error": 1.0}
+    assert step.metrics == {**NO_END, "parse_error": 1.0}
     assert len(counting.seen) == 1
 
 
@@ -335,7 +338,12 @@ def test_no_room_for_the_next_answer(make):
         -0.1,
         StopReason.CONTEXT_OVERFLOW,
     )
-    assert played.steps[0].metrics == {"length": 3, "parse_error": 0.0, "context_overflow": 1.0}
+    assert played.steps[0].metrics == {
+        "length": 3,
+        **NO_END,
+        "parse_error": 0.0,
+        "context_overflow": 1.0,
+    }
     assert (
         not play(make(max_trajectory_tokens=roomy + 10, max_generation_tokens=10), HI)
         .steps[0]
@@ -368,7 +376,10 @@ def test_a_prompt_without_room_is_not_sampled_from(make):
     ):
         first = asyncio.run(make(**options).initial_observation())
         assert isinstance(first, InitialObservationOverflow)
-        assert (first.reward, first.metrics) == (-0.1, {"context_overflow": 1.0})
+        assert (first.reward, first.metrics) == (
+            -0.1,
+            {**NO_END, "parse_error": 0.0, "context_overflow": 1.0},
+        )
         assert "leaves no room" in str(first.logs["initial_observation_overflow"])
 
 

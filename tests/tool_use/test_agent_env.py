@@ -157,6 +157,8 @@ def test_metrics_of_a_turn(play):
         "tool_calls/add": 1,
         "tool_calls/submit": 0,
         "parse_error": 0.0,
+        "max_tokens_reached": 0.0,
+        "context_overflow": 0.0,
     }
     assert {name: first[name] for name in expected} == expected
     assert (second["tool_calls"], second["tool_errors"], second["submitted"]) == (1, 0, 1)

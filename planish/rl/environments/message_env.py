@@ -15,8 +15,8 @@ A turn ends the episode when, in this order,
    adds.
 
 With a `ParseErrorPolicy`, answers whose tool calls are all unreadable come between 2 and 3. Metrics
-of a turn: those of the environment, parse_error (0 or 1), max_tokens_reached and context_overflow
-(1 where it happened).
+of a turn: those of the environment, parse_error, max_tokens_reached and context_overflow. These three are 0 or 1 in
+every turn, so their means are parts of all turns.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ class EnvFromMessageEnv(Env):
             most = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
             return InitialObservationOverflow(
                 reward=self.context_overflow_reward,
-                metrics={"context_overflow": 1.0},
+                metrics={**_endings(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
                 logs={
                     "initial_observation_overflow": f"the prompt has {length} tokens, and max_trajectory_tokens={most} with "
                     f"max_generation_tokens={self.max_generation_tokens} leaves no room for an answer"
@@ -199,7 +199,11 @@ class EnvFromMessageEnv(Env):
                 self._conversation.tokens if outcome.stop is None else [*prompt, *action]
             ),
             next_stop_condition=outcome.next_stop_condition or self.renderer.get_stop_sequences(),
-            metrics={**outcome.metrics, "parse_error": float(outcome.is_parse_error)},
+            metrics={
+                **outcome.metrics,
+                **_endings(outcome.stop),
+                "parse_error": float(outcome.is_parse_error),
+            },
             logs=outcome.logs,
             stop_reason=outcome.stop,
             train_on_action=outcome.train_on_action,
@@ -218,9 +222,7 @@ class EnvFromMessageEnv(Env):
             else await self.message_env.observe_truncated_response(turn.message)
         )
         if messages is None:
-            return Outcome(
-                self.context_overflow_reward, StopReason.MAX_TOKENS, {"max_tokens_reached": 1.0}
-            )
+            return Outcome(self.context_overflow_reward, StopReason.MAX_TOKENS)
         self._conversation.update(turn.message, turn.action, messages)
         logs: Logs = {"truncated_turn": "the answer was cut off; it stays, and the episode goes on"}
         return Outcome(0.0, logs=logs, next_stop_condition=self._own_stop)
@@ -293,12 +295,10 @@ class EnvFromMessageEnv(Env):
         if outcome.stop is not None:
             return outcome
         if self._overflows():
-            metrics = {**outcome.metrics, "context_overflow": 1.0}
             return replace(
                 outcome,
                 reward=self.context_overflow_reward,
                 stop=StopReason.CONTEXT_OVERFLOW,
-                metrics=metrics,
             )
         reason = self._limit_reached()
         return outcome if reason is None else await self._stopped(outcome, reason)
@@ -343,3 +343,11 @@ class EnvFromMessageEnv(Env):
                 f"{option}=False may go on for ever; give rollout_limits with max_turns, max_sampled_tokens or "
                 "rollout_timeout_seconds"
             )
+
+
+def _endings(stop: StopReason | None) -> Metrics:
+    """Whether a turn ended its episode because it was cut off, or left no room."""
+    return {
+        "max_tokens_reached": float(stop is StopReason.MAX_TOKENS),
+        "context_overflow": float(stop is StopReason.CONTEXT_OVERFLOW),
+    }
