@@ -67,10 +67,27 @@ def run(workplace: Path, *arguments: str) -> str:
 
 
 def test_the_script_of_the_readme_runs(workplace):
-    [script] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    [script, _] = scripts_of_the_readme()
     (workplace / "readme.py").write_text(script)
     printed = run(workplace, "readme.py").splitlines()
     assert [line.partition(":")[0] for line in printed] == [f"step {step}" for step in range(10)]
+
+
+def test_the_second_script_of_the_readme_trains_on_a_reward_of_ones_own(workplace):
+    [_, script] = scripts_of_the_readme()
+    assert len(script.splitlines()) <= 25
+    (workplace / "rewards.py").write_text(script.replace("max_steps=20", "max_steps=2"))
+    text = (ROOT / "README.md").read_text()
+    [row] = re.findall(r"`(\{\"prompt\".*?\})`", text)
+    (workplace / "questions.jsonl").write_text(f"{row}\n" * 32)
+    run(workplace, "rewards.py")
+    rows = read_rows(workplace / "runs/lengths/metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1]
+    assert all("env/all/reward/total" in row for row in rows)
+
+
+def scripts_of_the_readme() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
 
 def test_the_tutorial_runs_as_a_script(workplace):
@@ -92,6 +109,17 @@ def test_the_tutorial_runs_as_a_script(workplace):
 def test_the_tutorial_is_a_notebook(workplace):
     printed = run(workplace, "-m", "marimo", "check", str(ROOT / "examples" / "tutorial_grpo.py"))
     assert "error" not in printed
+
+
+def test_without_marimo_the_tutorial_names_the_extra(workplace):
+    tutorial = ROOT / "examples" / "tutorial_grpo.py"
+    program = (
+        "import runpy, sys; sys.modules['marimo'] = None; "
+        f"runpy.run_path({str(tutorial)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "the tutorial needs marimo: pip install 'planish[notebooks]'\n"
 
 
 @pytest.fixture

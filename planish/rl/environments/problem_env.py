@@ -129,7 +129,7 @@ class ProblemEnv(Env):
         value = verdict.item() if hasattr(verdict, "item") else verdict
         if isinstance(value, str) or (isinstance(value, (int, float)) and value not in (0, 1)):
             raise UserError(
-                f"{type(self).__name__}.{method} gave {value!r}; give True or False (an environment with scores is a MessageEnv)"
+                f"{type(self).__name__}.{method} gave {value!r}; give True or False (for scores there is RewardEnv)"
             )
         return bool(value)
 
@@ -143,7 +143,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
     not a lambda.
     """
 
-    env_thunk: Callable[[], ProblemEnv]
+    env_thunk: Callable[[], Env]
     num_envs: int
     dataset_name: str = "problems"
 

@@ -1,0 +1,142 @@
+"""Questions whose answers get a number: one message of the policy, one call of your function.
+
+    def reward(answer: str, row: dict) -> float: ...
+
+    builder = RewardDatasetBuilder(dataset="questions.jsonl", reward=reward, model_name=MODEL)
+
+The function sees the text of the answer and the row of the question. It gives any finite number, or
+several by name, whose sum is the reward and which are metrics of their own. It may be async.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import chz
+
+from planish import logtree
+from planish.completers import StopCondition
+from planish.datasets.rows import has_split, located_rows
+from planish.errors import UserError
+from planish.renderers import Message, Renderer, get_text_content
+from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_env import ProblemGroupBuilder, only_step
+from planish.rl.rollout.single_rollout import checked_reward
+from planish.rl.types import (
+    Action,
+    ActionExtra,
+    Env,
+    Observation,
+    RLDataset,
+    RLDatasetBuilder,
+    StepResult,
+)
+from planish.runlog.model_renderer import model_renderer
+
+Row: TypeAlias = Mapping[str, Any]
+Reward: TypeAlias = float | Mapping[str, float]
+RewardFunction: TypeAlias = Callable[[str, Row], Reward | Awaitable[Reward]]
+
+
+class RewardEnv(Env):
+    """One question, and a function that says what an answer is worth."""
+
+    def __init__(
+        self, renderer: Renderer, messages: Sequence[Message], row: Row, reward: RewardFunction
+    ) -> None:
+        """`messages` is the conversation up to the answer; `row` is given to `reward` with it."""
+        self.renderer = renderer
+        self.messages = list(messages)
+        self.row = row
+        self.reward = reward
+
+    async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        prompt = self.renderer.build_generation_prompt(self.messages)
+        return prompt, self.renderer.get_stop_sequences()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        message, termination = self.renderer.parse_response(action)
+        given = self.reward(get_text_content(message), self.row)
+        parts = await given if inspect.isawaitable(given) else given
+        name = getattr(self.reward, "__name__", "the reward function")
+        metrics = {"ended": float(termination.is_clean)}
+        if isinstance(parts, Mapping):
+            checked = {
+                str(key): checked_reward(value, f"{name}, {key}") for key, value in parts.items()
+            }
+            if "ended" in checked:
+                raise UserError(f"{name} gave a part 'ended', which is a metric already; rename it")
+            metrics |= checked
+            reward = checked_reward(sum(checked.values()), name)
+        else:
+            reward = checked_reward(parts, name)
+        with logtree.scope_header("Conversation"):
+            logtree.conversation([*self.messages, message])
+        with logtree.scope_header("Reward"):
+            logtree.table_from_dict({**metrics, "reward": reward})
+        return only_step(self.renderer, reward, extra, metrics)
+
+
+@chz.chz
+class RewardDatasetBuilder(RLDatasetBuilder):
+    """Groups of `RewardEnv`, a question each, from rows with "prompt" or "messages"."""
+
+    dataset: str = chz.field(doc="JSONL file, directory with train.jsonl and test.jsonl, hub name")
+    reward: RewardFunction
+    model_name: str
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    batch_size: int = chz.field(default=16, doc="questions a step")
+    group_size: int = chz.field(default=8, doc="answers to each question")
+    test_size: int = chz.field(
+        default=0, doc="of one file: rows at its end that are tested on and not trained on"
+    )
+    seed: int = chz.field(default=0, doc="of the order of the questions")
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        train = await asyncio.to_thread(self._questions, "train")
+        test: list[tuple[list[Message], Row]] = []
+        if not 0 <= self.test_size < len(train):
+            raise UserError(
+                f"test_size={self.test_size}: there are {len(train)} rows; give fewer, 0 for no tests"
+            )
+        if self.test_size:
+            train, test = train[: -self.test_size], train[-self.test_size :]
+        elif await asyncio.to_thread(has_split, self.dataset, "test"):
+            test = await asyncio.to_thread(self._questions, "test")
+        batches = ProblemDataset(
+            train, partial(self._group, self.group_size), self.batch_size, shuffle_seed=self.seed
+        )
+        tests = ProblemDataset(test, partial(self._group, 1), len(test)) if test else None
+        return batches, tests
+
+    def _questions(self, split: str) -> list[tuple[list[Message], Row]]:
+        rows = located_rows(self.dataset, split)
+        return [(_messages(row, where), row) for where, row in rows]
+
+    def _group(self, size: int, question: tuple[list[Message], Row]) -> ProblemGroupBuilder:
+        make_env = partial(_reward_env, self.model_name, self.renderer_name, *question, self.reward)
+        return ProblemGroupBuilder(make_env, size, "rewards")
+
+
+def _reward_env(
+    model_name: str,
+    renderer_name: str | None,
+    messages: list[Message],
+    row: Row,
+    reward: RewardFunction,
+) -> RewardEnv:
+    """The environment by names, which pickle."""
+    return RewardEnv(model_renderer(model_name, renderer_name), messages, row, reward)
+
+
+def _messages(row: Row, where: str) -> list[Message]:
+    prompt = row.get("messages", row.get("prompt", row.get("question")))
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt:
+        return prompt
+    raise UserError(
+        f'{where} has no question: give "prompt", a text, or "messages", a list of messages'
+    )

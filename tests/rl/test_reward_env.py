@@ -1,0 +1,151 @@
+"""Rewards that are numbers: from a file of questions and a function to a run."""
+
+import asyncio
+import json
+import math
+from functools import partial
+
+import pytest
+
+from planish import ServiceClient
+from planish.errors import NonFiniteError, UserError
+from planish.files import read_rows
+from planish.renderers import get_renderer
+from planish.rl.environments.reward_env import RewardDatasetBuilder, RewardEnv
+from planish.testing import tiny_model
+from planish.training.rl_config import Config
+from planish.training.train_rl import main
+
+
+def length(answer, row):
+    return -abs(len(answer) - row["length"]) / 10
+
+
+async def parts(answer, row):
+    return {"length": -len(answer) / 10, "greets": float("hello" in answer)}
+
+
+@pytest.fixture
+def renderer(tokenizer):
+    return get_renderer("chatml", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"prompt": f"Say {n}.", "length": n} for n in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def env_of(renderer, reward, **row):
+    return RewardEnv(renderer, [{"role": "user", "content": "Hi"}], row, reward)
+
+
+def stepped(env, renderer, text="hello"):
+    tokens = renderer.tokenizer.encode(text, add_special_tokens=False)
+    stop = renderer.get_stop_sequences()
+    asyncio.run(env.initial_observation())
+    return asyncio.run(env.step([*tokens, *stop]))
+
+
+def test_a_number_is_the_reward(renderer):
+    result = stepped(env_of(renderer, length, length=7), renderer)
+    assert result.reward == pytest.approx(-0.2)
+    assert result.metrics == {"ended": 1.0}
+    assert result.episode_done
+
+
+def test_parts_are_summed_and_are_metrics(renderer):
+    result = stepped(env_of(renderer, parts), renderer)
+    assert result.reward == pytest.approx(0.5)
+    assert result.metrics == {"ended": 1.0, "length": -0.5, "greets": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        (math.nan, NonFiniteError, "reward=nan"),
+        ("good", UserError, "reward='good'"),
+        (None, UserError, "reward=None"),
+        ({"a": math.inf}, NonFiniteError, "a gave reward=inf"),
+        ({"ended": 1.0}, UserError, "rename it"),
+    ],
+)
+def test_what_is_no_finite_number_is_named(renderer, given, error, named):
+    with pytest.raises(error, match=named):
+        stepped(env_of(renderer, lambda answer, row: given), renderer)
+
+
+def test_a_run_with_a_held_out_test(model, questions, tmp_path):
+    builder = RewardDatasetBuilder(
+        dataset=questions, reward=length, model_name=model, batch_size=3, group_size=4, test_size=2
+    )
+    config = Config(
+        dataset_builder=builder,
+        model_name=model,
+        learning_rate=1e-3,
+        max_tokens=6,
+        lora_rank=4,
+        log_path=str(tmp_path / "run"),
+        eval_every=1,
+        rollout_processes=0,
+    )
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as engine:
+        run = asyncio.run(main(config, engine))
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all("env/all/reward/total" in row for row in rows[:2])
+    assert rows[0]["test/env/all/total_episodes"] == 2
+    assert "length" in json.loads((run / "config.json").read_text())["dataset_builder"]["reward"]
+
+
+def test_the_reward_is_learned(model, tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Write."}]}) + "\n")
+    builder = RewardDatasetBuilder(
+        dataset=str(path),
+        reward=partial(count_of, "a"),
+        model_name=model,
+        batch_size=1,
+        group_size=32,
+    )
+    config = Config(
+        dataset_builder=builder,
+        model_name=model,
+        learning_rate=3e-2,
+        max_tokens=8,
+        lora_rank=8,
+        num_epochs=8,
+        log_path=str(tmp_path / "run"),
+        eval_every=0,
+    )
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as engine:
+        run = asyncio.run(main(config, engine))
+    rewards = [row["env/all/reward/total"] for row in read_rows(run / "metrics.jsonl")]
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.5, rewards
+
+
+def count_of(letter, answer, row):
+    return answer.count(letter)
+
+
+@pytest.mark.parametrize(
+    ("rows", "change", "named"),
+    [
+        ([{"text": "x"}], {}, 'line 1 has no question: give "prompt"'),
+        ([{"prompt": ""}], {}, "has no question"),
+        ([{"prompt": "x"}], {"test_size": 1}, "test_size=1: there are 1 rows"),
+    ],
+)
+def test_rows_without_a_question_are_named(model, tmp_path, rows, change, named):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    builder = RewardDatasetBuilder(dataset=str(path), reward=length, model_name=model, **change)
+    with pytest.raises(UserError, match=named):
+        asyncio.run(builder())
