@@ -2,11 +2,13 @@
 
 A data set is named in one of three ways: a hub name ("openai/gsm8k", or "NAME:CONFIG"), a local
 directory with train and test files (train.jsonl, test.jsonl, or parquet), or one JSONL or parquet
-file, which is its own train split. The hub's rows are read from disk as they are asked for; those
-of files are held in memory.
+file, which is its own train split. A directory may have the layout of a data set on the hub: files
+in `data` or in a folder for each configuration, which "DIRECTORY:CONFIG" names. The hub's rows are
+read from disk as they are asked for; those of files are held in memory.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,17 @@ HUB_CONFIGS = {"openai/gsm8k": "main"}
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Row = dict[str, Any]
+_log = logging.getLogger(__name__)
+_USUAL_CONFIGS = ("data", "main", "default", "plain_text")
+_noted: set[str] = set()
+"""Data sets of which was said that a directory shadows the hub."""
 
 
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
     """The rows of one split ("train" or "test") of a hub name, a directory or a file; UserError if
     there are none.
     """
-    files = _files(Path(dataset).expanduser(), split)
+    files = _files(dataset, split)
     if files is not None:
         rows = [row for file in files for _, row in _located_in(file)]
     elif _is_path(dataset):
@@ -41,7 +47,7 @@ def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
     """The same rows, each with its place for messages: file and line where there are lines,
     otherwise its number.
     """
-    files = _files(Path(dataset).expanduser(), split)
+    files = _files(dataset, split)
     if files is None:
         rows = open_rows(dataset, split)
         return [
@@ -58,9 +64,9 @@ def load_rows(dataset: str, split: str) -> list[Row]:
 
 def has_split(dataset: str, split: str) -> bool:
     """Whether there is such a split. A single file has "train" alone; the hub is asked."""
-    path = Path(dataset).expanduser()
+    path, config = _local(dataset)
     if path.is_dir():
-        return bool(_found_files(path, split))
+        return bool(_found_files(path, split, config))
     if path.is_file() or _is_path(dataset):
         return split == "train"
     from datasets import get_dataset_split_names  # seconds; not needed for local data
@@ -77,10 +83,23 @@ def _is_path(dataset: str) -> bool:
     return Path(dataset).suffix in FILE_SUFFIXES or dataset.startswith((".", "/", "~"))
 
 
-def _files(path: Path, split: str) -> Sequence[Path] | None:
+def _local(dataset: str) -> tuple[Path, str | None]:
+    """The path that `dataset` would be, and the configuration behind its colon."""
+    path = Path(dataset).expanduser()
+    before, colon, config = dataset.rpartition(":")
+    if colon and not path.exists() and Path(before).expanduser().is_dir():
+        return Path(before).expanduser(), config
+    return path, None
+
+
+def _files(dataset: str, split: str) -> Sequence[Path] | None:
     """The files of a split; None if the data set is no file and no directory."""
+    path, config = _local(dataset)
     if path.is_dir():
-        return _split_files(path, split)
+        if not _is_path(dataset) and "/" in dataset and dataset not in _noted:
+            _noted.add(dataset)
+            _log.warning("data set %s: the directory of this name is read, not the hub", dataset)
+        return _split_files(path, split, config)
     if path.is_file() and split != "train":
         raise UserError(
             f"the data set {path} is one file and has no {split} split; give a directory with train.jsonl and "
@@ -89,18 +108,50 @@ def _files(path: Path, split: str) -> Sequence[Path] | None:
     return [path] if path.is_file() else None
 
 
-def _split_files(directory: Path, split: str) -> Sequence[Path]:
-    found = _found_files(directory, split)
+def _split_files(directory: Path, split: str, config: str | None) -> Sequence[Path]:
+    found = _found_files(directory, split, config)
     if not found:
+        there = sorted(
+            entry.relative_to(directory).as_posix()
+            for entry in directory.rglob("*")
+            if entry.suffix in FILE_SUFFIXES
+        )
+        listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "") or "no data files"
         raise UserError(
-            f"the data set {directory}: there is no {split}.jsonl (or {split}*.parquet) in it; add that file"
+            f"the data set {directory}: there is no {split}.jsonl (or {split}*.parquet) in it, nor in "
+            f"{'its folder ' + config if config else 'a folder of one configuration'}; found {listed}. Add that file, "
+            "or name a configuration: DIRECTORY:CONFIG"
         )
     return found
 
 
-def _found_files(directory: Path, split: str) -> Sequence[Path]:
+def _found_files(directory: Path, split: str, config: str | None = None) -> Sequence[Path]:
+    """The files of a split, in the directory itself or in the folder of a configuration."""
+    if config is not None:
+        return _in_folder(directory / config, split)
+    if found := _in_folder(directory, split):
+        return found
+    folders = {
+        folder.name: found
+        for folder in sorted(directory.iterdir())
+        if folder.is_dir() and (found := _in_folder(folder, split))
+    }
+    usual = next((name for name in _USUAL_CONFIGS if name in folders), None)
+    if usual is not None:
+        return folders[usual]
+    if len(folders) > 1:
+        raise UserError(
+            f"the data set {directory} has several configurations: {', '.join(folders)}; name one, such as "
+            f"{directory}:{next(iter(folders))}"
+        )
+    return next(iter(folders.values()), [])
+
+
+def _in_folder(folder: Path, split: str) -> Sequence[Path]:
+    """train.jsonl, train-00000-of-00002.parquet, ...; or train/0000.parquet, as the hub converts."""
     for suffix in FILE_SUFFIXES:
-        found = sorted({*directory.glob(f"{split}{suffix}"), *directory.glob(f"{split}-*{suffix}")})
+        patterns = (f"{split}{suffix}", f"{split}-*{suffix}", f"{split}/*{suffix}")
+        found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
         if found:
             return found
     return []

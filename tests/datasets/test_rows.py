@@ -1,0 +1,84 @@
+"""Data sets on disk, in the layouts that people have them in."""
+
+import json
+import logging
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from planish.datasets import rows
+from planish.datasets.rows import has_split, load_rows, located_rows
+from planish.errors import UserError
+from planish.evaluation.tasks import load_task
+
+
+def write(path: Path, *values: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = [{"n": value} for value in values]
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in made))
+
+
+LAYOUTS = {
+    "flat": "train.jsonl",
+    "a folder of the configuration": "main/train.jsonl",
+    "shards in it": "main/train-00000-of-00001.parquet",
+    "data": "data/train-00000-of-00001.parquet",
+    "as the hub converts": "default/train/0000.parquet",
+    "the only configuration": "socratic/train.jsonl",
+    "a folder of the split": "train/part.jsonl",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_of_the_hub_is_read(tmp_path, layout):
+    write(tmp_path / LAYOUTS[layout], 1, 2)
+    write(tmp_path / LAYOUTS[layout].replace("train", "test"), 3)
+    assert load_rows(str(tmp_path), "train") == [{"n": 1}, {"n": 2}]
+    assert load_rows(str(tmp_path), "test") == [{"n": 3}]
+    assert has_split(str(tmp_path), "test")
+    assert not has_split(str(tmp_path), "validation")
+    assert len(located_rows(str(tmp_path), "train")) == 2
+
+
+def test_a_configuration_is_named_behind_a_colon(tmp_path):
+    write(tmp_path / "one/train.jsonl", 1)
+    write(tmp_path / "two/train.jsonl", 2)
+    assert load_rows(f"{tmp_path}:two", "train") == [{"n": 2}]
+    assert has_split(f"{tmp_path}:two", "train")
+    with pytest.raises(UserError, match="several configurations: one, two; name one, such as"):
+        load_rows(str(tmp_path), "train")
+    with pytest.raises(UserError, match="its folder three; found one/train.jsonl, two/train.jsonl"):
+        load_rows(f"{tmp_path}:three", "train")
+
+
+def test_an_error_lists_what_is_there(tmp_path):
+    write(tmp_path / "main/training.jsonl", 1)
+    with pytest.raises(UserError, match="no train.jsonl .* found main/training.jsonl. Add that"):
+        load_rows(str(tmp_path), "train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="found no data files"):
+        load_rows(str(tmp_path / "empty"), "train")
+
+
+def test_a_directory_that_has_a_name_of_the_hub_is_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rows, "_noted", set())
+    write(tmp_path / "openai/gsm8k/train.jsonl", 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert load_rows("openai/gsm8k", "train") == [{"n": 1}]
+    assert caplog.messages == [
+        "data set openai/gsm8k: the directory of this name is read, not the hub"
+    ]
+
+
+def test_an_evaluation_takes_the_layouts_too(tmp_path):
+    path = tmp_path / "main/test.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
+    assert len(load_task("gsm8k", data=str(tmp_path)).questions) == 1
