@@ -65,6 +65,7 @@ IN_FUNCTIONS = {
     ("planish.commands.checkpoints", "planish.export"),
     ("planish.client.local", "planish.engine"),
     ("planish.commands.models", "planish.native"),
+    ("planish.commands.run", "planish.server"),
 }
 """For whom torch would be loaded in vain: clients of a server, and a list of models."""
 

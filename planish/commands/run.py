@@ -21,7 +21,6 @@ import planish
 from planish.errors import UserError
 from planish.import_shims import COOKBOOK_DIRECTORY, SDK_DIRECTORY
 from planish.model.sources import environment_models, resolve_model
-from planish.server.serve import asked_names, keep_tokenizer
 from planish.service import checked_substitutes
 from planish.tinker.service_client import OPTIONS_VARIABLE
 
@@ -83,8 +82,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
             raise UserError(
                 f"--model {name}={path}: a path with a comma cannot be mapped; rename it"
             )
-        for asked in asked_names(name) if arguments.hub_tokenizers else ():
-            keep_tokenizer(asked, directory)
+        if arguments.hub_tokenizers:
+            _keep_tokenizer(name, directory)
     environment = environment_of(options, _directory(program, arguments.is_module))
     if models:
         known = {**environment_models(), **models}
@@ -131,6 +130,15 @@ def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str
         "PYTHONPATH": os.pathsep.join(paths),
         OPTIONS_VARIABLE: orjson.dumps(dict(options)).decode(),
     }
+
+
+def _keep_tokenizer(name: str, directory: Path) -> None:
+    """Put a tokenizer where `transformers` looks for it on a machine without a network."""
+    # Loaded here: the server brings torch, which this process does not need.
+    from planish.server.serve import asked_names, keep_tokenizer
+
+    for asked in asked_names(name):
+        keep_tokenizer(asked, directory)
 
 
 def _directory(program: str, is_module: bool) -> Path:
