@@ -28,6 +28,14 @@ def cache_home() -> Path:
     return Path(os.environ.get("PLANISH_HOME") or "~/.cache/planish").expanduser().absolute()
 
 
+def short_path(path: Path) -> str:
+    """The path as people write it: with ~ for the home directory."""
+    try:
+        return str(Path("~") / path.relative_to(Path.home()))
+    except (ValueError, RuntimeError):  # elsewhere, or a user without a home directory
+        return str(path)
+
+
 def hold_directory(path: Path, option: str, what: str) -> FileLock:
     """The lock of a directory, made if it is not there. `option` named it, `what` is written there;
     both are for the errors' words.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from httpx2 import Response
 
 _MAX_SHOWN = 500
+_SDK_REMEDY = ": set TINKER_API_KEY (header X-API-Key)"
 _KEY_REMEDY = "give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a key of this server"
 
 
@@ -74,7 +75,9 @@ def _refused(
 ) -> PlanishError:
     match status:
         case 401 | 403:
-            return UserError(f"{message} ({_KEY_REMEDY})")
+            # The server names the variable of the tinker SDK, which the remedy names too.
+            problem = message.removesuffix(_SDK_REMEDY)
+            return UserError(f"{problem}; {_KEY_REMEDY}")
         case 404:
             return named_error(message, body.get(ERROR_CLASS), default)
         case 410:

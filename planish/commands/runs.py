@@ -69,10 +69,12 @@ def run(arguments: argparse.Namespace) -> None:
         rows,
         {
             "run": lambda row: row["training_run_id"],
+            "recipe": lambda row: _origin(row, "recipe_name"),
             "base model": lambda row: row["base_model"],
             "rank": lambda row: str(row["lora_rank"]),
             "last used": lambda row: time(row["last_request_time"]),
             "last state": _last_name,
+            "log_path": lambda row: _origin(row, "log_path"),
         },
         "no training runs",
     )
@@ -90,6 +92,11 @@ def check_run_id(run: str) -> None:
 def _tell(records: Records, run_id: str, as_object: bool) -> None:
     row = records.run(run_id)
     print(as_json(row)) if as_object else print_fields(row)
+
+
+def _origin(row: Row, name: str) -> str:
+    """What a recipe noted of its run in the metadata of its checkpoints."""
+    return (row.get("user_metadata") or {}).get(name, "-")
 
 
 def _last_name(row: Row) -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from planish.doctor.findings import Finding, collected_warnings, short_path, write_problem
+from planish.doctor.findings import Finding, collected_warnings, write_problem
 from planish.engine.memory import gib
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.errors import UserError
-from planish.files import cache_home
+from planish.files import cache_home, short_path
 from planish.native import cpu
 from planish.native.build import BuildError, find_compiler
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish.files import short_path
+
 SCHEMA = 1
 """Version of the JSON form. It grows when a field is renamed or removed, not when one is added."""
 
@@ -92,14 +94,6 @@ class Report:
 def first_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[0] if lines else ""
-
-
-def short_path(path: Path) -> str:
-    """The path with ~ for the home directory."""
-    try:
-        return str(Path("~") / path.relative_to(Path.home()))
-    except (ValueError, RuntimeError):  # elsewhere, or a user without a home directory
-        return str(path)
 
 
 def write_problem(directory: Path) -> str | None:

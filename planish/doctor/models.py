@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from planish.doctor.findings import Finding, first_line, short_path
+from planish.doctor.findings import Finding, first_line
 from planish.engine.memory import DeviceMemory, gib, main_memory_bytes, usable_bytes
 from planish.engine.settings import EngineSettings
 from planish.errors import PlanishError, UnknownModelError
+from planish.files import short_path
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 

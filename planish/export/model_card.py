@@ -143,6 +143,7 @@ def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
         metadata = dict(manifest.user_metadata)
         rows["recipe"] = metadata.pop("recipe_name", "not recorded")
         rows["renderer (chat format)"] = metadata.pop("renderer_name", "not recorded")
+        metadata.pop("log_path", None)  # a path of the author's machine
         rows["optimizer steps"] = str(manifest.step)
         rows["saved"] = f"{manifest.time:%Y-%m-%d %H:%M} UTC"
         rows["base weights, fingerprint"] = f"`{manifest.weights}`"

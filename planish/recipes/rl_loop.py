@@ -43,7 +43,12 @@ from planish.recipes.grpo import (
     training_examples,
 )
 from planish.renderers import Renderer, get_text_content
-from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, start_training
+from planish.runlog.checkpoints import (
+    RunCheckpoints,
+    choose_renderer,
+    origin_metadata,
+    start_training,
+)
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
@@ -132,6 +137,7 @@ def train(config: Config, service_client: Any) -> Path:
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
             data_size=len(problems),
+            user_metadata=origin_metadata("rl_loop", config.renderer_name),
         )
         if start.batch >= steps:
             draw(config, run)

@@ -31,7 +31,12 @@ from planish.processes.interruption import Interrupted, StopRequest
 from planish.recipes import training_run
 from planish.recipes.grpo import Metrics, Stopwatch
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
-from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, start_training
+from planish.runlog.checkpoints import (
+    RunCheckpoints,
+    choose_renderer,
+    origin_metadata,
+    start_training,
+)
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
@@ -121,6 +126,7 @@ def train(config: Config, service_client: Any) -> Path:
             seed=config.seed,
             load_checkpoint_path=config.load_checkpoint_path,
             data_size=len(conversations),
+            user_metadata=origin_metadata("sl_loop", config.renderer_name),
         )
         if start.batch >= steps:
             draw(config, run)

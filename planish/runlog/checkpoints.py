@@ -24,6 +24,7 @@ from planish.errors import (
     UserError,
     as_user_errors,
 )
+from planish.files import short_path
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
 from planish.runlog.run_directory import CheckpointRecord, RunDirectory, checkpoint_of
 
@@ -67,9 +68,12 @@ def start_training(
     """A client resumed from the run's newest state that is left, or from given weights with a fresh
     optimizer, or new.
 
-    Raises UserError when the run in the directory was trained on a data set of another size.
+    Every checkpoint says in its metadata where the run's directory was (`log_path`), beside
+    `user_metadata`. Raises UserError when the run in the directory was trained on a data set of
+    another size.
     """
-    metadata = {"user_metadata": user_metadata} if user_metadata else {}
+    origin = {"log_path": short_path(run.path.absolute()), **(user_metadata or {})}
+    metadata = {"user_metadata": origin}
     records = run.resume_points()
     if records:
         if (before := records[0].extra.get(DATA_SIZE, data_size)) != data_size:

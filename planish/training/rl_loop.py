@@ -91,6 +91,7 @@ class Loop:
     """Batches whose step is to come, the next one first."""
     update: TrainingStep | None = None
     """Of the step under way."""
+    has_named_page: bool = False
 
     def __post_init__(self) -> None:
         self.training_client = self.start.training_client
@@ -164,6 +165,7 @@ class Loop:
         trained = await self.results(step, update, spans)
         with spans.measure("rollout_files"):
             await self.write_files("train", step, rollouts, self.advantages(rollouts))
+        self.name_first_page(step)
         self.counters.count(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
         metrics = {
             "progress/batch": step,
@@ -312,6 +314,13 @@ class Loop:
         advantages: list[list[float]] | None,
     ) -> None:
         await to_its_end(asyncio.to_thread(self.files.write, split, step, rollouts, advantages))
+
+    def name_first_page(self, step: int) -> None:
+        """Say on the console where the rollouts can be read, once."""
+        if not self.has_named_page and self.config.num_groups_to_log:
+            self.has_named_page = True
+            page = self.files.path("train", step)
+            self.progress.say(f"rollouts of step {step}, for reading: {page}; each step has a page")
 
     def write_down(self, step: int, metrics: Metrics, spans: Spans) -> None:
         """The row of a step."""

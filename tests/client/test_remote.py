@@ -356,9 +356,23 @@ def test_a_wrong_key_is_told(model_dir, tmp_path, monkeypatch):
                 .result(WAIT)
                 .path
             )
-            with pytest.raises(planish.CheckpointError, match="no checkpoint"):
+            with pytest.raises(planish.CheckpointError, match="no checkpoint.*publish"):
                 second.create_training_client_from_state(path)
             assert second.create_rest_client().list_user_checkpoints().result().checkpoints == []
+
+
+def test_a_missing_key_is_told_once(model_dir, tmp_path, monkeypatch):
+    for name in ("PLANISH_API_KEY", "TINKER_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with (
+        serving(tmp_path / "data", {"tiny": model_dir}, {"tml-first": "a"}) as server,
+        pytest.raises(UserError) as refused,
+    ):
+        ServiceClient(base_url=server.url)
+    assert str(refused.value) == (
+        "a key is needed here; give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a key "
+        "of this server"
+    )
 
 
 @pytest.mark.parametrize("key", ["two words", "ключ", "a\nb"])

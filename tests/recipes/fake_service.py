@@ -63,10 +63,14 @@ class FakeService:
     ) -> "FakeTrainingClient":
         return FakeTrainingClient(self, Weights(), base_model, rank)
 
-    def create_training_client_from_state(self, path: str) -> "FakeTrainingClient":
+    def create_training_client_from_state(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> "FakeTrainingClient":
         return FakeTrainingClient(self, Weights(self.states[path].chance), "tiny", 4)
 
-    def create_training_client_from_state_with_optimizer(self, path: str) -> "FakeTrainingClient":
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> "FakeTrainingClient":
         saved = self.states[path]
         return FakeTrainingClient(self, Weights(saved.chance, saved.step), "tiny", 4)
 

@@ -246,6 +246,24 @@ def test_a_rate_that_falls_until_the_last_step_fixes_that_step(service, tmp_path
         train(service, tmp_path, max_steps=3, lr_schedule="linear")
 
 
+@pytest.mark.parametrize("layout", ["flat", "folders"])
+def test_the_console_names_the_first_page_of_rollouts(service, tmp_path, capsys, layout):
+    train(service, tmp_path, max_steps=2, num_groups_to_log=1, rollout_layout=layout)
+    [line] = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("rollouts of step")
+    ]
+    page = line.split("for reading: ")[1].split(";")[0]
+    assert "Group 0" in (tmp_path / page).read_text()
+    train(service, tmp_path, max_steps=3, num_groups_to_log=0, rollout_layout=layout)
+    assert "rollouts of step" not in capsys.readouterr().out
+
+
+def test_checkpoints_say_where_the_run_was(service, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train(service, tmp_path / "runs" / "a", max_steps=1, recipe_name="mine")
+    assert service.clients[-1].metadata == {"log_path": "~/runs/a", "recipe_name": "mine"}
+
+
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [

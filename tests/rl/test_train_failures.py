@@ -621,7 +621,8 @@ def test_checkpoints_of_a_resumed_run_say_whose_they_are(service, tmp_path):
     options = {"recipe_name": "sums", "renderer_name": "chatml"}
     train(service, tmp_path, max_steps=1, **options)
     train(service, tmp_path, **options)
-    assert [client.metadata for client in service.clients] == [options, options]
+    noted = options | {"log_path": str(tmp_path)}
+    assert [client.metadata for client in service.clients] == [noted, noted]
 
 
 def test_rolling_states_go_when_a_newer_state_is_recorded(service, tmp_path):

@@ -55,8 +55,10 @@ def place(request: pytest.FixtureRequest) -> Place:
     return request.getfixturevalue(request.param)
 
 
-def saved(place: Place, name: str) -> str:
-    client = place.client.create_lora_training_client(base_model=BASE_MODEL, rank=4, seed=0)
+def saved(place: Place, name: str, **metadata: str) -> str:
+    client = place.client.create_lora_training_client(
+        base_model=BASE_MODEL, rank=4, seed=0, user_metadata=metadata
+    )
     return client.save_state(name).result().path
 
 
@@ -81,6 +83,20 @@ def test_lists_name_what_was_saved(place: Place, capsys):
     runs = json.loads(said(capsys, "runs", "--json", "--limit", "1", *place.options))
     assert [run["training_run_id"] for run in runs] == [run_of(path)]
     assert runs[0]["last_checkpoint"]["tinker_path"] == path
+
+
+def test_runs_show_recipe_and_log_path(place: Place, capsys):
+    path = saved(place, "noted", recipe_name="math_rl", log_path="~/runs/a")
+    [heading, *rows] = said(capsys, "runs", *place.options).splitlines()
+    assert heading.split()[:2] == ["run", "recipe"]
+    assert heading.split()[-1] == "log_path"
+    [row] = [row.split() for row in rows if row.startswith(run_of(path))]
+    assert (row[1], row[-1]) == ("math_rl", "~/runs/a")
+    # A script of one's own need not say where it comes from.
+    path = saved(place, "unnoted")
+    rows = said(capsys, "runs", *place.options).splitlines()
+    [row] = [row.split() for row in rows if row.startswith(run_of(path))]
+    assert (row[1], row[-1]) == ("-", "-")
 
 
 def test_one_run_and_one_checkpoint_are_told_of(place: Place, capsys):

@@ -72,7 +72,9 @@ class LedgerService:
     def create_training_client_from_state(self, path, user_metadata=None) -> "LedgerClient":
         return self._client(Weights(self.states[path].digest))
 
-    def create_training_client_from_state_with_optimizer(self, path) -> "LedgerClient":
+    def create_training_client_from_state_with_optimizer(
+        self, path, user_metadata=None
+    ) -> "LedgerClient":
         return self._client(self.states[path])
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:

@@ -272,7 +272,8 @@ def _encode(text: str) -> bytes:
 
 def _not_found(path: str) -> NoSuchCheckpoint:
     return NoSuchCheckpoint(
-        f"there is no checkpoint {path[:300]!r}; wait for the result of the save that makes it, or name another if it has expired"
+        f"there is no checkpoint {path[:300]!r} that this key may read; wait for the result of the save that makes it, "
+        "name another if it has expired, or ask its owner to publish it (`planish checkpoints publish`)"
     )
 
 
