@@ -7,7 +7,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,8 +20,12 @@ from planish.errors import UserError
 from planish.files import cache_home, short_path
 from planish.native import cpu
 from planish.native.build import BuildError, find_compiler
+from planish.native.verdicts import Verdict
 
 _PREPARE = "from planish.native import cpu; cpu.loaded()"
+_REMEDY = (
+    "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch turns planish's kernels off"
+)
 _AGAIN = "run `planish doctor` again in a minute: the work goes on in the background, once"
 
 
@@ -70,7 +75,7 @@ def kernel_findings(
     yield _cache(cache_home() / "kernels")
     yield Finding("cpu_instructions", ", ".join(_instructions()), _instructions())
     if preparation.is_done(deadline):
-        yield _cpu_kernels()
+        yield from _cpu_kernels()
     else:
         text = "still being compiled and tested for this machine"
         yield Finding("cpu_kernels", text, {"in_use": False, "reason": text}, _AGAIN)
@@ -129,23 +134,36 @@ def _instructions() -> list[str]:
     return found
 
 
-def _cpu_kernels() -> Finding:
+def _cpu_kernels() -> Iterator[Finding]:
+    library = None
     with collected_warnings() as warnings:
         try:
-            is_loaded = cpu.loaded() is not None
+            library = cpu.loaded()
         except UserError as error:
             warnings.append(str(error))
-            is_loaded = False
-    value = {"in_use": is_loaded, "switch": cpu.wanted(), "warnings": warnings}
-    if is_loaded:
+    value = {"in_use": library is not None, "switch": cpu.wanted(), "warnings": warnings}
+    if library is not None:
         text = f"in use, compiled for {cpu.instructions()}"
+        yield Finding("cpu_kernels", text, value)
+        yield _self_test(library.verdicts)
     elif cpu.wanted() == "torch":
-        text = "not in use, because PLANISH_KERNELS=torch"
+        yield Finding("cpu_kernels", "not in use, because PLANISH_KERNELS=torch", value)
     else:
-        text = "not in use; torch's are, several times slower"
-    remedy = "the message names the cause; PLANISH_KERNELS=torch turns planish's kernels off"
-    is_mendable = bool(warnings) and _has_avx2() and find_compiler() is not None
-    return Finding("cpu_kernels", ": ".join([text, *warnings]), value, remedy * is_mendable)
+        text = ": ".join(["not in use; torch's are, several times slower", *warnings])
+        # What has no AVX2 cannot be mended, and a missing compiler is a finding of its own.
+        is_mendable = bool(warnings) and _has_avx2() and find_compiler() is not None
+        yield Finding("cpu_kernels", text, value, _REMEDY * is_mendable)
+
+
+def _self_test(verdicts: Sequence[Verdict]) -> Finding:
+    """What the CPU's kernels were found to compute, family by family."""
+    value = [asdict(verdict) for verdict in verdicts]
+    failed = [f"{v.family} ({v.reason})" for v in verdicts if not v.passed]
+    if not failed:
+        names = ", ".join(verdict.family for verdict in verdicts)
+        return Finding("cpu_self_test", f"passed: {names}", value)
+    text = f"torch replaces what failed: {', '.join(failed)}"
+    return Finding("cpu_self_test", text, value, f"{_REMEDY}; please report it")
 
 
 def _has_avx2() -> bool:

@@ -26,6 +26,7 @@ from planish.doctor.storage import HubProbe, directories
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
+from planish.native.verdicts import Verdict
 from planish.sandbox import Sandbox, SandboxUnavailableError
 from planish.testing import tiny_model
 
@@ -170,7 +171,7 @@ def test_kernels_that_were_turned_off(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
     acceleration.cpu.loaded.cache_clear()
     try:
-        finding = acceleration._cpu_kernels()
+        [finding] = acceleration._cpu_kernels()
     finally:
         acceleration.cpu.loaded.cache_clear()
     assert finding.text == "not in use, because PLANISH_KERNELS=torch"
@@ -182,9 +183,52 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
         raise UserError("PLANISH_KERNELS=native: no library")
 
     monkeypatch.setattr(acceleration.cpu, "loaded", refuse)
-    finding = acceleration._cpu_kernels()
+    [finding] = acceleration._cpu_kernels()
     assert "no library" in finding.text
     assert finding.needs_attention == acceleration._has_avx2()
+
+
+def test_kernels_that_failed_their_self_test(monkeypatch):
+    verdicts = [Verdict("matmul", False, "illegal instruction"), Verdict("rope", True)]
+    library = SimpleNamespace(verdicts=verdicts)
+    monkeypatch.setattr(acceleration.cpu, "loaded", lambda: library)
+    monkeypatch.setattr(acceleration.cpu, "instructions", lambda: "AVX2")
+    found = by_name(acceleration._cpu_kernels())
+    assert not found["cpu_kernels"].needs_attention
+    assert "matmul (illegal instruction)" in found["cpu_self_test"].text
+    assert "rope" not in found["cpu_self_test"].text
+    assert "PLANISH_KERNELS=torch" in found["cpu_self_test"].remedy
+    assert found["cpu_self_test"].value[0]["passed"] is False
+
+
+def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
+    """The self-test is run again, and its outcome is what the doctor tells."""
+    real = acceleration.cpu.loaded()
+    if real is None:
+        pytest.skip("no kernels on this CPU")
+    directory = here / "another" / "kernels"
+    directory.mkdir(parents=True)
+    library = shutil.copy(real._name, directory)
+    monkeypatch.setenv("PLANISH_HOME", str(here / "another"))
+    asked = []
+
+    def passed(path, families):
+        asked.append(path)
+        return [Verdict(family, True) for family in families], True
+
+    monkeypatch.setattr("planish.native.self_test._run", passed)
+    acceleration.cpu.loaded.cache_clear()
+    try:
+        for damage in ("", "{", '[{"family": 1}]'):
+            for path in directory.glob("verdicts-*.json"):
+                path.write_text(damage)
+            found = by_name(acceleration._cpu_kernels())
+            assert "passed: " in found["cpu_self_test"].text
+            acceleration.cpu.loaded.cache_clear()
+        assert "passed: " in by_name(acceleration._cpu_kernels())["cpu_self_test"].text
+    finally:
+        acceleration.cpu.loaded.cache_clear()
+    assert list(map(str, asked)) == [str(library)] * 3
 
 
 def test_headers_matter_where_triton_compiles(monkeypatch, tmp_path):
