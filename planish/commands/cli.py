@@ -5,6 +5,7 @@ planish models               what can be loaded as a base model, and from where
 planish doctor               what planish uses on this machine and why, and what needs attention
 planish models --fetch       get the embedded model now, rather than at its first use
 planish plot RUN [RUN ...]   curves of runs, as a picture and as a page
+planish rollouts RUN         what was said in a run: prompts, answers, rewards
 planish trace RUN            when each part of a traced run ran, for Perfetto
 planish eval TASK            a model or checkpoint on GSM8K, MATH-500 or questions of your own
 planish run SCRIPT           a script for the tinker SDK, unmodified, without a server
@@ -79,6 +80,11 @@ COMMANDS = (
         "serve",
         "planish.server.serve",
         "serve base models to the tinker SDK, to planish and to OpenAI's client",
+    ),
+    Command(
+        "rollouts",
+        "planish.commands.rollouts",
+        "show what was said in a run: prompts, answers, rewards",
     ),
     Command("runs", "planish.commands.runs", "list training runs, of a server or of this machine"),
     Command(

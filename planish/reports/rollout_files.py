@@ -1,12 +1,15 @@
-"""The rollout files of a run: for each iteration a page for people, and two files for programs.
+"""The rollout files of a run: for each iteration a page for people, and three files for programs.
 
     flat       train_iteration_000010.html, train_iteration_000010_logtree.json,
-               train_iteration_000010_rollout_summaries.jsonl, eval_NAME_iteration_000010.html, ...
+               train_iteration_000010_rollout_summaries.jsonl,
+               train_iteration_000010_rollouts.jsonl, eval_NAME_iteration_000010.html, ...
     folders    iteration_000010/train.html, iteration_000010/train_logtree.json,
                iteration_000010/eval_NAME.html, ...
 
 In the flat layout the tree and the summaries also have their names in the folders, as hard links:
-readers of the public cookbook look there. The summaries have a row for every trajectory; the page and the tree show the first groups in full.
+readers of the public cookbook look there. The summaries and the texts (rollouts.jsonl) have a row
+for every trajectory. The page shows groups in full until it has PAGE_TOKENS, and links the texts of
+the others. The tree has the first `num_groups_to_log` groups, of which environments' logs are kept.
 Each file is whole or absent, and an iteration that is done again replaces its files.
 """
 
@@ -24,13 +27,17 @@ from planish.files import write_whole
 from planish.logtree.nodes import Node
 from planish.reports.rollout_page import rollout_page
 from planish.reports.rollout_summaries import summary_rows
+from planish.reports.rollout_texts import text_rows
 from planish.reports.rollout_tokens import TokenTexts
 from planish.reports.rollout_tree import iteration_trace
 from planish.rl.rollout.rollouts import GroupRollout
 
 PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"
+TEXTS = "_rollouts.jsonl"
+PAGE_TOKENS = 50_000
+"""Of prompts and answers; more makes a page of over a megabyte, which browsers scroll badly."""
 _OF_SPLIT = r"(?:train|eval_[A-Za-z0-9_.-]+)"
-_KIND = r"(?:\.html|_logtree\.json|_rollout_summaries\.jsonl)"
+_KIND = r"(?:\.html|_logtree\.json|_rollout_summaries\.jsonl|_rollouts\.jsonl)"
 _FLAT_NAME = re.compile(rf"{_OF_SPLIT}_iteration_(\d{{6,}}){_KIND}")
 _FOLDER_NAME = re.compile(r"iteration_(\d{6,})")
 _NAME_IN_FOLDER = re.compile(_OF_SPLIT + _KIND)
@@ -46,6 +53,22 @@ def split_label(split: str) -> str:
     if kind != "eval" or not name:
         raise UserError(f'split={split!r}: give "train" or "eval/NAME"')
     return "eval_" + re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+
+
+def find_texts(directory: Path) -> dict[tuple[str, int], Path]:
+    """Return the files with texts below a run's directory, in both layouts, by the name of their
+    split (as `split_label` makes it) and their iteration.
+    """
+    found = {}
+    for path in sorted(directory.glob(f"*{TEXTS}")):
+        name, _, iteration = path.name.removesuffix(TEXTS).rpartition("_iteration_")
+        if _FLAT_NAME.fullmatch(path.name):
+            found[name, int(iteration)] = path
+    for path in sorted(directory.glob(f"iteration_*/*{TEXTS}")):
+        folder = _FOLDER_NAME.fullmatch(path.parent.name)
+        if folder is not None and _NAME_IN_FOLDER.fullmatch(path.name):
+            found[path.name.removesuffix(TEXTS), int(folder[1])] = path
+    return found
 
 
 @dataclass(frozen=True)
@@ -88,22 +111,28 @@ class RolloutFiles:
         logged = groups[: self.num_groups_to_log]
         trace = iteration_trace(title, page_path, logged, self._texts, sections)
         exported = [
-            self.path(split, iteration, kind) for kind in (TREE, SUMMARIES) if self.json_export
+            self.path(split, iteration, kind)
+            for kind in (TREE, SUMMARIES, TEXTS)
+            if self.json_export
         ]
         page = rollout_page(
             title,
             iteration,
             groups,
-            len(logged),
+            _shown(groups, len(logged)),
             advantages_P_G,
             self._texts,
             sections=sections,
             files=[path.name for path in exported],
+            texts_file=exported[-1].name if exported else None,
         )
         self._make_room(page_path)
         if self.json_export:
             rows = (json.dumps(row) + "\n" for row in summary_rows(split, iteration, groups))
             write_whole(self.path(split, iteration, SUMMARIES), "".join(rows))
+            spoken = text_rows(split, iteration, groups, advantages_P_G, self._texts)
+            lines = "".join(json.dumps(row) + "\n" for row in spoken)
+            write_whole(self.path(split, iteration, TEXTS), lines)
             write_whole(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
         write_whole(page_path, page.encode(errors="backslashreplace"))
         if self.layout == "flat":
@@ -111,7 +140,7 @@ class RolloutFiles:
         return page_path
 
     def path(self, split: str, iteration: int, kind: str = PAGE) -> Path:
-        """Where a file of an iteration is; `kind` is PAGE, TREE or SUMMARIES."""
+        """Where a file of an iteration is; `kind` is PAGE, TREE, SUMMARIES or TEXTS."""
         name = split_label(split)
         if self.layout == "folders":
             return self.directory / f"iteration_{iteration:06d}" / f"{name}{kind}"
@@ -160,3 +189,17 @@ class RolloutFiles:
             raise StorageError(
                 f"cannot make {path.parent} ({error}); free space or rights there"
             ) from error
+
+
+def _shown(groups: Sequence[GroupRollout], least: int) -> int:
+    """How many groups a page shows: `least`, and more while there is room; none if that is 0."""
+    tokens = 0
+    for count, rollout in enumerate(groups):
+        tokens += sum(
+            turn.ob.length * (place == 0) + len(turn.ac.tokens)
+            for trajectory in rollout.group.trajectories_G
+            for place, turn in enumerate(trajectory.transitions)
+        )
+        if count >= least and (least == 0 or tokens > PAGE_TOKENS):
+            return count
+    return len(groups)

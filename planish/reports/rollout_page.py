@@ -60,21 +60,23 @@ def rollout_page(
     title: str,
     iteration: int,
     groups: Sequence[GroupRollout],
-    logged: int,
+    shown: int,
     advantages_P_G: Sequence[Sequence[float]] | None,
     texts: TokenTexts,
     *,
     sections: Sequence[Node] = (),
     files: Sequence[str] = (),
+    texts_file: str | None = None,
 ) -> str:
-    """The page as text: the head is about all `groups`, the rest shows the first `logged` of them.
+    """The page as text: the head is about all `groups`, the rest shows the first `shown` of them.
 
-    `advantages_P_G` goes with `groups`; `files` are names of the files beside the page.
+    `advantages_P_G` goes with `groups`; `files` are names of the files beside the page, and
+    `texts_file` is the one with the texts of all groups.
     """
     rows_P = [None] * len(groups) if advantages_P_G is None else advantages_P_G
     paired = list(zip(groups, rows_P, strict=True))
-    views = [group_view(rollout, advantages_G, texts) for rollout, advantages_G in paired[:logged]]
-    trees = [rollout.tree for rollout in groups[:logged] if rollout.tree is not None]
+    views = [group_view(rollout, advantages_G, texts) for rollout, advantages_G in paired[:shown]]
+    trees = [rollout.tree for rollout in groups[:shown] if rollout.tree is not None]
     return _PAGES.get_template("rollout_page.html").render(
         title=title,
         written=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
@@ -83,6 +85,8 @@ def rollout_page(
         others=len(groups) - len(views),
         sections=[to_html(node) for node in sections],
         files=files,
+        texts_file=texts_file,
+        iteration=iteration,
         css=css_of(*trees, *sections),
         script=Markup(_SCRIPT),
         script_hash=_SCRIPT_HASH,

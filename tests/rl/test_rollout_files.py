@@ -15,7 +15,16 @@ from rollout_samples import NASTY, group, logged_tree, questions, several, singl
 from planish import logtree
 from planish.completers import TokensWithLogprobs
 from planish.errors import UserError
-from planish.reports.rollout_files import PAGE, SUMMARIES, TREE, RolloutFiles, split_label
+from planish.reports import rollout_files
+from planish.reports.rollout_files import (
+    PAGE,
+    SUMMARIES,
+    TEXTS,
+    TREE,
+    RolloutFiles,
+    find_texts,
+    split_label,
+)
 from planish.rl.types import RolloutError, Trajectory
 from planish.types import ModelInput
 
@@ -80,6 +89,7 @@ def test_flat_names(files, tmp_path):
         "eval_test_iteration_000020.html",
         "eval_test_iteration_000020_logtree.json",
         "eval_test_iteration_000020_rollout_summaries.jsonl",
+        "eval_test_iteration_000020_rollouts.jsonl",
         "iteration_000010/train_logtree.json",
         "iteration_000010/train_rollout_summaries.jsonl",
         "iteration_000020/eval_test_logtree.json",
@@ -87,6 +97,7 @@ def test_flat_names(files, tmp_path):
         "train_iteration_000010.html",
         "train_iteration_000010_logtree.json",
         "train_iteration_000010_rollout_summaries.jsonl",
+        "train_iteration_000010_rollouts.jsonl",
     ]
     for name in ("logtree.json", "rollout_summaries.jsonl"):
         flat, linked = (
@@ -122,10 +133,63 @@ def test_names_in_folders(tmp_path, tokenizer):
         "iteration_000010/eval_test.html",
         "iteration_000010/eval_test_logtree.json",
         "iteration_000010/eval_test_rollout_summaries.jsonl",
+        "iteration_000010/eval_test_rollouts.jsonl",
         "iteration_000010/train.html",
         "iteration_000010/train_logtree.json",
         "iteration_000010/train_rollout_summaries.jsonl",
+        "iteration_000010/train_rollouts.jsonl",
     ]
+
+
+@pytest.mark.parametrize("layout", ["flat", "folders"])
+def test_texts_are_found_by_split_and_iteration(tmp_path, tokenizer, layout):
+    files = RolloutFiles(tmp_path, layout, 2, True, tokenizer)
+    files.write("train", 10, questions(1))
+    files.write("eval/a b", 20, questions(1))
+    (tmp_path / "notes_rollouts.jsonl").write_text("mine\n")
+    found = find_texts(tmp_path)
+    assert found == {
+        ("train", 10): files.path("train", 10, TEXTS),
+        ("eval_a_b", 20): files.path("eval/a b", 20, TEXTS),
+    }
+    assert all(path.is_file() for path in found.values())
+
+
+def test_every_trajectory_has_a_row_of_texts(files):
+    groups = questions(5, size=3)
+    advantages = [[0.5, 0.0, -0.5]] * 5
+    files.write("train", 10, groups, advantages)
+    found = rows(files.path("train", 10, TEXTS))
+    assert [(row["group_idx"], row["traj_idx"]) for row in found] == [
+        (group, trajectory) for group in range(5) for trajectory in range(3)
+    ]
+    summaries = rows(files.path("train", 10, SUMMARIES))
+    for row, summary in zip(found, summaries, strict=True):
+        assert row["total_reward"] == summary["total_reward"]
+        assert [turn["answer_tokens"] for turn in row["turns"]] == [
+            step["ac_len"] for step in summary["steps"]
+        ]
+        assert row["advantage"] == advantages[0][row["traj_idx"]]
+        assert row["turns"][0]["observation"]
+    page = files.path("train", 10).read_text()
+    assert 'href="train_iteration_000010_rollouts.jsonl"' in page
+
+
+def test_a_page_shows_groups_while_there_is_room(tmp_path, tokenizer, monkeypatch):
+    """All of a small iteration; of a large one as many as were asked for, and more that fit."""
+
+    def shown(logged):
+        files = RolloutFiles(tmp_path, "flat", logged, True, tokenizer)
+        page = files.write("train", 1, questions(6)).read_text()
+        return sum(f'id="g{group}"' in page for group in range(6)), page
+
+    assert shown(1)[0] == 6
+    assert shown(0)[0] == 0
+    monkeypatch.setattr(rollout_files, "PAGE_TOKENS", 0)
+    count, page = shown(2)
+    assert count == 2
+    assert "4 more groups" in page
+    assert "planish rollouts RUN --step 1" in page
 
 
 def test_without_json_there_are_only_pages(tmp_path, tokenizer):
@@ -351,7 +415,7 @@ def test_an_iteration_that_is_done_again_loses_its_files_and_those_behind_it(
             for name in left
             if "000009" in name.split("_iteration_")[-1] or "iteration_000009/" in name
         ]
-    ) == (6 if layout == "folders" else 10)
+    ) == (8 if layout == "folders" else 12)
     assert not any("000010" in name.split("iteration_")[-1] and "mine" not in name for name in left)
     assert not any("1000000" in name for name in left)
     if layout == "folders":

@@ -109,12 +109,12 @@ def test_a_run_writes_all_its_files(service, tmp_path):
     for step in range(4):
         expected |= {
             f"train_iteration_{step:06d}{end}"
-            for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
+            for end in (".html", "_logtree.json", "_rollout_summaries.jsonl", "_rollouts.jsonl")
         }
     for step in (0, 3, 4):
         expected |= {
             f"eval_test_iteration_{step:06d}{end}"
-            for end in (".html", "_logtree.json", "_rollout_summaries.jsonl")
+            for end in (".html", "_logtree.json", "_rollout_summaries.jsonl", "_rollouts.jsonl")
         }
     assert expected <= names
     rows = rows_of(tmp_path, timed=True)

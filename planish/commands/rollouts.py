@@ -1,0 +1,185 @@
+"""`planish rollouts`: what was said in a run, in the terminal: prompts, answers, parts of the
+reward, and how each trajectory ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from planish.errors import UserError
+from planish.files import read_rows
+from planish.reports.rollout_files import find_texts, split_label
+
+Row = Mapping[str, Any]
+_SHOWN = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run (its log_path)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="step to show (default: the last that was recorded)"
+    )
+    parser.add_argument(
+        "--eval", metavar="NAME", help="show the evaluation of this name, not training"
+    )
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", type=int, metavar="K", help="the K trajectories of highest reward")
+    order.add_argument("--worst", type=int, metavar="K", help="the K of lowest reward")
+    parser.add_argument(
+        "--reward", metavar="MIN:MAX", help="only rewards in this range; either end may be left out"
+    )
+    parser.add_argument("--tag", metavar="TAG", help="only groups with this tag")
+    parser.add_argument("--text", metavar="WORD", help="only trajectories whose text contains WORD")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=_SHOWN,
+        metavar="K",
+        help="most trajectories without --best or --worst; 0: all (%(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print a row of JSON for each")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    low, high = _range(arguments.reward)
+    for name, least in (("best", 1), ("worst", 1), ("limit", 0)):
+        given = getattr(arguments, name)
+        if given is not None and given < least:
+            raise UserError(f"{name}={given}: give a whole number of at least {least}")
+    path = _file(arguments.run, arguments.eval, arguments.step)
+    rows = read_rows(path)
+    if arguments.reward is not None:
+        rows = [row for row in rows if low <= _reward(row) <= high]
+    if arguments.tag is not None:
+        rows = [row for row in rows if arguments.tag in row["tags"]]
+    if arguments.text is not None:
+        rows = [row for row in rows if any(arguments.text in text for text in _texts(row))]
+    shown = _chosen(rows, arguments)
+    if arguments.json:
+        for row in shown:
+            print(json.dumps(row))
+        return
+    console = Console(highlight=False)
+    for row in shown:
+        _print(console, row)
+    what = f"{len(shown)} of {len(rows)}" if len(shown) < len(rows) else str(len(rows))
+    rest = "; --limit 0 shows all" if len(shown) < len(rows) else ""
+    console.print(Text(f"{what} trajectories, from {path}{rest}", style="dim"), soft_wrap=True)
+
+
+def _file(run: Path, evaluation: str | None, step: int | None) -> Path:
+    """The texts of one iteration. UserError names the steps that there are."""
+    if not run.is_dir():
+        raise UserError(f"RUN {run}: there is no such directory; give the log_path of a run")
+    label = "train" if evaluation is None else split_label(f"eval/{evaluation}")
+    found = find_texts(run)
+    steps = sorted(iteration for name, iteration in found if name == label)
+    if not steps:
+        splits = sorted({name for name, _ in found})
+        if splits:
+            have = ", ".join("training" if s == "train" else f"--eval {s[5:]}" for s in splits)
+            raise UserError(f"RUN {run} has no rollouts of this kind; it has {have}")
+        raise UserError(
+            f"RUN {run} has no *_rollouts.jsonl: no step is finished yet, rollout_json_export was off, or an older "
+            "planish made the run; its pages (*.html) show rollouts"
+        )
+    if step is not None and step not in steps:
+        raise UserError(f"step={step}: give one of {_in_short(steps)}")
+    return found[label, steps[-1] if step is None else step]
+
+
+def _in_short(steps: Sequence[int]) -> str:
+    """Steps as people write them: the first ones, and the last."""
+    if len(steps) <= 6:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:3]))}, ... {steps[-1]}"
+
+
+def _range(given: str | None) -> tuple[float, float]:
+    if given is None:
+        return -inf, inf
+    low, colon, high = given.partition(":")
+    try:
+        ends = float(low) if low else -inf, float(high) if high else inf
+    except ValueError:
+        ends = inf, -inf
+    if not colon or not ends[0] <= ends[1]:
+        raise UserError(f"reward={given}: write MIN:MAX, such as 0.5:1, :0 or 1:")
+    return ends
+
+
+def _chosen(rows: Sequence[Row], arguments: argparse.Namespace) -> Sequence[Row]:
+    """The rows to show, in the order in which to show them."""
+    if arguments.best is not None:
+        return sorted(rows, key=_reward, reverse=True)[: arguments.best]
+    if arguments.worst is not None:
+        return sorted(rows, key=_reward)[: arguments.worst]
+    return rows[: arguments.limit or None]
+
+
+def _reward(row: Row) -> float:
+    """The total reward; below all others where it is not finite, which JSON holds as null."""
+    return -inf if row["total_reward"] is None else row["total_reward"]
+
+
+def _texts(row: Row) -> Iterator[str]:
+    for turn in row["turns"]:
+        yield turn["observation"]
+        yield turn["answer"]
+
+
+def _print(console: Console, row: Row) -> None:
+    tags = f", {', '.join(row['tags'])}" if row["tags"] else ""
+    title = f"step {row['iteration']}, group {row['group_idx']}, trajectory {row['traj_idx']}{tags}"
+    console.rule(Text(title, style="bold"), align="left")
+    for number, turn in enumerate(row["turns"], start=1):
+        many = len(row["turns"]) > 1
+        _say(
+            console, "prompt" if number == 1 else f"environment, turn {number}", turn["observation"]
+        )
+        about = f", turn {number}" if many else ""
+        _say(console, f"answer{about} ({turn['answer_tokens']} tokens)", turn["answer"], "green")
+        parts = {"reward": turn["reward"], **turn["metrics"]}
+        if many:
+            console.print(Text(f"  {_numbers(parts)}", style="cyan"), soft_wrap=True)
+        for name, value in turn["logs"].items():
+            console.print(Text(f"  {name}: {value}", style="dim"), soft_wrap=True)
+    console.print(Text(_outcome(row), style="bold cyan"), soft_wrap=True)
+
+
+def _say(console: Console, heading: str, text: str, style: str = "") -> None:
+    console.print(Text(f"[{heading}]", style="dim"))
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def _outcome(row: Row) -> str:
+    """Reward and its parts, the advantage, and how the trajectory ended."""
+    turns = row["turns"]
+    parts = [
+        *(_number(turn["reward"]) for turn in turns),
+        f"{_number(row['group_reward'])} (group)",
+    ]
+    told = [f"reward {_number(row['total_reward'])} = {' + '.join(parts)}"]
+    if row["advantage"] is not None:
+        told.append(f"advantage {row['advantage']:+.4g}")
+    told.append(f"ended: {row['stop_reason'] or 'completed'}")
+    last = turns[-1]["metrics"] if turns else {}
+    metrics = _numbers({**last, **row["group_metrics"]})
+    return ", ".join(told) + (f" | {metrics}" if metrics else "")
+
+
+def _numbers(values: Mapping[str, float | None]) -> str:
+    named = {name: value for name, value in values.items() if not name.startswith("stop/")}
+    return ", ".join(f"{name} {_number(value)}" for name, value in named.items())
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
