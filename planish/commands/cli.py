@@ -5,6 +5,7 @@ planish models               what can be loaded as a base model, and from where
 planish doctor               what planish uses on this machine and why, and what needs attention
 planish models --fetch       get the embedded model now, rather than at its first use
 planish plot RUN [RUN ...]   curves of runs, as a picture and as a page
+planish play RECIPE          be the policy yourself, in an environment of a recipe
 planish rollouts RUN         what was said in a run: prompts, answers, rewards
 planish trace RUN            when each part of a traced run ran, for Perfetto
 planish eval TASK            a model or checkpoint on GSM8K, MATH-500 or questions of your own
@@ -85,6 +86,11 @@ COMMANDS = (
         "rollouts",
         "planish.commands.rollouts",
         "show what was said in a run: prompts, answers, rewards",
+    ),
+    Command(
+        "play",
+        "planish.commands.play",
+        "answer an environment of a recipe yourself, and see the rewards",
     ),
     Command("runs", "planish.commands.runs", "list training runs, of a server or of this machine"),
     Command(

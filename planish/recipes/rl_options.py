@@ -15,7 +15,8 @@ own. What it trains on is a dataset builder; `run` does the rest:
         training_run.run_command(main, Options, {}, sys.argv[1:])
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import chz
 
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.recipes.training_run import run_main
+from planish.recipes.training_run import instead, run_main
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
@@ -123,7 +124,10 @@ class RLOptions:
     rolling_save_every: int = chz.field(
         default=0, doc="steps between short-lived checkpoints; 0 = none"
     )
-    num_groups_to_log: int = chz.field(default=4, doc="groups shown whole in the reports")
+    num_groups_to_log: int = chz.field(
+        default=4,
+        doc="groups whose logs are kept in the reports; a page shows as many at least, and none for 0",
+    )
     rollout_layout: Literal["flat", "folders"] = chz.field(
         default="flat", doc="one directory, or one an iteration"
     )
@@ -152,7 +156,21 @@ def run(
         options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders
     )
     check(config)
+    if (other := instead.get()) is not None:
+        return other(config)
     return run_main(train_rl.main, config, service_client)
+
+
+@contextmanager
+def instead_of_training(work: Callable[[Config], Path]) -> Iterator[None]:
+    """Inside, a recipe's `main` checks its options, makes its dataset builder and calls `work` with
+    the config; nothing is trained. UserError for a recipe that does not end in `run`.
+    """
+    token = instead.set(work)
+    try:
+        yield
+    finally:
+        instead.reset(token)
 
 
 def train_config(

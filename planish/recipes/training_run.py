@@ -5,6 +5,7 @@ way a person can read.
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,12 @@ def run_command(
         sys.exit(end.code if isinstance(end, Terminated) else 130)
 
 
+instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", default=None)
+"""What is done with the config of an RL recipe in place of training; see
+`rl_options.instead_of_training`.
+"""
+
+
 def run_main(
     main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None
 ) -> Path:
@@ -58,6 +65,8 @@ def run_main(
     renderer is learned from it.
     """
     given: Any = config
+    if instead.get() is not None:
+        raise UserError("this recipe has no environments to play")
     if service_client is None:
         own = {"deterministic": given.deterministic} if hasattr(given, "deterministic") else {}
         with ServiceClient(base_url=given.base_url, **own) as own_client:

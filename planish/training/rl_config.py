@@ -116,7 +116,10 @@ class Config:
         default=0, doc="steps between short-lived checkpoints; 0 = none"
     )
     rolling_ttl_seconds: int = 7200
-    num_groups_to_log: int = chz.field(default=4, doc="groups shown whole in the reports")
+    num_groups_to_log: int = chz.field(
+        default=4,
+        doc="groups whose logs are kept in the reports; a page shows as many at least, and none for 0",
+    )
     rollout_json_export: bool = True
     rollout_layout: Literal["flat", "folders"] = chz.field(
         default="flat", doc="one directory, or one an iteration"

@@ -1,0 +1,222 @@
+"""`planish play`: be the policy yourself. An environment of a recipe asks in the terminal, a person
+(or standard input) answers, and the rewards are shown. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from planish.completers import StopCondition, TokensWithLogprobs
+from planish.errors import UserError
+from planish.logtree.html import visible
+from planish.recipes import rl_options, training_run
+from planish.reports.rollout_tree import new_tokens
+from planish.rl.rollout.play import Answer, AnswersAsTokens, FirstEnv
+from planish.rl.rollout.rollouts import do_group_rollout
+from planish.rl.types import EnvGroupBuilder, RLDataset, Trajectory, TrajectoryGroup
+from planish.runlog.model_renderer import model_renderer
+from planish.training.rl_config import Config
+from planish.types import ModelInput
+
+HELP = '''\
+Answer with a line. A line of """ begins an answer of several lines, and another one ends it.
+/cut TEXT is an answer that is cut off by its token limit; // begins an answer with a slash.'''
+_BLOCK = '"""'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a recipe of planish (math_rl), or a module or .py file of yours that is made like one",
+    )
+    parser.add_argument(
+        "options", metavar="name=value", nargs="*", help="options of the recipe (RECIPE --help)"
+    )
+    parser.add_argument(
+        "--number", type=int, default=0, metavar="N", help="which problem, from 0 (%(default)s)"
+    )
+    parser.add_argument("--test", action="store_true", help="of the test set")
+    parser.add_argument(
+        "--group",
+        action="store_true",
+        help="play every environment of the group, for rewards that compare them",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.number < 0:
+        raise UserError(f"number={arguments.number}: give a whole number of at least 0")
+    module = _module(arguments.recipe)
+    presets, words = getattr(module, "PRESETS", {}), arguments.options
+    if hasattr(module, "with_sizes"):
+        presets, words = module.with_sizes(words)
+    options = training_run.read_options(module.Options, presets, words)
+    console = Console(highlight=False)
+
+    def play(config: Config) -> Path:
+        training_run.finished(_play(config, arguments, console))
+        return Path(config.log_path)
+
+    with rl_options.instead_of_training(play):
+        module.main(options)
+
+
+def _module(recipe: str) -> ModuleType:
+    """The module of a recipe: one of planish's, a dotted name, or a file."""
+    path = Path(recipe)
+    try:
+        if path.suffix == ".py":
+            module = _from_file(path)
+        elif "." in recipe:
+            module = importlib.import_module(recipe)
+        else:
+            module = importlib.import_module(f"planish.recipes.{recipe}")
+    except ModuleNotFoundError as error:
+        if error.name not in (recipe, f"planish.recipes.{recipe}"):
+            raise  # of what the module imports
+        raise UserError(
+            f"RECIPE {recipe}: there is no such recipe; give a name such as guess_number, a module, or a .py file"
+        ) from error
+    options = getattr(module, "Options", None)
+    if not isinstance(options, type) or not issubclass(options, rl_options.RLOptions):
+        raise UserError(
+            f"RECIPE {recipe} has no environments to play: it needs a class `Options` on top of "
+            "planish.recipes.rl_options.RLOptions and a function `main(options)` that ends in `rl_options.run`"
+        )
+    return module
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"RECIPE {path}: there is no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # options are looked up by their module's name
+    sys.path.insert(0, str(path.parent.absolute()))
+    spec.loader.exec_module(module)
+    return module
+
+
+async def _play(config: Config, arguments: argparse.Namespace, console: Console) -> None:
+    train, test = await config.dataset_builder()
+    data = test if arguments.test else train
+    if data is None:
+        raise UserError("--test: this recipe has no test set; leave it out")
+    builder = _builder(data, arguments.number)
+    if not arguments.group and not builder.plays_together:
+        builder = FirstEnv(builder)
+    tokenizer = model_renderer(config.model_name, config.renderer_name).tokenizer
+    console.print(Text(HELP, style="dim"))
+    policy = PersonAtTerminal(tokenizer, config.max_tokens, console)
+    group = await do_group_rollout(builder, policy, termination=config.termination, seed=0)
+    assert group is not None, "without a strategy that drops groups there is one"
+    _print(console, group)
+
+
+def _builder(data: RLDataset, number: int) -> EnvGroupBuilder:
+    """The group of this number, counted through the batches."""
+    left = number
+    for index in range(len(data)):
+        batch = data.get_batch(index)
+        if left < len(batch):
+            return batch[left]
+        left -= len(batch)
+    raise UserError(f"number={number}: the data set has {number - left} problems, from 0 on")
+
+
+class PersonAtTerminal(AnswersAsTokens):
+    """A policy that shows what is new in a prompt, and reads the answer from standard input."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int, console: Console, name: str = "") -> None:
+        super().__init__(tokenizer, max_tokens)
+        self._console = console
+        self._name = name
+        self._players = 0
+        self._seen: list[int] = []
+
+    def seeded(self, seed: int) -> PersonAtTerminal:
+        """The same person in another environment of the group, of which each is asked for one."""
+        self._players += 1
+        name = f"environment {self._players}, " if self._players > 1 else ""
+        assert self.max_tokens is not None
+        return PersonAtTerminal(self.tokenizer, self.max_tokens, self._console, name)
+
+    async def __call__(
+        self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        written = await super().__call__(model_input, stop, max_tokens=max_tokens)
+        self._seen = [*model_input.to_ints(), *written.tokens]
+        return written
+
+    def answer(self, model_input: ModelInput) -> Answer:
+        new, _ = new_tokens(self._seen, model_input)
+        told = visible(self.tokenizer.decode(new))
+        self._console.rule(Text(f"{self._name}{model_input.length} tokens", style="dim"))
+        self._console.print(Text(told), soft_wrap=True)
+        return read_answer(self._console)
+
+
+def read_answer(console: Console) -> Answer:
+    """Read an answer of one line, or of several between lines of three quotes. UserError where the
+    input ends.
+    """
+    line = _line(console, "> ")
+    was_cut_off = line == "/cut" or line.startswith("/cut ")
+    if was_cut_off:
+        line = line.removeprefix("/cut").removeprefix(" ")
+    elif line.startswith("//"):
+        line = line[1:]
+    if line != _BLOCK:
+        return Answer(line, was_cut_off)
+    lines: list[str] = []
+    while (line := _line(console, ". ")) != _BLOCK:
+        lines.append(line)
+    return Answer("\n".join(lines), was_cut_off)
+
+
+def _line(console: Console, prompt: str) -> str:
+    try:
+        line = input(prompt)
+    except EOFError:
+        console.print()
+        raise UserError(
+            "the input ended before the episode did; give an answer for each turn"
+        ) from None
+    if not sys.stdin.isatty():
+        console.print(Text(line, style="green"), soft_wrap=True)
+    return line
+
+
+def _print(console: Console, group: TrajectoryGroup) -> None:
+    totals = group.get_total_rewards()
+    for index, trajectory in enumerate(group.trajectories_G):
+        name = f" of environment {index + 1}" if len(totals) > 1 else ""
+        console.rule(Text(f"outcome{name}", style="bold"))
+        for line in _outcome(trajectory, group.final_rewards_G[index], group.metrics_G[index]):
+            console.print(Text(line), soft_wrap=True)
+        console.print(Text(f"total reward {totals[index]:.4g}", style="bold"))
+
+
+def _outcome(trajectory: Trajectory, group_reward: float, metrics: Any) -> Sequence[str]:
+    lines = []
+    for number, turn in enumerate(trajectory.transitions, start=1):
+        lines.append(f"turn {number}: {len(turn.ac.tokens)} tokens, reward {turn.reward:.4g}")
+        lines += [f"  {name} {value:.4g}" for name, value in turn.metrics.items() if value]
+        lines += [f"  {name}: {visible(str(value))}" for name, value in turn.logs.items()]
+    lines.append(f"ended: {trajectory.stop_reason or 'completed'}")
+    lines.append(f"group reward {group_reward:.4g}")
+    lines += [f"  {name} {value:.4g}" for name, value in metrics.items()]
+    return lines

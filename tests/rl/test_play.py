@@ -1,0 +1,170 @@
+"""Episodes with written answers (planish/rl/rollout/play.py), and `planish play`."""
+
+import asyncio
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rollout_samples import NASTY
+
+from planish.commands import play as command
+from planish.commands.cli import main
+from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
+from planish.recipes import guess_number, training_run
+from planish.recipes.guess_number import GuessNumberGroup, Rules
+from planish.renderers import get_renderer
+from planish.rl.rollout.play import Answer, FirstEnv, ScriptedPolicy, play
+from planish.runlog import model_renderer
+from planish.testing import tiny_model
+from planish.tokenizer import load_tokenizer
+from planish.types import ModelInput
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def mapped(model, monkeypatch):
+    monkeypatch.setenv("PLANISH_MODELS", f"{DEFAULT_MODEL}={model}")
+    monkeypatch.setattr(model_renderer, "_RENDERERS", {})
+
+
+@pytest.fixture
+def tokenizer(model):
+    return load_tokenizer(model)
+
+
+def guessing(size):
+    return GuessNumberGroup(DEFAULT_MODEL, None, Rules(), 7, size)
+
+
+def test_written_answers_play_an_episode(mapped, tokenizer):
+    [trajectory] = play(guessing(1), "3", "11", "7", tokenizer=tokenizer).trajectories_G
+    assert [turn.reward for turn in trajectory.transitions] == [0.0, 0.0, 1.0]
+    assert trajectory.stop_reason == "completed"
+
+
+def test_answers_of_a_group_are_given_turn_by_turn(mapped, tokenizer):
+    group = play(guessing(2), "7", "3", "7", tokenizer=tokenizer)
+    assert [len(each.transitions) for each in group.trajectories_G] == [1, 2]
+
+
+def test_an_answer_can_be_cut_off(mapped, tokenizer):
+    [trajectory] = play(
+        guessing(1), Answer("7", was_cut_off=True), tokenizer=tokenizer
+    ).trajectories_G
+    assert trajectory.stop_reason == "max_tokens"
+    assert trajectory.transitions[0].ac.stop_reason == "length"
+
+
+def test_too_few_answers_are_an_error(mapped, tokenizer):
+    with pytest.raises(UserError, match="all 1 were given and the episode goes on"):
+        play(guessing(1), "3", tokenizer=tokenizer)
+
+
+def test_the_end_of_an_answer_is_the_stop_that_was_asked_for(tokenizer):
+    def tokens(stop):
+        policy = ScriptedPolicy(tokenizer, ["a"])
+        return asyncio.run(policy(ModelInput.empty(), stop)).tokens
+
+    assert tokens([5]) == [*tokenizer.encode("a", add_special_tokens=False), 5]
+    assert tokenizer.decode(tokens(["\n\nUser:"])) == "a\n\nUser:"
+    assert tokenizer.decode(tokens([])) == "a"
+
+
+def test_one_environment_of_a_group_can_be_played_alone(mapped, tokenizer):
+    group = play(FirstEnv(guessing(4)), "7", tokenizer=tokenizer)
+    assert len(group.trajectories_G) == 1
+    assert group.metrics_G == [{"found": 1.0}]
+
+
+def played(monkeypatch, capsys, typed, *words):
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    status = main(["play", *words])
+    return status, capsys.readouterr()
+
+
+def test_a_person_plays_a_recipe(mapped, monkeypatch, capsys, tmp_path):
+    log_path = tmp_path / "run"
+    words = ("guess_number", "largest=3", "max_guesses=4", f"log_path={log_path}")
+    status, said = played(monkeypatch, capsys, "0\n1\n2\n3\n", *words)
+    assert status == 0
+    assert "Guess my number, 0 to 3." in said.out
+    assert "Too low: 1 to 3." in said.out
+    assert "total reward" in said.out
+    assert "ended: completed" in said.out
+    assert not log_path.exists()
+
+
+def test_what_the_person_wrote_is_not_shown_as_new(mapped, monkeypatch, capsys):
+    _, said = played(monkeypatch, capsys, "1234567\n" * 4, "guess_number")
+    second = said.out.split("tokens ─")[2]
+    assert "1234567<|im_end|>" not in second
+    assert "Write a number" in second
+
+
+def test_all_environments_of_a_group_are_played_if_asked_for(mapped, monkeypatch, capsys):
+    words = ("guess_number", "largest=3", "group_size=2", "--group")
+    status, said = played(monkeypatch, capsys, "0\n0\n1\n1\n2\n2\n3\n3\n", *words)
+    assert status == 0
+    assert "outcome of environment 2" in said.out
+
+
+def test_answers_of_several_lines_and_cut_off_ones(monkeypatch, capsys):
+    def read(typed):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        return command.read_answer(Console())
+
+    assert read("plain\n") == Answer("plain")
+    assert read('"""\na\n\nb\n"""\n') == Answer("a\n\nb")
+    assert read("/cut off here\n") == Answer("off here", was_cut_off=True)
+    assert read("//cut\n") == Answer("/cut")
+    assert read("/cutter\n") == Answer("/cutter")
+    with pytest.raises(UserError, match="the input ended"):
+        read('"""\na\n')
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "RECIPE nothing: there is no such recipe"),
+        (["sl_loop"], "has no environments to play"),
+        (["./absent.py"], "there is no such file"),
+        (["guess_number", "largest=0"], "largest=0: give"),
+        (["guess_number", "colour=red"], "colour"),
+        (["guess_number", "--number", "-1"], "--number -1: give"),
+        (["guess_number", "largest=3", "--test", "--number", "9"], "has 4 problems, from 0 on"),
+        (["on_policy_distillation"], "no environments to play"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(mapped, monkeypatch, capsys, words, message):
+    status, said = played(monkeypatch, capsys, "", *words)
+    assert status == 1
+    assert message in said.err
+
+
+def test_a_recipe_of_ones_own_is_played_from_its_file(mapped, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "my_guessing.py"
+    source = Path(guess_number.__file__).read_text()
+    path.write_text(source.replace("Guess my number", "Guess mine"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status, said = played(monkeypatch, capsys, "0\n1\n2\n3\n", str(path), "largest=3")
+    assert status == 0
+    assert "Guess mine, 0 to 3." in said.out
+    assert training_run.instead.get() is None
+
+
+def test_signs_that_steer_a_terminal_are_not_printed(model, monkeypatch, capsys):
+    tokenizer = load_tokenizer(model)
+    renderer = get_renderer("role_colon", tokenizer)
+    person = command.PersonAtTerminal(tokenizer, 8, Console())
+    monkeypatch.setattr("sys.stdin", io.StringIO("ok\n"))
+    person.answer(
+        renderer.build_generation_prompt([{"role": "user", "content": "a\x1b[2J" + NASTY}])
+    )
+    assert "\x1b[2J" not in capsys.readouterr().out
