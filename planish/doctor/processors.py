@@ -9,23 +9,36 @@ import torch
 
 from planish.doctor.busy import Load
 from planish.doctor.findings import Finding
+from planish.native.threads import cpu_quota, limit_threads, usable_cpus
 
 _SHARE = 0.25
 """Of the processors; more that others use needs attention."""
-_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def processors(load: Load | None) -> Iterator[Finding]:
     """`load` of other programs, as measured before anything else was done."""
-    whole = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+    whole, usable, quota = os.cpu_count() or 1, usable_cpus(), cpu_quota()
     yield Finding("cores", f"{usable} of {whole} may be used", {"usable": usable, "all": whole})
+    yield _quota(quota)
+    limit_threads()  # as an engine does at its start
     threads = torch.get_num_threads()
-    yield Finding("threads", str(threads), threads)
+    remedy = ""
+    if threads > usable:
+        remedy = f"set OMP_NUM_THREADS={usable}: more threads than cores wait for each other"
+    yield Finding("threads", str(threads), threads, remedy)
     given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     text = ", ".join(f"{name}={value}" for name, value in given.items())
     yield Finding("variables", text or "none set", given)
-    yield _other_programs(load, usable)
+    yield _other_programs(load, usable if quota is None else min(usable, quota))
+
+
+def _quota(quota: float | None) -> Finding:
+    if quota is None:
+        return Finding("quota", "no limit on processor time", {"cores": None})
+    text = f"{quota:g} cores, by this process's control groups"
+    remedy = "give the container or the service at least one whole core (--cpus, CPUQuota)"
+    return Finding("quota", text, {"cores": quota}, remedy if quota < 1 else "")
 
 
 def _other_programs(load: Load | None, usable: float) -> Finding:

@@ -26,6 +26,7 @@ from planish.doctor.storage import HubProbe, directories
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
+from planish.native import threads
 from planish.native.verdicts import Verdict
 from planish.sandbox import Sandbox, SandboxUnavailableError
 from planish.testing import tiny_model
@@ -34,7 +35,7 @@ SCHEMA = {
     "versions": {"planish", "torch", "triton", "python", "system", "torch_built_for"},
     "device": {"device", "dtype"},
     "kernels": {"compiler", "python_headers", "kernel_cache", "cpu_instructions", "cpu_kernels"},
-    "processors": {"cores", "threads", "variables", "other_programs"},
+    "processors": {"cores", "quota", "threads", "variables", "other_programs"},
     "models": {DEFAULT_MODEL},
     "memory": {"main_memory", "usable", "plan"},
     "sandbox": {"self_test"},
@@ -239,13 +240,36 @@ def test_headers_matter_where_triton_compiles(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("cores", "attention"), [(0.0, False), (0.3, False), (1.9, True)])
 def test_other_programs_keep_cores_busy(monkeypatch, cores, attention):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr("planish.doctor.processors.usable_cpus", lambda: 2)
+    monkeypatch.setattr("planish.doctor.processors.cpu_quota", lambda: None)
     found = by_name(processors(Load(cores, (("make", 7, cores),))))["other_programs"]
     assert found.needs_attention == attention
     assert found.value["cores"] == cores
     assert f"make (process 7) {cores:.1f}" in found.text
     if attention:
         assert "OMP_NUM_THREADS=1" in found.remedy
+
+
+@pytest.mark.parametrize(("quota", "attention"), [("50000 100000", True), ("200000 100000", False)])
+def test_half_a_processor_needs_attention(monkeypatch, tmp_path, quota, attention):
+    """Read from made-up files of a control group."""
+    (tmp_path / "membership").write_text("0::/mine\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "cpu.max").write_text(quota)
+    found = threads.cpu_quota(tmp_path / "membership", tmp_path)
+    monkeypatch.setattr("planish.doctor.processors.cpu_quota", lambda: found)
+    finding = by_name(processors(None))["quota"]
+    assert finding.value == {"cores": 0.5 if attention else 2.0}
+    assert finding.needs_attention == attention
+    assert ("--cpus" in finding.remedy) == attention
+
+
+def test_more_threads_than_processors_need_attention(monkeypatch):
+    monkeypatch.setattr("planish.doctor.processors.usable_cpus", lambda: 1)
+    monkeypatch.setattr("planish.doctor.processors.limit_threads", lambda: None)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    found = by_name(processors(None))
+    assert "OMP_NUM_THREADS=1" in found["threads"].remedy
 
 
 def test_a_system_that_does_not_tell_its_load(tmp_path):
