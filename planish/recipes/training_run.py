@@ -3,8 +3,10 @@ way a person can read.
 """
 
 import asyncio
+import logging
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +43,7 @@ def run_command(
     Ctrl-C and SIGTERM end it with exit status 130 and 143. `again`: what the same command does then.
     """
     try:
-        with sigterm_like_control_c():
+        with sigterm_like_control_c(), engine_log_on_console():
             main(read_options(config_type, presets, argv))
     except PlanishError as error:
         places = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
@@ -50,6 +52,37 @@ def run_command(
     except (KeyboardInterrupt, Terminated) as end:
         print(f"stopped; the same command {again}", file=sys.stderr)
         sys.exit(end.code if isinstance(end, Terminated) else 130)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints records as people read them: warnings on stderr, others on stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        print(self.format(record), file=stream, flush=True)
+
+
+@contextmanager
+def engine_log_on_console() -> Iterator[None]:
+    """Inside, the console shows what the engine logs (level INFO): once for each base model which
+    device, dtype and kernels serve it, and that kernels are being compiled. A program that set up
+    logging itself sees these records in its own way instead.
+    """
+    if logging.getLogger().handlers:
+        yield
+        return
+    handler = _ConsoleHandler(logging.INFO)
+    loggers = [logging.getLogger(name) for name in ("planish.engine", "planish.native")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", default=None)

@@ -1,6 +1,7 @@
 """What every recipe does around its loop."""
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -11,7 +12,13 @@ import pytest
 
 from planish.processes.interruption import Interrupted, Interruption
 from planish.recipes import math_rl, rl_basic, shorter
-from planish.recipes.training_run import Presets, finished, read_options
+from planish.recipes.training_run import (
+    Presets,
+    engine_log_on_console,
+    finished,
+    read_options,
+    run_command,
+)
 
 
 def interrupt_soon() -> None:
@@ -126,3 +133,31 @@ def test_errors_come_out_of_a_notebooks_thread():
 
     with pytest.raises(LookupError, match="x"):
         asyncio.run(in_a_cell())
+
+
+def test_the_console_shows_what_the_engine_logs(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    engine, other = (logging.getLogger(f"planish.{name}.part") for name in ("engine", "rl"))
+
+    def main(config):
+        engine.info("bfloat16 on cpu")
+        engine.debug("details")
+        other.info("a retry")
+        logging.getLogger("planish.native.cpu").warning("no kernels")
+
+    run_command(main, rl_basic.Options, {}, [])
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("bfloat16 on cpu\n", "no kernels\n")
+    engine.info("after the run")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_program_that_set_up_logging_sees_the_records_itself(capsys, monkeypatch):
+    seen = []
+    handler = logging.Handler()
+    handler.emit = seen.append
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    with engine_log_on_console():
+        logging.getLogger("planish.engine.part").warning("no kernels")
+    assert [record.getMessage() for record in seen] == ["no kernels"]
+    assert capsys.readouterr().err == ""

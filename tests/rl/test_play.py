@@ -139,7 +139,7 @@ def test_answers_of_several_lines_and_cut_off_ones(monkeypatch, capsys):
         (["guess_number", "colour=red"], "colour"),
         (["guess_number", "--number", "-1"], "--number -1: give"),
         (["guess_number", "largest=3", "--test", "--number", "9"], "has 4 problems, from 0 on"),
-        (["on_policy_distillation"], "no environments to play"),
+        (["on_policy_distillation", f"teacher_model={DEFAULT_MODEL}"], "no environments to play"),
     ],
 )
 def test_what_cannot_be_played_is_refused(mapped, monkeypatch, capsys, words, message):
