@@ -19,12 +19,20 @@ import torch
 
 from planish.engine.memory import DeviceMemory, ModelMemory
 from planish.engine.sampler import Sampler
-from planish.engine.settings import EngineSettings, choose_device, choose_dtype, choose_tiling
+from planish.engine.settings import (
+    EngineSettings,
+    choose_device,
+    choose_dtype,
+    choose_tiling,
+    head_shape,
+    kernel_shapes,
+)
 from planish.engine.trainer import Trainer
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.sources import checked_mapping, resolve_model
 from planish.model.weights import weights_fingerprint
+from planish.native.gpu_check import admit_checked
 from planish.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,11 +45,14 @@ class BaseModel:
     def __init__(self, directory: Path, settings: EngineSettings, memory: ModelMemory) -> None:
         device = choose_device(settings.device)
         _make_current(device)  # what is pinned for it would else take memory of the first GPU too
+        config = ModelConfig.from_directory(directory)
+        dtype = choose_dtype(settings.dtype, device)
         if device.type == "cuda":
             _multiply_exactly()
             _join_freed_memory()
-        config = ModelConfig.from_directory(directory)
-        dtype = choose_dtype(settings.dtype, device)
+            # Before the weights are loaded: the check needs memory of its own for a moment.
+            shapes = kernel_shapes(config)
+            admit_checked(directory, shapes, head_shape(config, dtype), device)
         self.directory = directory
         self.config = config
         self.fingerprint = weights_fingerprint(directory)
@@ -130,10 +141,21 @@ def _join_freed_memory() -> None:
     By default torch keeps each piece for another of its size. Pools of keys and values grow layer
     by layer, beside prefixes that stay: every size that they had would be left behind, in places
     that hold the next one no more, of memory that the plan gives away to the last.
+
+    Not on WSL: mapping an expandable segment fails there on some GPUs (pytorch issue 192330).
     """
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+    told = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    if not told and not _is_wsl():
         # Not by these variables, which torch reads when it is imported.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
+    """Whether this is the Windows Subsystem for Linux, by the name of its kernel."""
+    try:
+        return "microsoft" in release.read_text().lower()
+    except OSError:
+        return False
 
 
 def _make_current(device: torch.device) -> None:

@@ -27,6 +27,7 @@ from planish.engine.kv_cache import KVPools, KVShape
 from planish.engine.passes import Rows
 from planish.engine.sampling_attention import PrefillSpan
 from planish.engine.sending import on_device
+from planish.engine.settings import head_shape
 from planish.model.decoder import Decoder
 from planish.model.head import base_product
 from planish.model.lora import AdapterRows
@@ -65,12 +66,23 @@ class GraphPasses:
         good.
         """
         self._steps: dict[tuple[int, bool, bool], Step] = {}
-        self._recorder = GraphRecorder(device) if device.type == "cuda" else None
+        heads = head_shape(config, decoder.dtype)
+        records = (
+            device.type == "cuda"
+            and kernels.wants_graphs()
+            and kernels.triton_attends("graphs", heads, device)
+        )
+        self.recorder = GraphRecorder(device) if records else None
+        """None: steps run eagerly, kernel by kernel."""
 
     @staticmethod
     def serve(decoder: Decoder) -> bool:
         """Whether the GPU's kernels take this model."""
-        return kernels.triton_attends(decoder.config.head_dim, decoder.dtype, decoder.device)
+        heads = head_shape(decoder.config, decoder.dtype)
+        return all(
+            kernels.triton_attends(family, heads, decoder.device)
+            for family in ("attention", "lora")
+        )
 
     def multiple(self, adapters: int) -> int:
         return 1
@@ -125,7 +137,7 @@ class GraphPasses:
                 self._adapters.add_head_(hidden, logits)
             return hidden, logits
 
-        return step if self._recorder is None else self._recorder.recorded(step)
+        return step if self.recorder is None else self.recorder.recorded(step)
 
 
 def graph_sizes(max_batch: int) -> list[int]:

@@ -49,7 +49,7 @@ class KVShape:
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
         narrow = (
             device.type != "cpu"
-            or kernels.triton_serves(device)
+            or kernels.triton_serves(device, "attention")
             or cpu.attends(config.head_dim, dtype, device)
         )
         kept = dtype if narrow else torch.float32

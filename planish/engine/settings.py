@@ -4,9 +4,12 @@ before anything is loaded.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 
 import torch
 
@@ -14,8 +17,15 @@ from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.native import cpu_products
+from planish.native.kernels import HeadShape, wants_graphs
 from planish.service import checked_substitutes
 
+_GPU_FILES = (
+    Path("/proc/driver/nvidia/version"),
+    Path("/dev/nvidiactl"),
+    Path("/usr/lib/wsl/lib/libcuda.so.1"),
+)
+"""One of them exists where the driver of an NVIDIA GPU is installed; the last one on WSL."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -53,6 +63,7 @@ class EngineSettings:
                     f"{name}={value!r}: give a whole number of at least {least}, or None for the default"
                 )
         checked_substitutes(self.substitute_losses or {})
+        wants_graphs()
         choose_device(self.device)
 
     @property
@@ -66,6 +77,8 @@ def choose_device(name: str) -> torch.device:
     """The device of this name, a GPU with its number; UserError if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu":
+            _warn_of_unused_gpu()
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -75,10 +88,45 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give 'auto' or 'cpu'"
+            + (f". {problem}" if (problem := unused_gpu()) else "")
         )
     # torch makes no GPU current that has no number, and without one "cuda" would be another GPU in
     # another thread.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def unused_gpu() -> str | None:
+    """Return why torch does not use the NVIDIA GPU of this machine, and what to do; None if there
+    is no such GPU, or if torch uses it.
+    """
+    if not any(path.exists() for path in _GPU_FILES) or torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return (
+            "This machine has an NVIDIA GPU, but the installed torch is for CPUs only: "
+            "install a torch for CUDA"
+        )
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        torch.cuda.init()
+        reason = "torch finds no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+    return (
+        f"This machine has an NVIDIA GPU that torch for CUDA {torch.version.cuda} cannot use "
+        f"({reason}): update the NVIDIA driver, or install a torch for the CUDA of the driver"
+    )
+
+
+@cache
+def _warn_of_unused_gpu() -> None:
+    """Once: device="auto" would else take the CPU without a word."""
+    problem = unused_gpu()
+    if problem is not None:
+        logging.getLogger(__name__).warning(
+            "device='auto' takes the CPU. %s; device='cpu' silences this", problem
+        )
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -92,6 +140,24 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     else:
         native = _cpu_multiplies_bfloat16()
     return torch.bfloat16 if native else torch.float32
+
+
+def head_shape(config: ModelConfig, dtype: torch.dtype) -> HeadShape:
+    """The attention heads of this model, for which the GPU's kernels are compiled."""
+    return HeadShape(config.head_dim, config.num_heads // config.num_kv_heads, dtype)
+
+
+def kernel_shapes(config: ModelConfig) -> dict[str, int]:
+    """What else of this model the GPU's kernels are compiled for."""
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_heads",
+        "num_kv_heads",
+        "vocab_size",
+        "qk_norm",
+    )
+    return {name: int(getattr(config, name)) for name in names}
 
 
 def choose_tiling(

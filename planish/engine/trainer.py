@@ -31,6 +31,7 @@ from planish.engine.losses import Loss, find_loss
 from planish.engine.native_attention import NativeForest
 from planish.engine.packing import Packed, pack
 from planish.engine.row_tiling import RowTiling
+from planish.engine.settings import head_shape
 from planish.errors import NonFiniteError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Attend, Decoder
@@ -249,15 +250,14 @@ class Trainer:
         )
 
     def _attention(self, packed: Packed) -> Attend:
-        head_dim, dtype, device = (
-            self._decoder.config.head_dim,
-            self._decoder.dtype,
-            self._decoder.device,
-        )
-        # The GPU's kernels cut sums as it suits the batch; the sampler's are others, too.
-        if not self._is_deterministic and kernels.triton_attends(head_dim, dtype, device):
+        config, dtype, device = self._decoder.config, self._decoder.dtype, self._decoder.device
+        # Not in deterministic mode: the Triton kernel's order of sums depends on the batch, and the
+        # sampler uses another kernel.
+        if not self._is_deterministic and kernels.triton_attends(
+            "tree attention", head_shape(config, dtype), device
+        ):
             return GpuForest(packed, device)
-        if cpu.attends(head_dim, dtype, device):
+        if cpu.attends(config.head_dim, dtype, device):
             return NativeForest(packed)
         return ForestAttention(packed, device)
 

@@ -1,8 +1,10 @@
 """Which compiled kernels serve a tensor: C++ on CPUs with AVX2 or AVX-512 (cpu.py), Triton on GPUs
 (triton_*.py), or none; then torch does the work.
 
-Both sides do the same arithmetic: float32 inside, rounded once. PLANISH_KERNELS=torch turns all of
-them off; =triton has Triton serve CPU tensors too, which is for tests: it is interpreted there
+Both sides do the same arithmetic: float32 inside, rounded once. A family of Triton kernels serves a
+GPU only after its self-test passed there (gpu_check.py says so to `admit`); until then torch does
+the work. PLANISH_KERNELS=torch turns all kernels off. PLANISH_KERNELS=triton is for tests: Triton
+then serves without a self-test, and CPU tensors too, for which it is interpreted
 (TRITON_INTERPRET=1).
 
 Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, P (row, target)
@@ -11,6 +13,9 @@ pairs.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
@@ -18,8 +23,40 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from planish.errors import UserError
 from planish.native import cpu
 from planish.native.cpu import Exact
+
+FAMILIES = (
+    "norms",
+    "rope",
+    "swiglu",
+    "log_sum_exp",
+    "attention",
+    "tree attention",
+    "lora",
+    "graphs",
+)
+"""Triton kernels that are checked, and replaced by torch, together. "attention": of the sampler,
+prefill and decode. "tree attention": of the trainer, over a tree of shared prefixes. "graphs": the
+sampler's decoding step recorded as a CUDA graph.
+"""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The attention heads for which kernels are compiled."""
+
+    size: int
+    group: int
+    """Query heads of each key head."""
+    dtype: torch.dtype
+
+
+_admitted: dict[tuple[torch.device, HeadShape], frozenset[str]] = {}
+"""The families that may serve a model with these heads."""
+_elementwise: dict[torch.device, frozenset[str]] = {}
+"""The families that may serve all models of a GPU that were checked so far."""
 
 
 class Kernels(Protocol):
@@ -110,7 +147,8 @@ def fused_heads(x: Tensor) -> FusedHeads | None:
     """Norms and rotations of all heads as one kernel, for passes without gradients: where launches
     cost more than what they do.
     """
-    own = serving(x, "norms") if triton_serves(x.device) else None
+    families = ("rope", "norms")
+    own = serving(x, "rope") if all(triton_serves(x.device, each) for each in families) else None
     return cast(FusedHeads, own) if own is not None else None
 
 
@@ -120,26 +158,52 @@ def serving(x: Tensor, family: str) -> Kernels | None:
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if triton_serves(x.device):
+    if triton_serves(x.device, family):
         return cast(Kernels, import_module("planish.native.triton_elementwise"))
     return cast(Kernels, cpu) if cpu.usable(x, family) else None
 
 
-def triton_serves(device: torch.device) -> bool:
-    """Whether Triton's kernels do the work on this device."""
+def triton_serves(device: torch.device, family: str) -> bool:
+    """Whether Triton's kernels of this family serve all models on this device."""
     wanted = cpu.wanted()
-    return wanted == "triton" or (wanted != "torch" and device.type == "cuda" and _has_triton())
+    if wanted == "triton":
+        return True
+    return wanted != "torch" and family in _elementwise.get(device, ())
 
 
-def triton_attends(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton's attention serves heads of this size on this device."""
-    served = head_dim % 16 == 0 and head_dim <= 256 and dtype in (torch.bfloat16, torch.float32)
-    return served and triton_serves(device)
+def triton_attends(family: str, heads: HeadShape, device: torch.device) -> bool:
+    """Whether Triton's kernels of this family serve a model with these heads on this device."""
+    known = heads.dtype in (torch.bfloat16, torch.float32)
+    if not known or heads.size % 16 or heads.size > 256:
+        return False
+    wanted = cpu.wanted()
+    if wanted == "triton":
+        return True
+    return wanted != "torch" and family in _admitted.get((device, heads), ())
+
+
+def admit(device: torch.device, heads: HeadShape, families: Collection[str]) -> None:
+    """From now on these families serve models with these heads on this GPU, and no others do.
+
+    Kernels that do not depend on heads ("norms", "rope", "swiglu", "log_sum_exp") have to be admitted
+    for every model of the GPU: a family that fails for one model serves none from then on.
+    """
+    _admitted[device, heads] = frozenset(families)
+    alike = [found for (place, _), found in _admitted.items() if place == device]
+    _elementwise[device] = frozenset.intersection(*alike)
+
+
+def wants_graphs() -> bool:
+    """Whether decoding steps may be CUDA graphs, by PLANISH_GRAPHS; UserError for an unknown value."""
+    found = os.environ.get("PLANISH_GRAPHS", "1")
+    if found not in ("0", "1"):
+        raise UserError(f"PLANISH_GRAPHS={found!r}: give 0 or 1 (the default)")
+    return found == "1"
 
 
 @cache
-def _has_triton() -> bool:
-    """torch for CUDA brings Triton on Linux."""
+def has_triton() -> bool:
+    """Whether Triton is installed. On Linux it comes with torch for CUDA."""
     try:
         import_module("triton")
     except ImportError:

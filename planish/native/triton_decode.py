@@ -17,9 +17,9 @@ their product, sums stay float32.
 Shapes: T rows, H key heads, G query heads of each, E head_dim.
 """
 
-# What Triton makes of a function is not what its types say: constants are plain numbers, launches
-# take options. pyright: reportArgumentType=false, reportCallIssue=false,
-# reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# What Triton makes of a function is not what its types say: constants are plain numbers, and
+# launches take options.
 
 from __future__ import annotations
 

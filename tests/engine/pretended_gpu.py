@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from planish.engine import base_models
 from planish.engine.graph_passes import GraphRecorder, Step
+from planish.native import kernels
 
 GPU = torch.device("cuda", 0)
 WAITING = (
@@ -183,6 +185,13 @@ class _Operations(TorchDispatchMode):
 def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     marks = Marks()
     patch_cuda(patch)
+    patch.setattr(kernels, "_admitted", {})
+    patch.setattr(kernels, "_elementwise", {})
+    patch.setattr(
+        base_models,
+        "admit_checked",
+        lambda _directory, _shapes, heads, device: kernels.admit(device, heads, kernels.FAMILIES),
+    )
     patch.setattr(GraphRecorder, "recorded", lambda _, step: recorded(marks, step))
     interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
 
@@ -237,6 +246,7 @@ def patch_cuda(patch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda _: idle,
         "Event": lambda: idle,
         "Stream": lambda _: idle,
+        "synchronize": lambda _: None,
     }
     for name, value in found.items():
         patch.setattr(torch.cuda, name, value)

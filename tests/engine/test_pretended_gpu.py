@@ -17,13 +17,17 @@ if torch.cuda.is_available():
 from pretended_gpu import GPU, Marks, RefusedError, pretended_gpu
 from test_sampler import request, tokens
 
+from planish.engine import base_models
 from planish.engine.adapters import Adapter
 from planish.engine.base_models import BaseModel
-from planish.engine.graph_passes import GraphPasses
+from planish.engine.gpu_families import case_of, check
+from planish.engine.graph_passes import GraphPasses, GraphRecorder, Step
 from planish.engine.memory import DeviceMemory
 from planish.engine.passes import PlainPasses
 from planish.engine.settings import EngineSettings
 from planish.model.lora import LoraLayout
+from planish.native import kernels
+from planish.native.kernels import FAMILIES
 from planish.testing import tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
 
@@ -98,6 +102,73 @@ def test_freed_memory_of_a_gpu_is_joined_unless_the_environment_says_how_it_is_k
     directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
     BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
     assert found == ([] if told else ["expandable_segments:True"])
+
+
+def test_memory_is_left_as_it_is_on_wsl(
+    tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch
+):
+    found: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    monkeypatch.setattr(base_models, "_is_wsl", lambda: True)
+    directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
+    BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+    assert not found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_does_the_work_of_a_family_that_failed(
+    tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch, family: str
+):
+    """Sampling and training run on with what is left."""
+    left = [name for name in FAMILIES if name != family]
+    monkeypatch.setattr(
+        base_models,
+        "admit_checked",
+        lambda _directory, _shapes, heads, device: kernels.admit(device, heads, left),
+    )
+    directory = tiny_model(
+        tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32
+    )
+    settings = EngineSettings(max_batch=3, kv_cache_bytes=1 << 24, prefix_cache_bytes=1 << 20)
+    base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+    passes = base.sampler._passes
+    assert isinstance(passes, PlainPasses if family in ("attention", "lora") else GraphPasses)
+    if isinstance(passes, GraphPasses):
+        assert (passes.recorder is None) == (family == "graphs")
+    adapter = adapted(base, LoraConfig(rank=8, seed=0))
+    responses, _ = sampled(base, [adapter, adapter], gpu)
+    assert all(np.isfinite(s.logprobs).all() for answer in responses for s in answer.sequences)
+    output = done(base.trainer.forward_backward(adapter, data(), "importance_sampling"))
+    assert np.isfinite(output.metrics["loss:sum"])
+
+
+def test_graphs_alone_can_be_turned_off(
+    tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PLANISH_GRAPHS", "0")
+    directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
+    base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+    assert isinstance(base.sampler._passes, GraphPasses)
+    assert base.sampler._passes.recorder is None
+
+
+def test_a_recorded_step_is_checked_against_its_eager_run(
+    tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PLANISH_KERNELS", "triton")
+    directory = tiny_model(
+        tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32
+    )
+    case = case_of(directory, torch.bfloat16, GPU)
+    assert check("graphs", case).reason == ""
+
+    def recorded_once(_: GraphRecorder, step: Step) -> Step:
+        """A graph that does not see new tables."""
+        out = tuple(x.clone() for x in step())
+        return lambda: out  # type: ignore[return-value]
+
+    monkeypatch.setattr(GraphRecorder, "recorded", recorded_once)
+    assert check("graphs", case).reason.startswith("wrong result: ")
 
 
 def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:

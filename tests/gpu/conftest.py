@@ -35,6 +35,13 @@ def device() -> torch.device:
     return torch.device(name)
 
 
+@pytest.fixture(autouse=True)
+def _kernels_serve_without_a_check(device, monkeypatch) -> None:
+    """These tests are about the kernels; test_gpu_check.py is about the check."""
+    if device.type == "cuda":
+        monkeypatch.setenv("PLANISH_KERNELS", "triton")
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory):
     """The directory of a small model of a family, made once for each set of options."""

@@ -1,0 +1,635 @@
+"""The checks of the GPU's kernels: each family against torch, at the shapes of one model.
+
+native/gpu_check.py runs this module in a process of its own, because an illegal memory access ends
+the CUDA context of its process. The module reads a `Request` from its standard input and writes a
+line when it begins a family, and another with the verdict.
+
+Inputs are chosen so that a mistake is visible. With ordinary scores, one key of a thousand changes
+an attention output by less than bf16 rounds. So the queries here point at one key each: at the
+first and last of every block, at ones that the row must not see, and at others at random. Whoever
+misses that key, or sees it and must not, is wrong by the size of the output.
+
+Errors are measured against the root mean square of the reference, which is computed in float32 or
+float64. Shapes: T rows, D hidden, Hq and Hkv heads, E head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.engine.attention import dense_mask_attention
+from planish.engine.gpu_adapters import AdapterTables
+from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
+from planish.engine.gpu_forest import GpuForest
+from planish.engine.graph_passes import GraphPasses
+from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
+from planish.engine.packing import pack
+from planish.engine.passes import Rows
+from planish.engine.positions import SPAN, capacity_for
+from planish.engine.sampling_attention import PrefillSpan
+from planish.engine.sampling_head import RowLayout
+from planish.engine.settings import DTYPES
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.lora import LAYER_SITES, SITES, AdapterRows, LoraLayout, LoraWeights
+from planish.model.weights import expected_shapes
+from planish.native import kernels
+from planish.native.gpu_check import Request
+from planish.native.kernels import FAMILIES
+from planish.native.verdicts import Verdict
+from planish.types import LoraConfig
+
+TOLERANCE = {torch.bfloat16: 0.04, torch.float32: 2e-4}
+"""Largest difference of one number, in root mean squares of all, by the dtype of the outputs."""
+_MEAN_SHARE = 6
+"""The root mean square of all differences is at most TOLERANCE divided by this. Rounding a bf16
+output alone gives 0.0017, and two roundings on the way give 0.003.
+"""
+_VOCABULARY = 8192
+"""Most vocabulary entries of the model whose step is recorded: its head is torch's own matmul."""
+_RANKS = (32, 5)
+_POINTED = 24.0
+"""How much higher the score is of the key that a query points at."""
+
+
+class WrongResultError(Exception):
+    """A kernel and torch disagree."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is computed. The defaults are for a GPU; tests interpret fewer rows."""
+
+    rows: int = 37
+    """Of norms, RoPE, SwiGLU and softmax; no multiple of a tile."""
+    prompts: tuple[int, ...] = (1500, 130, 3)
+    """Positions of each prompt in the cache."""
+    samples: tuple[int, ...] = (9, 2, 1)
+    """Samples of each prompt."""
+    sampled: int = 300
+    """Most tokens that a sample has."""
+    tree: tuple[int, ...] = (150, 80, 60)
+    """Rows of a segment on each level of the tree of prefixes."""
+    branches: tuple[int, ...] = (2, 3, 2)
+    lora_rows: tuple[int, ...] = (70, 600)
+    """Rows of a batch that shares out the sums of a row among programs, and of one that does not."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's shapes, on the device that is checked."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    sizes: Sizes = Sizes()
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        """Normal numbers. Made on the CPU, so that a failure can be computed again anywhere."""
+        made = torch.randn(shape, generator=self.generator) * scale
+        return made.to(dtype or self.dtype).to(self.device)
+
+    def choices(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator)
+
+
+def compare(what: str, found: Tensor, reference: Tensor, tolerance: float | None = None) -> None:
+    """WrongResultError if they differ by more than rounding; `tolerance` by default that of
+    `found`'s dtype.
+    """
+    if found.shape != reference.shape:
+        raise WrongResultError(f"{what}: {tuple(found.shape)} for {tuple(reference.shape)}")
+    tolerance = TOLERANCE[found.dtype] if tolerance is None else tolerance
+    expected = reference.detach().double()
+    difference = found.detach().double() - expected
+    scale = max(float(expected.square().mean().sqrt()), 1e-30)
+    largest = float(difference.abs().max()) / scale
+    mean = float(difference.square().mean().sqrt()) / scale
+    if not (largest <= tolerance * max(1.0, float(expected.abs().max()) / scale) and
+            mean <= tolerance / _MEAN_SHARE):  # fmt: skip
+        raise WrongResultError(
+            f"{what}: the largest difference is {largest:.2g} and the mean one {mean:.2g} "
+            f"of the root mean square; {tolerance:.2g} and {tolerance / _MEAN_SHARE:.2g} are allowed"
+        )
+
+
+# Families
+
+
+def check_norms(case: Case) -> None:
+    config, rows = case.config, case.sizes.rows
+    _check_norm(case, (rows, config.hidden_size), True)
+    if config.qk_norm:
+        _check_norm(case, (rows, config.num_heads, config.head_dim), False)
+
+
+def _check_norm(case: Case, shape: tuple[int, ...], adds: bool) -> None:
+    own, eps = _elementwise(case, "norms"), case.config.rms_norm_eps
+    x = case.random(*shape, dtype=torch.float32, scale=3.0)
+    more = case.random(*shape) if adds else None
+    weight = 1 + case.random(shape[-1], dtype=torch.float32, scale=0.2)
+    grad, residual = case.random(*shape), case.random(*shape, dtype=torch.float32)
+    total = (x.double() if more is None else x.double() + more.double()).requires_grad_()
+    factor = (total.square().mean(-1) + eps).rsqrt()
+    normed = total * factor.unsqueeze(-1) * weight.double()
+    (wanted,) = torch.autograd.grad(normed, total, grad.double())
+    for in_place in (False, True):
+        found = own.rms_norm(x.clone(), more, weight, eps, case.dtype, in_place=in_place)
+        for what, ours, theirs in zip(
+            ("sum", "norm", "factor"), found, (total, normed, factor), strict=True
+        ):
+            compare(f"{what} of {shape}", ours, theirs)
+    kept = total.detach().float()
+    back = own.rms_norm_backward(grad, kept, weight, factor.detach().float(), residual)
+    compare(f"gradient of the norm of {shape}", back, wanted + residual.double(), 1e-3)
+
+
+def check_rope(case: Case) -> None:
+    config, rows = case.config, case.sizes.rows
+    own, e = _elementwise(case, "rope"), config.head_dim
+    heads = (config.num_heads, config.num_kv_heads)
+    angles = case.random(rows, 1, e // 2, dtype=torch.float32, scale=2.0)
+    cos, sin = angles.cos(), angles.sin()
+    joint = case.random(rows, (heads[0] + 2 * heads[1]) * e)
+    q, k, _ = joint.unflatten(1, (-1, e)).split([heads[0], heads[1], heads[1]], 1)
+    for name, x in (("q", q), ("k", k)):
+        for back in (False, True):
+            found = own.rotate(x, cos, sin, back=back)
+            compare(f"rotated {name}", found, _rotated(x.double(), cos, -sin if back else sin))
+    fused = kernels.fused_heads(joint)
+    if fused is None:
+        raise WrongResultError("norms and RoPE of all heads have no kernel")
+    norms = 1 + case.random(2, e, dtype=torch.float32, scale=0.2)
+    for weights in (None, (norms[0], norms[1])) if config.qk_norm else (None,):
+        ours = fused.turned_heads(joint, heads, weights, config.rms_norm_eps, cos, sin)
+        for index, x in enumerate((q, k)):
+            x = x.double()
+            if weights is not None:
+                factor = (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+                x = (x * factor * weights[index]).to(case.dtype).double()
+            compare("rotated and normed heads", ours[index], _rotated(x, cos, sin))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def check_swiglu(case: Case) -> None:
+    own, width = _elementwise(case, "swiglu"), case.config.intermediate_size
+    gate_up = case.random(case.sizes.rows, 2 * width, scale=3.0)
+    wide = gate_up.double().requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    out = gate * torch.sigmoid(gate) * up
+    grad = case.random(case.sizes.rows, width)
+    (wanted,) = torch.autograd.grad(out, wide, grad.double())
+    compare("SwiGLU", own.swiglu(gate_up), out)
+    compare("gradient of SwiGLU", own.swiglu_backward(grad, gate_up), wanted)
+
+
+def check_log_sum_exp(case: Case) -> None:
+    own, vocab = _elementwise(case, "log_sum_exp"), case.config.vocab_size
+    rows = max(2, case.sizes.rows // 4)
+    logits = case.random(rows, vocab, dtype=torch.float32, scale=4.0)
+    # In the last entries of a row, which a wrong bound would miss.
+    logits[0, -1], logits[1, 0] = 40.0, 40.0
+    temperature = 0.5 + torch.rand(rows, generator=case.generator).to(case.device)
+    scaled = logits.double() / temperature.double().unsqueeze(1)
+    weights = logits.clone()
+    found = own.normalizers(logits, temperature, weights=weights)
+    compare("log-sum-exp", found, scaled.logsumexp(1), 1e-6)
+    compare("weights", weights, (scaled - scaled.amax(1, keepdim=True)).exp(), 1e-4)
+    logits[0, 0] = float("nan")
+    if math.isfinite(float(own.normalizers(logits, temperature)[0])):
+        raise WrongResultError("log-sum-exp of a row with a NaN is finite")
+    logits[0, 0] = 0.0
+    counts = torch.arange(rows) % 3
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(case.device)
+    row = torch.arange(rows).repeat_interleave(counts).to(case.device)
+    targets = case.choices(vocab, len(row)).to(case.device)
+    grads = case.random(len(row), dtype=torch.float32)
+    wide = logits.double().requires_grad_()
+    logprobs = (wide / 0.7).log_softmax(1)[row, targets]
+    (wanted,) = torch.autograd.grad(logprobs, wide, grads.double())
+    total = (logits.double() / 0.7).logsumexp(1).float()
+    own.normalizers_backward(logits, 0.7, total, first, targets, grads)
+    # The kernel's gradient is by logits / temperature.
+    compare("gradient of the logprobs", logits, wanted * 0.7, 1e-3)
+
+
+def check_attention(case: Case) -> None:
+    """Decode with ranges that are cut in several pieces, then prefill in two steps."""
+    shape = KVShape(1, case.config.num_kv_heads, case.config.head_dim, case.dtype, case.device)
+    bases = PoolBases(shape, case.config.max_context)
+    batch = _Batch(case, shape)
+    rows = {id(sample): row for row, sample in enumerate(batch.running[::-1])}
+    attention = DecodeTables(bases, len(rows) + 3, case.config.num_heads)
+    attention.fill(rows, batch.prompts, batch.samples)
+    total = len(rows) + 3
+    k, v = (case.random(total, shape.heads, shape.head_dim) for _ in range(2))
+    seen = {}
+    for sample in batch.running:
+        row = rows[id(sample)]
+        hidden = batch.kept(sample, 1)
+        keys, values = batch.seen(sample)
+        seen[row] = (torch.cat([keys, k[row, :, None]], 1), torch.cat([values, v[row, :, None]], 1))
+        seen[row] = (*seen[row], hidden)
+    q = case.random(total, case.config.num_heads, shape.head_dim, scale=0.3)
+    for row, (keys, _, hidden) in seen.items():
+        q[row] += _pointers(case, keys, hidden, row)
+    found = attention(0, q, k, v)
+    for row, (keys, values, _) in seen.items():
+        compare(f"decode of row {row}", found[row], _attended(q[row], keys, values))
+    for row in set(range(total)).difference(seen):
+        if bool(found[row].any()):
+            raise WrongResultError("decode of a row without a sample is not zero")
+    for sample in batch.running:
+        kept = batch.kept(sample, 0)
+        row = rows[id(sample)]
+        if not torch.equal(kept[0][:, -1], k[row]) or not torch.equal(kept[1][:, -1], v[row]):
+            raise WrongResultError("decode keeps the new key and value in a wrong place")
+    _check_prefill(case, shape, bases)
+
+
+def _check_prefill(case: Case, shape: KVShape, bases: PoolBases) -> None:
+    pools = KVPools(shape, GappedKVPool)
+    prompts = [_Prompt(length) for length in case.sizes.prompts]
+    spans, row = [], 2
+    for prompt in prompts:
+        pool = pools.of(capacity_for(prompt.length))
+        pool.add(prompt)
+        _fill(case, pool)
+        begun = prompt.length // 3
+        spans.append(PrefillSpan(pool, prompt.slot, row, begun, prompt.length - begun))
+        row += prompt.length - begun + 1
+    k, v = (case.random(row, shape.heads, shape.head_dim) for _ in range(2))
+    q = case.random(row, case.config.num_heads, shape.head_dim, scale=0.3)
+    expected = []
+    for span in spans:
+        keys, values = (kept[0][span.slot].clone() for kept in (span.pool.keys, span.pool.values))
+        rows = slice(span.row, span.row + span.count)
+        places = slice(span.start, span.start + span.count)
+        keys[:, places], values[:, places] = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+        for offset in range(span.count):
+            end = span.start + offset + 1
+            q[span.row + offset] += _pointers(
+                case, keys[:, :end], keys[:, end : end + 1], span.row + offset
+            )
+        expected.append((keys, values))
+    found = GpuPrefill(spans, bases, case.config.num_heads)(0, q, k, v)
+    for span, (keys, values) in zip(spans, expected, strict=True):
+        rows = slice(span.row, span.row + span.count)
+        visible = torch.arange(span.start + 1, span.start + span.count + 1, device=case.device)
+        hidden = torch.arange(keys.shape[1], device=case.device) >= visible.unsqueeze(1)
+        reference = _attended_rows(q[rows], keys, values, hidden)
+        compare(f"prefill from position {span.start}", found[rows], reference)
+        if not torch.equal(span.pool.keys[0][span.slot], keys):
+            raise WrongResultError("prefill keeps keys in a wrong place")
+
+
+def check_tree_attention(case: Case) -> None:
+    config, sizes = case.config, case.sizes
+    heads, e = (config.num_heads, config.num_kv_heads), config.head_dim
+    (packed,) = pack([np.array(sequence) for sequence in _tree(sizes)], 1 << 20)
+    rows = len(packed)
+    joint = case.random(rows, (heads[0] + 2 * heads[1]) * e)
+    q, k, v = joint.unflatten(1, (-1, e)).split([heads[0], heads[1], heads[1]], 1)
+    # Peaked weights: each row depends on a few keys, and each key is the peak of some rows.
+    q = (q * 4).contiguous()
+    grad = case.random(rows, heads[0], e)
+    ours = [x.detach().requires_grad_() for x in (q, k, v)]
+    theirs = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    found = GpuForest(packed, case.device)(0, *ours)
+    reference = dense_mask_attention(packed, case.device)(0, *theirs)
+    compare(f"attention over {rows} rows", found, reference)
+    found_grads = torch.autograd.grad(found, ours, grad)
+    wanted = torch.autograd.grad(reference, theirs, grad.float())
+    for name, mine, other in zip("qkv", found_grads, wanted, strict=True):
+        # bf16 weights and their gradients are rounded once more on the way.
+        compare(f"gradient of {name} over {rows} rows", mine, other, 2 * TOLERANCE[mine.dtype])
+
+
+def _tree(sizes: Sizes) -> Iterator[list[int]]:
+    """Token sequences that share prefixes: two levels of branches."""
+    token = iter(range(1, 1 << 30))
+
+    def grown(level: int, before: list[int]) -> Iterator[list[int]]:
+        for _ in range(sizes.branches[level]):
+            path = before + [next(token) for _ in range(sizes.tree[level])]
+            if level + 1 == len(sizes.tree):
+                yield path
+            else:
+                yield from grown(level + 1, path)
+
+    return grown(0, [])
+
+
+def check_lora(case: Case) -> None:
+    config = case.config
+    adapters = [_adapter(case, rank) for rank in _RANKS]
+    for rows in case.sizes.lora_rows:
+        tables = AdapterTables(config, case.dtype, case.device, rows, len(adapters))
+        cut = [rows // 3, rows // 3 + 1, rows]
+        members = [
+            AdapterRows(0, cut[0], adapters[0]),
+            AdapterRows(cut[0], cut[1], None),
+            AdapterRows(cut[1], cut[2], adapters[1]),
+        ]
+        tables.fill(members)
+        sites = list(zip(SITES, LAYER_SITES, strict=True))
+        for name, linears in sites if rows == min(case.sizes.lora_rows) else sites[:1]:
+            found = getattr(adapters[0].layers[0], name)
+            sizes = [len(b) for b in found.bs]
+            x = case.random(rows, found.a.shape[1])
+            out = case.random(rows, sum(sizes))
+            expected = _with_lora(out, x, members, lambda w, name=name: getattr(w.layers[0], name))
+            tables.add_(x, out, sizes, 0, name)
+            compare(f"LoRA of {'+'.join(linears)}, {rows} rows", out, expected)
+    tables = AdapterTables(config, case.dtype, case.device, 20, len(adapters))
+    members = [AdapterRows(0, 9, adapters[1]), AdapterRows(9, 20, adapters[0])]
+    tables.fill(members)
+    hidden = case.random(20, config.hidden_size)
+    logits = case.random(20, config.vocab_size, dtype=torch.float32)
+    expected = _with_lora(logits, hidden, members, lambda weights: weights.head)
+    tables.add_head_(hidden, logits)
+    # What lies between A and B is rounded to the weights' dtype.
+    compare("LoRA of the head", logits, expected, TOLERANCE[case.dtype])
+
+
+def _with_lora(
+    out: Tensor,
+    x: Tensor,
+    members: list[AdapterRows],
+    site_of: Callable[[LoraWeights], Any],
+) -> Tensor:
+    out = out.float()
+    for rows in members:
+        if rows.weights is None:
+            continue
+        site, part = site_of(rows.weights), slice(rows.start, rows.stop)
+        low = (x[part].float() @ site.a.float().t()).to(x.dtype).float()
+        lows = low.chunk(len(site.bs), 1)
+        out[part] += torch.cat(
+            [mine @ b.float().t() for mine, b in zip(lows, site.bs, strict=True)], 1
+        )
+    return out
+
+
+def _adapter(case: Case, rank: int) -> LoraWeights:
+    """Random in A and B, so that what it adds is of the size of the base model's outputs."""
+    layout = LoraLayout(case.config, LoraConfig(rank=rank))
+    flat = torch.empty(layout.size)
+    for entry in layout.entries:
+        scale = 1 / math.sqrt(rank) / layout.scaling if entry.is_b else entry.shape[1] ** -0.5
+        made = torch.randn(entry.size, generator=case.generator) * scale
+        flat[entry.offset : entry.offset + entry.size] = made
+    return LoraWeights(layout, flat, case.dtype, case.device)
+
+
+def check_graphs(case: Case) -> None:
+    """Steps of a recorded graph against the same steps run eagerly, for tables that change."""
+    config = replace(
+        case.config, vocab_size=min(case.config.vocab_size, _VOCABULARY), eos_token_ids=()
+    )
+    case = replace(case, config=config)
+    weights = {
+        name: case.random(*shape, scale=(shape[-1] if len(shape) > 1 else 1) ** -0.5).cpu()
+        for name, shape in expected_shapes(config).items()
+    }
+    decoder = Decoder(config, weights, case.dtype, case.device)
+    shape = KVShape.of(config, case.dtype, case.device)
+    recorded = GraphPasses(decoder, shape, max_batch=4, prefill_tokens=64)
+    eager = GraphPasses(decoder, shape, max_batch=4, prefill_tokens=64)
+    if recorded.recorder is None:
+        raise WrongResultError("no graph can be recorded on this device")
+    eager.recorder = None
+    adapters = [_adapter(case, rank) for rank in _RANKS]
+    batch = _Batch(
+        replace(case, sizes=replace(case.sizes, prompts=(130, 3), samples=(3, 1), sampled=80)),
+        shape,
+    )
+    for count, own in ((4, adapters), (3, [None, adapters[1]]), (4, adapters[::-1]), (3, [None])):
+        while len(batch.running) > count:
+            batch.end(batch.running[0])
+        if len(batch.running) < count:
+            batch.begin(40, [5])
+        members = [(own[index % len(own)], 1) for index in range(count)]
+        members.sort(key=lambda member: id(member[0]))
+        rows = Rows(
+            case.choices(config.vocab_size, count).tolist(),
+            [sample.stored for sample in batch.running],
+            RowLayout(members, None),
+        )
+        row_of = {id(sample): row for row, sample in enumerate(batch.running)}
+        with torch.inference_mode():
+            ours = recorded.decode(rows, row_of, batch.prompts, batch.samples)
+            ours = tuple(x.clone() for x in ours)
+            theirs = eager.decode(rows, row_of, batch.prompts, batch.samples)
+        for what, mine, other in zip(("hidden states", "logits"), ours, theirs, strict=True):
+            compare(f"{what} of a recorded step", mine, other, TOLERANCE[case.dtype])
+        for sample in batch.running:
+            sample.stored += 1
+
+
+CHECKS: dict[str, Callable[[Case], None]] = {
+    "norms": check_norms,
+    "rope": check_rope,
+    "swiglu": check_swiglu,
+    "log_sum_exp": check_log_sum_exp,
+    "attention": check_attention,
+    "tree attention": check_tree_attention,
+    "lora": check_lora,
+    "graphs": check_graphs,
+}
+assert tuple(CHECKS) == FAMILIES
+
+
+# What the families share
+
+
+def _elementwise(case: Case, family: str) -> Any:
+    own = kernels.serving(case.random(1), family)
+    if own is None:
+        raise WrongResultError(f"Triton does not serve {case.dtype} on {case.device}")
+    return own
+
+
+@dataclass(eq=False)
+class _Prompt:
+    length: int
+    slot: int = -1
+
+
+@dataclass(eq=False)
+class _Sample:
+    prompt: _Prompt
+    stored: int
+    capacity: int
+    slot: int = -1
+
+
+class _Batch:
+    """Prompts and samples in pools of random contents."""
+
+    def __init__(self, case: Case, shape: KVShape) -> None:
+        self._case = case
+        self.prompts = KVPools(shape, GappedKVPool)
+        self.samples = KVPools(shape, GappedKVPool)
+        self.running: list[_Sample] = []
+        for length, count in zip(case.sizes.prompts, case.sizes.samples, strict=True):
+            sampled = case.choices(case.sizes.sampled, count).tolist()
+            self.begin(length, [case.sizes.sampled, *sampled][:count])
+
+    def begin(self, length: int, sampled: list[int]) -> None:
+        """A prompt, and samples that have so many tokens after it."""
+        prompt = _Prompt(length)
+        pool = self.prompts.of(capacity_for(length))
+        pool.add(prompt)
+        _fill(self._case, pool)
+        for count in sampled:
+            stored = length % SPAN + count
+            sample = _Sample(prompt, stored, capacity_for(stored + SPAN))
+            pool = self.samples.of(sample.capacity)
+            pool.add(sample)
+            _fill(self._case, pool)
+            self.running.append(sample)
+
+    def end(self, sample: _Sample) -> None:
+        self.samples.of(sample.capacity).remove(sample)
+        self.running.remove(sample)
+
+    def kept(self, sample: _Sample, more: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in the sample's slot from where the next one goes: [Hkv, 1 + more, E]
+        without the first `more`.
+        """
+        pool = self.samples.of(sample.capacity)
+        places = slice(sample.stored + more, sample.stored + more + 1)
+        keys, values = (kept[0][sample.slot, :, places] for kept in (pool.keys, pool.values))
+        return keys, values
+
+    def seen(self, sample: _Sample) -> tuple[Tensor, Tensor]:
+        """Keys and values that the sample's next row sees, without its own: [Hkv, n, E]."""
+        prompt, own = (
+            self.prompts.of(capacity_for(sample.prompt.length)),
+            self.samples.of(sample.capacity),
+        )
+        whole = sample.prompt.length // SPAN * SPAN
+        keys, values = (
+            torch.cat(
+                [
+                    theirs[0][sample.prompt.slot, :, :whole],
+                    mine[0][sample.slot, :, : sample.stored],
+                ],
+                1,
+            )
+            for theirs, mine in ((prompt.keys, own.keys), (prompt.values, own.values))
+        )
+        return keys, values
+
+
+def _fill(case: Case, pool: KVPool) -> None:
+    """Random numbers in every slot that is new."""
+    for kept in (*pool.keys, *pool.values):
+        new = ~kept.flatten(1).any(1)
+        kept[new] = case.random(*kept.shape)[new]
+
+
+def _pointers(case: Case, keys: Tensor, hidden: Any, row: int) -> Tensor:
+    """Queries [Hq, E] of one row: each head's points at a key of `keys` [Hkv, n, E], or at one of
+    `hidden`, which the row must not see (keys [Hkv, m, E], or a pair of keys and values).
+    """
+    hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+    heads, (kv_heads, count, e) = case.config.num_heads, keys.shape
+    ends = [0, count - 1, *(edge - side for edge in range(SPAN, count, SPAN) for side in (0, 1))]
+    chosen = case.choices(count, heads).tolist()
+    of = torch.empty(heads, e, dtype=torch.float32, device=keys.device)
+    for head in range(heads):
+        kv_head, turn = head // (heads // kv_heads), head + row
+        if turn % 4 == 0 and hidden.shape[1]:
+            of[head] = hidden[kv_head, 0].float()
+        elif turn % 4 == 1:
+            of[head] = keys[kv_head, ends[turn // 4 % len(ends)]].float()
+        else:
+            of[head] = keys[kv_head, chosen[head]].float()
+    return (of * (_POINTED / math.sqrt(e))).to(keys.dtype)
+
+
+def _attended(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One row: q [Hq, E], keys and values [Hkv, n, E]."""
+    return _attended_rows(q.unsqueeze(0), keys, values, None)[0]
+
+
+def _attended_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
+    """Rows q [T, Hq, E] that share keys and values [Hkv, n, E]; `hidden` [T, n]: what they do not
+    see.
+    """
+    rows, heads, e = q.shape
+    grouped = q.float().view(rows, keys.shape[0], -1, e)
+    scores = torch.einsum("thge,hne->thgn", grouped, keys.float()) * e**-0.5
+    if hidden is not None:
+        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+    found = torch.einsum("thgn,hne->thge", scores.softmax(-1), values.float())
+    return found.reshape(rows, heads, e)
+
+
+# The process
+
+
+def main() -> None:
+    """Write a line as each family of the request begins, and one with its verdict.
+
+    After an error that is no wrong result the process ends: the CUDA context may be lost.
+    """
+    request = Request(**json.load(sys.stdin))
+    # As base_models.py has it; the references rely on it.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    device = torch.device(request.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    case = case_of(Path(request.directory), DTYPES[request.dtype], device)
+    for family in request.families:
+        print(json.dumps({"begin": family}), flush=True)
+        try:
+            verdict = check(family, case)
+        except Exception as error:
+            verdict = Verdict(family, False, f"{type(error).__name__}: {error}"[-2000:])
+            print(json.dumps({"verdict": asdict(verdict)}), flush=True)
+            sys.exit(1)
+        print(json.dumps({"verdict": asdict(verdict)}), flush=True)
+
+
+def case_of(
+    directory: Path, dtype: torch.dtype, device: torch.device, sizes: Sizes = Sizes()
+) -> Case:
+    """One layer of this model."""
+    config = replace(ModelConfig.from_directory(directory), num_layers=1)
+    return Case(config, dtype, device, sizes)
+
+
+def check(family: str, case: Case) -> Verdict:
+    """The verdict on this family, where its kernels run to their end."""
+    # Anew for each family: what one of them draws does not depend on which others are checked.
+    case = replace(case, generator=torch.Generator().manual_seed(0))
+    try:
+        CHECKS[family](case)
+        if case.device.type == "cuda":
+            torch.cuda.synchronize(case.device)
+    except WrongResultError as error:
+        return Verdict(family, False, f"wrong result: {error}")
+    return Verdict(family, True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""The check of the GPU's kernels: it passes right ones, finds wrong ones of every family, and
+survives checkers that crash, hang or cannot compile. Kernels are interpreted here.
+"""
+
+import importlib.util
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from planish.engine import gpu_attention, settings
+from planish.engine.gpu_families import Case, Sizes, case_of, check
+from planish.errors import UserError
+from planish.native import gpu_check, kernels
+from planish.native.gpu_check import Request, is_lasting, run_checks, warning_of
+from planish.native.kernels import FAMILIES, HeadShape
+from planish.native.verdicts import Verdict, read_verdicts
+from planish.testing import tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HERE = [family for family in FAMILIES if family != "graphs"]
+"""A graph needs a GPU, or one that is pretended."""
+HEADS = HeadShape(128, 4, torch.bfloat16)
+REQUEST = Request("/model", "bfloat16", "cuda:0", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def _triton_serves(monkeypatch):
+    monkeypatch.setenv("PLANISH_KERNELS", "triton")
+    # So that ranges of keys are cut in more parts than are added up at a time.
+    monkeypatch.setattr(gpu_attention, "_INTERPRETED", 16)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return tiny_model(
+        tmp_path_factory.mktemp("model"), family="qwen3", layers=1, heads=4, kv_heads=2,
+        hidden_size=48, intermediate=600,
+    )  # fmt: skip
+
+
+def small(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Case:
+    sizes = Sizes(rows=9, prompts=(1300, 3), samples=(3, 1), sampled=100, tree=(40, 20, 9),
+                  lora_rows=(37, 530))  # fmt: skip
+    return case_of(directory, dtype, DEVICE, sizes)
+
+
+@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_right_kernels_pass(directory, family, dtype):
+    assert check(family, small(directory, dtype)) == Verdict(family, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HERE)
+def test_right_kernels_pass_at_the_sizes_for_a_gpu(directory, family):
+    """The tree has 1,500 rows, and ranges of keys are cut in several pieces."""
+    assert check(family, case_of(directory, torch.bfloat16, DEVICE)) == Verdict(family, True)
+
+
+# A family, a module, and what is changed in its source.
+FAULTS = [
+    ("norms", "elementwise", "factor[:, None] * weights[None, :]", "factor[:, None]"),
+    ("norms", "elementwise", "tl.sum(value * value, 1)", "tl.sum(tl.abs(value), 1)"),
+    ("norms", "elementwise", "(weighted - value * inner[:, None])", "(weighted - value)"),
+    ("norms", "elementwise", "tl.store(total + at, value, mask=inside)", "pass"),
+    ("rope", "elementwise", "first * c - second * s, out", "first * c + second * s, out"),
+    ("rope", "elementwise", "tl.sum(second * second, 1), (2", "tl.sum(first * first, 1), (2"),
+    ("rope", "elementwise", "second * c + first * s, q", "second * c - first * s, q"),
+    ("swiglu", "elementwise", "gate * _sigmoid(gate) * up", "gate * _sigmoid(up) * up"),
+    ("swiglu", "elementwise", "share * (1.0 - share) + share", "share"),
+    ("log_sum_exp", "elementwise", "mask=column < vocab, other=-float", "mask=column < vocab - 1, other=-float"),
+    ("log_sum_exp", "elementwise", "at_targets - tl.exp(", "at_targets - 0.9 * tl.exp("),
+    ("log_sum_exp", "elementwise", "tl.where(total > 0.0, total, float(\"nan\"))", "tl.where(total > 0.0, total, 1.0)"),
+    ("attention", "decode", "scores = tl.where(n[None, :] < visible[:, None]", "scores = tl.where(n[None, :] <= visible[:, None]"),
+    ("attention", "decode", "mask = (n < stop)[:, None]", "mask = (n < stop - 1)[:, None]"),
+    ("attention", "decode", "bound(tl.cdiv(parts, PARTS))", "bound(tl.minimum(tl.cdiv(parts, PARTS), 1))"),
+    ("attention", "decode", "tl.load(stats + part * 2 + 1, mask=real, other=0.0), 0", "tl.load(stats + part * 2 + 1, mask=real, other=0.0) * 0 + 1, 0"),
+    ("attention", "decode", "tl.load(record + 3)\n        ) * E + e", "tl.load(record + 3) - 1\n        ) * E + e"),
+    ("attention", "decode", "visible = position + 1 +", "visible = position +"),
+    ("attention", "decode", "heads = head * G + m % G", "heads = (H - 1 - head) * G + m % G"),
+    ("tree attention", "forest", "(i[:, None] < ends[None, :])", "(i[:, None] < rows)"),
+    ("tree attention", "forest", "(j[None, :] <= i[:, None])", "(j[None, :] < i[:, None] + 2)"),
+    ("tree attention", "forest", "- delta[:, None])", ")"),
+    ("tree attention", "forest", "(i[None, :] < ends[:, None])", "(i[None, :] < rows)"),
+    ("tree attention", "forest", "sum_v += dot(weights.to(grads.dtype), grads)", "sum_v = dot(weights.to(grads.dtype), grads)"),
+    ("lora", "lora", "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)"),
+    ("lora", "lora", "low + linear * rank", "low"),
+    ("lora", "lora", "has_row = index < tl.load(tile + 1)", "has_row = index < tl.load(tile + 1) - 1"),
+    ("lora", "lora", "if tl.load(site_pointers) != 0:", "if tl.load(tile) != 0:"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", range(len(FAULTS)), ids=lambda i: f"{FAULTS[i][0]}-{i}")
+def test_wrong_kernels_are_found(directory, tmp_path, monkeypatch, fault):
+    family, name, right, wrong = FAULTS[fault]
+    module = f"planish.native.triton_{name}"
+    change(module, right, wrong, tmp_path, monkeypatch)
+    found = check(family, small(directory))
+    assert not found.passed
+    assert found.reason.startswith("wrong result: ")
+    assert is_lasting(found)
+
+
+def change(name: str, right: str, wrong: str, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """Replace some text in the source of a module."""
+    origin = importlib.util.find_spec(name).origin  # type: ignore[union-attr]
+    source = Path(str(origin)).read_text()
+    assert right in source
+    path = directory / "changed.py"
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+
+
+def checker(directory: Path, text: str) -> list[str]:
+    """A command whose program has the request as `request`, and `begin(family)` and `say(family,
+    passed, reason)`.
+    """
+    path = directory / "checker.py"
+    path.write_text(
+        textwrap.dedent(
+            """\
+            import json, os, signal, sys, time
+            request = json.load(sys.stdin)
+            def begin(family):
+                print(json.dumps({"begin": family}), flush=True)
+            def say(family, passed=True, reason=""):
+                verdict = {"family": family, "passed": passed, "reason": reason}
+                print(json.dumps({"verdict": verdict}), flush=True)
+            """
+        )
+        + textwrap.dedent(text)
+    )
+    return [sys.executable, str(path)]
+
+
+def test_a_family_that_crashes_fails_alone(tmp_path):
+    command = checker(
+        tmp_path,
+        """
+        print("a line of the driver's")
+        for family in request["families"]:
+            begin(family)
+            if family == "attention":
+                print("illegal memory access", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGSEGV)
+            say(family)
+        """,
+    )
+    found = run_checks(REQUEST, command)
+    assert [verdict.family for verdict in found] == list(FAMILIES)
+    (failed,) = [verdict for verdict in found if not verdict.passed]
+    assert failed.family == "attention"
+    assert failed.reason == "segmentation fault in the self-test: illegal memory access"
+    assert is_lasting(failed)
+
+
+def test_a_family_that_hangs_fails_alone(tmp_path):
+    command = checker(
+        tmp_path,
+        """
+        for family in request["families"]:
+            begin(family)
+            if family == "lora":
+                time.sleep(60)
+            say(family)
+        """,
+    )
+    found = run_checks(REQUEST, command, seconds=1)
+    (failed,) = [verdict for verdict in found if not verdict.passed]
+    assert failed == Verdict("lora", False, "timeout: no verdict within 1 seconds")
+    assert not is_lasting(failed)
+
+
+def test_a_family_with_an_error_fails_alone(tmp_path):
+    """The checker ends after it, since a CUDA context may be lost; the rest is checked anew."""
+    command = checker(
+        tmp_path,
+        """
+        for family in request["families"]:
+            begin(family)
+            say(family, family != "rope", "" if family != "rope" else "OutOfResources: shared memory")
+            if family == "rope":
+                sys.exit(1)
+        """,
+    )
+    assert [v.family for v in run_checks(REQUEST, command) if not v.passed] == ["rope"]
+
+
+@pytest.mark.parametrize("text", ["", "sys.exit(1)", "sys.exit('no torch')", "begin('unknown')"])
+def test_a_checker_that_says_nothing_fails_all_families(tmp_path, text):
+    found = run_checks(REQUEST, checker(tmp_path, text))
+    assert [verdict.family for verdict in found] == list(FAMILIES)
+    assert not any(verdict.passed for verdict in found)
+
+
+def test_a_checker_that_cannot_be_started_fails_all_families():
+    found = run_checks(REQUEST, ["/nowhere/python"])
+    assert not any(verdict.passed or is_lasting(verdict) for verdict in found)
+
+
+def test_without_a_compiler_nothing_else_is_tried(tmp_path):
+    """Triton's own words, with a PATH that has no compiler."""
+    script = """
+        import inspect
+        from triton.runtime.build import _build
+        lists = [[] for _ in list(inspect.signature(_build).parameters)[3:]]
+        for family in request["families"]:
+            begin(family)
+            try:
+                _build("launcher", "launcher.c", ".", *lists)
+            except Exception as error:
+                say(family, False, f"{type(error).__name__}: {error}")
+                open("runs", "a").write("1")
+                sys.exit(1)
+        """
+    command = [
+        sys.executable, "-c",
+        "import os, sys; os.chdir(sys.argv[2]); os.environ.pop('CC', None);"
+        "os.environ['PATH'] = ''; os.execv(sys.executable, [sys.executable, sys.argv[1]])",
+        checker(tmp_path, script)[1], str(tmp_path),
+    ]  # fmt: skip
+    found = run_checks(REQUEST, command)
+    assert [verdict.family for verdict in found] == list(FAMILIES)
+    assert (tmp_path / "runs").read_text() == "1"
+    assert not any(verdict.passed or is_lasting(verdict) for verdict in found)
+    warning = warning_of(found)
+    assert warning.count("Failed to find C compiler") == 1
+    assert "all GPU kernels of planish are off" in warning
+    assert "Install gcc and the headers of this Python (gcc and python3-dev)" in warning
+
+
+def test_missing_headers_are_named():
+    words = "CalledProcessError: main.c:1:10: fatal error: Python.h: No such file or directory"
+    assert "python3-dev" in gpu_check.remedy_of(words)
+    assert "gcc and" not in gpu_check.remedy_of(words)
+    assert not is_lasting(Verdict("lora", False, words))
+
+
+def test_a_warning_names_families_reasons_and_remedy():
+    found = [
+        Verdict(family, family not in ("lora", "rope"), "wrong result: x") for family in FAMILIES
+    ]
+    warning = warning_of(found)
+    assert warning.startswith("some GPU kernels of planish are off, and torch does their work")
+    assert "rope, lora: wrong result: x. " in warning
+    assert "PLANISH_KERNELS=torch" in warning
+    assert warning_of([Verdict(family, True) for family in FAMILIES]) == ""
+    off = warning_of([Verdict("lora", False, "OutOfMemoryError: CUDA out of memory")])
+    assert "End other programs on the GPU" in off
+
+
+def test_the_checker_checks_in_a_process_of_its_own(directory):
+    """Interpreted, and on a CPU, where no graph can be recorded."""
+    if DEVICE.type == "cuda":
+        pytest.skip("tests/gpu has the check on a GPU")
+    request = Request(str(directory), "float32", "cpu", ["norms", "graphs", "swiglu"])
+    found = run_checks(request)
+    assert [(v.family, v.passed) for v in found] == [
+        ("norms", True), ("graphs", False), ("swiglu", True),
+    ]  # fmt: skip
+    assert "no graph can be recorded" in found[1].reason
+
+
+class Gpu:
+    """What `admit_checked` asks of torch about a GPU, and a checker that counts its runs."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Request] = []
+        self.fails: dict[str, str] = {}
+        self.name = "NVIDIA Example"
+        monkeypatch.setenv("PLANISH_KERNELS", "auto")
+        monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: self.name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+        monkeypatch.setattr(gpu_check, "run_checks", self.run)
+        monkeypatch.setattr(kernels, "_admitted", {})
+        monkeypatch.setattr(kernels, "_elementwise", {})
+
+    def run(self, request: Request) -> list[Verdict]:
+        self.asked.append(request)
+        return [
+            Verdict(family, family not in self.fails, self.fails.get(family, ""))
+            for family in request.families
+        ]
+
+    def admit(self, heads: HeadShape = HEADS, shapes: tuple[int, ...] = (4096,)) -> None:
+        gpu_check.admit_checked(Path("/model"), shapes, heads, CUDA)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch) -> Gpu:
+    return Gpu(tmp_path, monkeypatch)
+
+
+def test_kernels_serve_a_gpu_only_once_they_are_checked(gpu, caplog):
+    assert not kernels.triton_serves(CUDA, "norms")
+    assert not kernels.triton_attends("attention", HEADS, CUDA)
+    with caplog.at_level("INFO"):
+        gpu.admit()
+    assert all(kernels.triton_serves(CUDA, family) for family in FAMILIES)
+    assert kernels.triton_attends("attention", HEADS, CUDA)
+    assert not kernels.triton_attends("attention", HeadShape(64, 3, torch.bfloat16), CUDA)
+    assert not kernels.triton_serves(torch.device("cuda", 1), "norms")
+    (line,) = caplog.messages
+    assert line == (
+        "compiling and checking GPU kernels for NVIDIA Example; this takes about a minute, once"
+    )
+
+
+def test_verdicts_are_kept_for_what_they_hold_for(gpu, monkeypatch):
+    gpu.admit()
+    gpu.admit()
+    assert len(gpu.asked) == 1
+    for change in (
+        lambda: gpu.admit(HeadShape(128, 8, torch.bfloat16)),
+        lambda: gpu.admit(HeadShape(128, 4, torch.float32)),
+        lambda: gpu.admit(shapes=(2048,)),
+        lambda: (setattr(gpu, "name", "NVIDIA Other"), gpu.admit()),
+        lambda: (monkeypatch.setattr(gpu_check, "driver_version", lambda: "1"), gpu.admit()),
+        lambda: (monkeypatch.setattr(torch, "__version__", "3.0"), gpu.admit()),
+        lambda: (monkeypatch.setattr(gpu_check, "version", lambda _: "4.0"), gpu.admit()),
+        lambda: (monkeypatch.setattr(gpu_check, "source_digest", lambda: "1"), gpu.admit()),
+    ):
+        asked = len(gpu.asked)
+        change()
+        assert len(gpu.asked) == asked + 1
+
+
+def test_a_damaged_file_of_verdicts_is_made_again(gpu, tmp_path):
+    gpu.admit()
+    (path,) = (tmp_path / "kernels").glob("verdicts-gpu-*.json")
+    path.write_text(path.read_text()[:-20])
+    gpu.admit()
+    assert len(gpu.asked) == 2
+    assert len(read_verdicts(path) or ()) == len(FAMILIES)
+
+
+def test_a_failure_that_can_be_mended_is_checked_again(gpu, caplog):
+    gpu.fails = {
+        "lora": "RuntimeError: Failed to find C compiler. Please specify via CC",
+        "rope": "wrong result: x",
+    }
+    gpu.admit()
+    assert not kernels.triton_attends("lora", HEADS, CUDA)
+    assert not kernels.triton_serves(CUDA, "rope")
+    assert kernels.triton_serves(CUDA, "swiglu")
+    (line,) = caplog.messages
+    assert line.startswith("some GPU kernels of planish are off")
+    gpu.fails = {}
+    gpu.admit()
+    assert gpu.asked[1].families == ["lora"]
+    assert kernels.triton_attends("lora", HEADS, CUDA)
+    assert not kernels.triton_serves(CUDA, "rope")
+
+
+def test_what_fails_for_one_model_serves_no_other_of_its_gpu(gpu):
+    """Norms do not know the model whose they are; attention does."""
+    other = HeadShape(64, 3, torch.bfloat16)
+    gpu.admit()
+    gpu.fails = {"norms": "wrong result: x", "attention": "wrong result: x"}
+    gpu.admit(other)
+    assert not kernels.triton_serves(CUDA, "norms")
+    assert kernels.triton_attends("attention", HEADS, CUDA)
+    assert not kernels.triton_attends("attention", other, CUDA)
+
+
+@pytest.mark.parametrize("wanted", ["torch", "triton"])
+def test_nothing_is_checked_where_kernels_are_off_or_forced(gpu, monkeypatch, wanted):
+    monkeypatch.setenv("PLANISH_KERNELS", wanted)
+    gpu.admit()
+    assert not gpu.asked
+    assert kernels.triton_serves(CUDA, "norms") == (wanted == "triton")
+
+
+def test_graphs_have_a_switch(monkeypatch):
+    for value, wants in (("0", False), ("1", True)):
+        monkeypatch.setenv("PLANISH_GRAPHS", value)
+        assert kernels.wants_graphs() == wants
+    monkeypatch.setenv("PLANISH_GRAPHS", "off")
+    with pytest.raises(UserError, match=r"PLANISH_GRAPHS='off': give 0 or 1"):
+        settings.EngineSettings(device="cpu")
