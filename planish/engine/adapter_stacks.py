@@ -8,7 +8,7 @@ with separate products; a stack is kept while its adapters stay together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from planish.model.lora import AdapterRows, LoraStack, LoraWeights, StackRows
@@ -37,8 +37,12 @@ class AdapterStacks:
         """Free the memory of all stacks, and let go of their adapters."""
         self._stacks = {}
 
-    def of(self, adapters: Sequence[AdapterRows]) -> list[AdapterRows | StackRows]:
-        """The same rows, with one entry for neighbours that can share products."""
+    def of(
+        self, adapters: Sequence[AdapterRows], stacks: Callable[[int], bool]
+    ) -> list[AdapterRows | StackRows]:
+        """The same rows, with one entry for neighbours that can share products. `stacks`: whether
+        adapters of a rank may.
+        """
         known, self._stacks = self._stacks, {}
         merged: list[AdapterRows | StackRows] = []
         for _, group in groupby(
@@ -46,7 +50,7 @@ class AdapterStacks:
         ):
             rows = list(group)
             members = tuple(one.weights for one in rows if one.weights is not None)
-            if len(members) < 2:
+            if len(members) < 2 or not stacks(members[0].layout.lora.rank):
                 merged += rows
                 continue
             stack = known.get(members) or LoraStack(members)

@@ -7,6 +7,7 @@ caller's thread, so that a name that cannot be loaded is an error of the call th
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from planish.engine.memory import DeviceMemory, ModelMemory
+from planish.engine.numerics import Numerics, describe
 from planish.engine.sampler import Sampler
 from planish.engine.settings import (
     EngineSettings,
@@ -28,6 +30,7 @@ from planish.engine.settings import (
     kernel_shapes,
 )
 from planish.engine.trainer import Trainer
+from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.sources import checked_mapping, resolve_model
@@ -59,6 +62,8 @@ class BaseModel:
         """Of the weights; `config.fingerprint()` is that of the architecture."""
         self.decoder = Decoder.load(directory, dtype, device)
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
+        self._tiling = tiling
+        self._must_be_invariant = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer, tiling)
         self._texts = _Texts(directory)
         # Nothing that a base model holds leads back to it: who lets go of it is to have its memory
@@ -68,6 +73,23 @@ class BaseModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.decoder.dtype
+
+    def numerics(self) -> Numerics:
+        """Return what to expect of the numbers: kernels, batch invariance, sampler against
+        trainer.
+        """
+        return describe(self.config, self.dtype, self.device, self._tiling)
+
+    def check_rank(self, rank: int) -> None:
+        """UserError if `deterministic=True` cannot be kept for adapters of this rank."""
+        # Asked in any case: looking at a rank for the first time would keep the engine waiting.
+        is_invariant = self._tiling is None or self._tiling.is_invariant(rank)
+        if self._must_be_invariant and not is_invariant:
+            raise UserError(
+                f"rank={rank}: deterministic=True cannot be kept, because torch's matmuls of this "
+                "rank depend on the batch on this machine; give another rank, or "
+                "deterministic=None"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -198,10 +220,13 @@ class BaseModels:
     def _load(self, directory: Path) -> BaseModel:
         memory = self._memory.claim(directory)
         try:
-            return BaseModel(directory, self._settings, memory)
+            model = BaseModel(directory, self._settings, memory)
         except BaseException:
             self._memory.release(directory)
             raise
+        names = [name for name, found in self._directories.items() if found == directory]
+        logging.getLogger(__name__).info("%s: %s", names[0], model.numerics().summary)
+        return model
 
     def directory(self, name: str) -> Path:
         """Where the files of this base model are."""

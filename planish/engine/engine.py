@@ -316,6 +316,7 @@ class Engine:
         else:
             base = self._models.get(name)
             layout = LoraLayout(base.config, lora)
+        base.check_rank(lora.rank)
         tenant = Tenant(op.model_id, base, name, layout, dict(op.user_metadata))
         if self._tenants.setdefault(op.model_id, tenant) is not tenant:
             raise UserError(f"model_id={op.model_id!r} is in use; give another")
@@ -330,6 +331,7 @@ class Engine:
             name = op.base_model or manifest.base_model
             base = self._models.get(name)
             layout = LoraLayout(base.config, manifest.lora)
+            base.check_rank(manifest.lora.rank)
             loaded = self._read(
                 path, base, layout, name, False, any_weights=op.base_model is not None
             )

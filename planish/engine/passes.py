@@ -71,7 +71,7 @@ class PlainPasses:
         self._head = head
         self._stacks = AdapterStacks()
         grouped = adapts_in_panels(decoder.config, decoder.dtype, decoder.device)
-        self._can_stack = not grouped and (tiling is None or tiling.stacks)
+        self._can_stack = not grouped
         self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
 
     def multiple(self, adapters: int) -> int:
@@ -90,7 +90,7 @@ class PlainPasses:
         adapters = rows.layout.adapters
         given: Sequence[AdapterRows | StackRows] = adapters
         if self.multiple(len(adapters)) > 1:
-            given = self._stacks.of(adapters)
+            given = self._stacks.of(adapters, self._tiling.stacks if self._tiling else _always)
         else:
             self._stacks.forget()
         hidden = self._hidden(rows, self._decode_attention(row_of, prompts, samples), given)
@@ -116,3 +116,7 @@ class PlainPasses:
             torch.tensor(numbers, device=device) for numbers in (rows.tokens, rows.positions)
         )
         return self._decoder.hidden(tokens, positions, attention, adapters, tile=tile)
+
+
+def _always(_rank: int) -> bool:
+    return True

@@ -166,17 +166,21 @@ def choose_tiling(
     """The row tiling of the sampler; None if it is not deterministic."""
     if deterministic is False or (deterministic is None and device.type != "cpu"):
         return None
-    found = _probed(config, dtype, device, torch.get_num_threads())
+    found = _probed(config, dtype, device, torch.get_num_threads(), bool(deterministic))
     # Fixed tiles cost more than a tenth of a rollout, so they are for those who ask.
     return FIXED if found is None and deterministic else found
 
 
 @lru_cache(maxsize=32)
 def _probed(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, _threads: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    _threads: int,
+    at_any_cost: bool,
 ) -> RowTiling | None:
     """Products of equal shapes are looked at once in a process for each number of threads."""
-    return probe(config, dtype, device)
+    return probe(config, dtype, device, at_any_cost=at_any_cost)
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -226,9 +226,11 @@ class _Forward:
             part = slice(rows.start, rows.stop)
             outs = out[part].split(linear.sizes, 1)
             if isinstance(rows.weights, LoraStack):
-                _add_stack_(x[part], outs, lora_site)
+                add_lora_stack_(x[part], outs, lora_site)
             else:
-                _add_lora_(_low(x[part], lora_site.a, self.tile), outs, lora_site.bs, self.tile)
+                add_lora_(
+                    lora_hidden(x[part], lora_site.a, self.tile), outs, lora_site.bs, self.tile
+                )
         return out
 
 
@@ -274,8 +276,8 @@ class _Adapted(torch.autograd.Function):
             if panels is not None:
                 low = panels.add_(x, out, linear.sizes)
             else:
-                low = _low(x, a, tile)
-                _add_lora_(low, out.split(linear.sizes, 1), bs, tile)
+                low = lora_hidden(x, a, tile)
+                add_lora_(low, out.split(linear.sizes, 1), bs, tile)
             ctx.save_for_backward(x, low, a, *bs)
         return out
 
@@ -292,23 +294,26 @@ class _Adapted(torch.autograd.Function):
         return grad_x, None, None, None, grad_a, *grad_bs
 
 
-def _low(x: Tensor, a: Tensor, tile: int | None) -> Tensor:
-    """The input within an adapter [T, n * rank]."""
+def lora_hidden(x: Tensor, a: Tensor, tile: int | None) -> Tensor:
+    """x [T, in] times A transposed, for the n linears that read x: [T, n * rank]."""
     if tile is None or x.shape[0] == tile:
         return x @ a.t()
     return torch.cat([part @ a.t() for part in x.split(tile)])
 
 
-def _add_lora_(low: Tensor, outs: Sequence[Tensor], bs: Sequence[Tensor], tile: int | None) -> None:
+def add_lora_(low: Tensor, outs: Sequence[Tensor], bs: Sequence[Tensor], tile: int | None) -> None:
+    """Add `low` [T, n * rank] times each linear's B transposed to its part [T, out] of the output,
+    in place.
+    """
     for out, part, b in zip(outs, low.chunk(len(outs), 1), bs, strict=True):
         if tile is None:
             out.addmm_(part, b.t())
         else:
-            out.add_(_low(part, b, tile))
+            out.add_(lora_hidden(part, b, tile))
 
 
-def _add_stack_(x: Tensor, outs: Sequence[Tensor], site: Site) -> None:
-    """_add_lora_ of n adapters, each of which has 1 / n of the rows."""
+def add_lora_stack_(x: Tensor, outs: Sequence[Tensor], site: Site) -> None:
+    """add_lora_ of n adapters, each of which has 1 / n of the rows."""
     n = site.a.shape[0]
     lows = torch.bmm(x.unflatten(0, (n, -1)), site.a.transpose(1, 2)).chunk(len(outs), dim=-1)
     for out, part, b in zip(outs, lows, site.bs, strict=True):

@@ -27,7 +27,7 @@ from torch import Tensor
 from planish.errors import UserError
 from planish.files import cache_home
 from planish.native.build import BuildError, library
-from planish.native.self_test import verdicts_of
+from planish.native.self_test import FAMILIES, verdicts_of
 from planish.native.threads import kernel_threads
 from planish.native.verdicts import Verdict
 
@@ -151,6 +151,7 @@ class Library(ctypes.CDLL):
     verdicts: Sequence[Verdict] = ()
     refused: Collection[str] = frozenset()
     """The families (self_test.FAMILIES) that torch replaces."""
+    uses_amx: bool = False
 
 
 under_test: Library | None = None
@@ -187,7 +188,8 @@ def loaded() -> Library | None:
     found.refused = frozenset(failed)
     if failed.keys() - {"amx", "log_sum_exp", "sampling"}:
         found.refused |= {"decode"}  # which is made of the other families
-    found.use_tiles(int(has_tiles and "amx" not in failed))
+    found.uses_amx = has_tiles and "amx" not in failed
+    found.use_tiles(int(found.uses_amx))
     return found
 
 
@@ -198,7 +200,8 @@ _REMEDY = (
 
 
 def serves(family: str) -> bool:
-    """Whether this family of the kernels may be used on this machine."""
+    """Whether this family of the kernels (self_test.FAMILIES) may be used on this machine."""
+    assert family in FAMILIES, family
     found = loaded()
     return found is not None and family not in found.refused
 

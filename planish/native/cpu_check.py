@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -430,17 +431,12 @@ def _decode(dtype: torch.dtype, tolerance: float) -> None:
     embedding, final_norm = torch.randn(50, d).to(dtype), torch.rand(d) + 0.5
     angles = torch.randn(80, e // 2)
     cos, sin = angles.cos(), angles.sin()
-    panels = [
-        PanelLayer(
-            *norm,
-            *(
-                part
-                for weight, bias in layer.values()
-                for part in (PanelWeight(weight, room), bias)
-            ),
-        )
-        for layer, norm in zip(weights, norms, strict=True)
-    ]
+    panels = []
+    for layer, norm_weights in zip(weights, norms, strict=True):
+        parts: list[Any] = [*norm_weights]
+        for weight, bias in layer.values():
+            parts += [PanelWeight(weight, room), bias]
+        panels.append(PanelLayer(*parts))
     whole = PanelPass(panels, embedding, final_norm, cos, sin, 1e-5, (heads, of_keys), inner)
     tokens, positions = torch.arange(rows) * 7, torch.arange(rows) + step.prompt
     table = PanelRows([(0, 3, AdapterPanels(adapters))], list(sizes))

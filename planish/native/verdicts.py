@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
-import tempfile
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -54,19 +55,15 @@ def read_verdicts(path: Path) -> list[Verdict] | None:
 def write_verdicts(path: Path, verdicts: Iterable[Verdict]) -> bool:
     """Replace this file's verdicts atomically. Return False where the directory is read-only."""
     text = json.dumps([asdict(verdict) for verdict in verdicts], indent=1)
-    unfinished = None
+    # Not a private temporary file: other users may share the cache.
+    unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.stem, suffix=".part", delete=False
-        ) as file:
-            unfinished = Path(file.name)
-            file.write(text)
+        unfinished.write_text(text)
         unfinished.replace(path)
     except OSError:
-        if unfinished is not None:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         return False
     return True
 

@@ -99,7 +99,7 @@ def test_neighbours_of_one_shape_are_stacked(decoder: Decoder):
         AdapterRows(16, 24, other),
     ]
     stacks = AdapterStacks()
-    first, *rest = stacks.of([*rows, AdapterRows(24, 32, None)])
+    first, *rest = stacks.of([*rows, AdapterRows(24, 32, None)], bool)
     assert isinstance(first, StackRows)
     assert (first.start, first.stop, first.weights.members) == (0, 8, (a, b))
     assert rest == [rows[2], rows[3], AdapterRows(24, 32, None)]
@@ -111,7 +111,7 @@ def test_a_stack_is_kept_while_its_adapters_are_together(decoder: Decoder):
 
     def stack(*members: LoraWeights) -> StackRows:
         (rows,) = stacks.of(
-            [AdapterRows(4 * i, 4 * i + 4, weights) for i, weights in enumerate(members)]
+            [AdapterRows(4 * i, 4 * i + 4, weights) for i, weights in enumerate(members)], bool
         )
         assert isinstance(rows, StackRows)
         return rows

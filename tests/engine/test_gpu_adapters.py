@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from planish.engine.gpu_adapters import AdapterTables
 from planish.model.config import ModelConfig, RopeConfig
-from planish.model.decoder import _add_lora_, _low, _site
+from planish.model.decoder import _site, add_lora_, lora_hidden
 from planish.model.lora import LAYER_SITES, AdapterRows, LoraLayout, LoraWeights, linear_shape
 from planish.types import LoraConfig
 
@@ -106,7 +106,9 @@ def assert_like_the_loop(
             lora = _site(one, layer, site)
             if lora is not None:
                 part = slice(one.start, one.stop)
-                _add_lora_(_low(x[part], lora.a, None), right[part].split(sizes, 1), lora.bs, None)
+                add_lora_(
+                    lora_hidden(x[part], lora.a, None), right[part].split(sizes, 1), lora.bs, None
+                )
         close(found, right, dtype)
         assert torch.equal(found.eq(out).all(1), right.eq(out).all(1)), (
             f"{site}: other rows than those of its adapters"

@@ -2,18 +2,30 @@
 rows.
 """
 
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from planish.engine import row_tiling
-from planish.engine.row_tiling import FIXED, RowTiling, cancelling, probe
+from planish.engine.engine import Engine
+from planish.engine.row_tiling import FIXED, LoraNeeds, RowTiling, cancelling, probe
+from planish.engine.sampler import Sampler, SamplerSettings
+from planish.engine.settings import EngineSettings
+from planish.errors import UserError
 from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder, add_lora_, lora_hidden
 from planish.model.linear import FrozenLinear
 from planish.model.lora import LoraLayout, LoraWeights, adapts_in_panels
+from planish.native import cpu
 from planish.native.cpu_products import multiplies
+from planish.service import CreateModel, Sample
 from planish.testing import tiny_model
-from planish.types import LoraConfig
+from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 CPU = torch.device("cpu")
 COUNTS = (*range(1, 70), 100, 150, 239, 240)
@@ -60,34 +72,126 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("vocab_size", "looked_at"), [(4128, set()), (32001, {(8, 64), (4097, 8)})]
-)
-def test_what_our_own_kernels_multiply_is_not_looked_at(
-    tmp_path, monkeypatch, dtype, vocab_size, looked_at
-):
+@pytest.mark.parametrize(("vocab_size", "sizes"), [(4128, []), (32001, [(4097,)])])
+def test_what_our_own_kernels_multiply_is_not_looked_at(tmp_path, dtype, vocab_size, sizes):
     """Of adapters of a head that they do not serve, a part is looked at which they would not serve
     either.
     """
     config = ModelConfig.from_directory(tiny_model(tmp_path, vocab_size=vocab_size))
     if not multiplies(64, 64, dtype, CPU):
         pytest.skip("this machine has no kernels of our own")
-    seen = []
-    look = row_tiling._Look.agreeing
-
-    def agreeing(self, shapes, *how, **named):
-        seen.append(set(shapes))
-        return look(self, seen[-1], *how, **named)
-
-    monkeypatch.setattr(row_tiling._Look, "agreeing", agreeing)
+    assert [site.sizes for site in row_tiling._torch_sites(config, dtype, CPU)] == sizes
     tiling = probe(config, dtype, CPU)
-    base, *by_rank = seen
-    assert not base
-    assert looked_at in by_rank
-    if not looked_at:
-        assert not any(by_rank)
-        assert tiling is not None
-        assert tiling.padded(1, None) == 1
+    assert tiling is not None
+    assert tiling.padded(1, None) == 1
+    assert (tiling.lora is None) == (not sizes)
+
+
+@pytest.fixture
+def _matmuls_of_torch(monkeypatch):
+    """The mixed path: our own kernels serve, but for matmuls."""
+    library = cpu.loaded()
+    if library is None:
+        pytest.skip("this machine has no kernels of our own")
+    monkeypatch.setattr(library, "refused", frozenset({"matmul", "decode"}))
+
+
+def of_rank(rank: int) -> Any:
+    return SimpleNamespace(layout=SimpleNamespace(lora=SimpleNamespace(rank=rank)))
+
+
+@pytest.mark.usefixtures("_matmuls_of_torch")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param((1, 2, 4, 7, 33), id="some"),
+        pytest.param(range(1, 65), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_every_rank_are_padded_enough(tmp_path, ranks, dtype):
+    """On fresh numbers, as the decoder makes its matmuls: one A for the linears of one input."""
+    tiny_model(tmp_path, family="qwen3", hidden_size=128, intermediate=384)
+    config = ModelConfig.from_directory(tmp_path)
+    tiling = probe(config, dtype, CPU, at_any_cost=True)
+    if tiling is None:
+        pytest.skip("this machine's products differ at every multiple")
+    wrong, padded = [], set()
+    for rank in ranks:
+        assert tiling.is_invariant(rank)
+        for sizes, fan_in in (((64, 32, 32), 128), ((384, 384), 128), ((128,), 384)):
+            x, a = (t.to(dtype) for t in cancelling(512, len(sizes) * rank, fan_in))
+            pairs = [cancelling(512, size, rank) for size in sizes]
+            low = torch.cat([low for low, _ in pairs], 1).to(dtype)
+            bs = [b.to(dtype) for _, b in pairs]
+
+            def added(low: torch.Tensor, sizes: Any = sizes, bs: Any = bs) -> torch.Tensor:
+                out = low.new_zeros(len(low), sum(sizes))
+                add_lora_(low, out.split(sizes, 1), bs, None)
+                return out
+
+            for product, given in ((partial(lora_hidden, a=a, tile=None), x), (added, low)):
+                whole = product(given)
+                for count in (1, 2, 3, 5, 9, 17, 40, 70, 77, 130, 150, 203, 300):
+                    rows = tiling.padded(count, of_rank(rank))
+                    padded.add(rows > count)
+                    if not torch.equal(product(given[:rows])[:count], whole[:count]):
+                        wrong.append((rank, sizes, count, rows))
+    assert not wrong
+    assert padded == {True, False}
+
+
+@pytest.mark.usefixtures("_matmuls_of_torch")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_samples_are_the_same_beside_adapters_of_other_ranks(tmp_path, dtype):
+    tiny_model(tmp_path, "qwen3", hidden_size=128, intermediate=384, dtype="bfloat16")
+    decoder = Decoder.load(tmp_path, dtype, CPU)
+    tiling = probe(decoder.config, dtype, CPU, at_any_cost=True)
+    if tiling is None:
+        pytest.skip("this machine's products differ at every multiple")
+    adapters = {}
+    for rank in (1, 2, 3, 4, 7, 16, 33):
+        layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
+        noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(rank))
+        adapters[rank] = LoraWeights(layout, layout.init(rank) + noise, dtype, CPU)
+
+    def sampled(asked: list[tuple[int, int]]) -> list[list[tuple[list[int], list[float]]]]:
+        sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+        futures: list[Future[SampleResponse]] = []
+        for rank, seed in asked:
+            prompt = ModelInput.from_ints([(seed * 7 + i) % 250 for i in range(5 + 3 * seed)])
+            params = SamplingParams(max_tokens=6 + seed, seed=seed, stop=[])
+            futures.append(Future())
+            op = Sample("s", prompt, 2, params)
+            sampler.submit(op, adapters[rank], f"rank {rank}", futures[-1])
+        while sampler.busy:
+            sampler.step()
+        return [
+            [(list(one.tokens), list(one.logprobs)) for one in future.result().sequences]
+            for future in futures
+        ]
+
+    asked = [(rank, seed) for seed in (0, 3) for rank in adapters]
+    together = sampled(asked)
+    for each, found in zip(asked, together, strict=True):
+        assert sampled([each]) == [found]
+
+
+def test_a_rank_that_no_padding_serves_is_refused_where_it_is_promised(tmp_path, monkeypatch):
+    model = tiny_model(tmp_path / "model")
+    for deterministic in (True, None):
+        settings = EngineSettings(dtype="float32", deterministic=deterministic)
+        engine = Engine({"m": str(model)}, tmp_path / "data", settings)
+        base = engine._models.get("m")
+        tiling = RowTiling(lora=lambda rank: LoraNeeds(None if rank == 1 else 4))
+        monkeypatch.setattr(base, "_tiling", tiling)
+        engine.submit(CreateModel("a", "m", LoraConfig(rank=2))).result()
+        if deterministic:
+            with pytest.raises(UserError, match=r"rank=1.*deterministic=True.*another rank"):
+                engine.submit(CreateModel("b", "m", LoraConfig(rank=1)))
+        else:
+            engine.submit(CreateModel("b", "m", LoraConfig(rank=1))).result()
+        engine.close()
 
 
 def test_rows_are_padded_to_the_least_then_to_the_multiple(tmp_path):
@@ -98,9 +202,10 @@ def test_rows_are_padded_to_the_least_then_to_the_multiple(tmp_path):
         rank: LoraWeights(layout, layout.init(0), torch.float32, CPU)
         for rank, layout in layouts.items()
     }
-    tiling = RowTiling(multiple=4, least=2, lora_least=((4, 16), (16, 8)))
+    needs = {1: LoraNeeds(None), 8: LoraNeeds(16), 20: LoraNeeds(8, 16)}
+    tiling = RowTiling(multiple=4, least=2, lora=needs.__getitem__)
     assert [tiling.padded(n, None) for n in (1, 2, 4, 5)] == [4, 4, 4, 8]
-    assert [tiling.padded(3, weights[rank]) for rank in (1, 8, 20)] == [4, 16, 8]
+    assert [tiling.padded(3, weights[rank]) for rank in (1, 8, 20)] == [4, 16, 16]
     assert tiling.padded(17, weights[8]) == 20
     assert RowTiling().padded(1, weights[8]) == 1
 

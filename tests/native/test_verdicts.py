@@ -22,6 +22,8 @@ def test_verdicts_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert write_verdicts(path, VERDICTS)
     assert read_verdicts(path) == VERDICTS
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+    (path.parent / "ordinary").touch()
+    assert path.stat().st_mode == (path.parent / "ordinary").stat().st_mode  # others may read it
 
 
 def test_each_part_of_the_key_gives_another_file(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""What to expect of the numbers of a loaded base model: its kernels, batch invariance, and how far
+sampled and trained logprobs lie apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from planish.engine.row_tiling import RowTiling
+from planish.engine.settings import head_shape
+from planish.model.config import ModelConfig
+from planish.model.lora import adapts_in_panels
+from planish.native import cpu, kernels
+from planish.native.cpu_products import multiplies
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The numerics of one base model on one device, as `describe` found them."""
+
+    device: str
+    dtype: str
+    """Of the matmuls: "bfloat16" or "float32"."""
+    kernels: str
+    """Which kernels serve, such as "C++ kernels (AVX512_BF16)" or "torch"."""
+    replaced: tuple[str, ...]
+    """Families of the kernels that torch replaces here (FAMILIES of self_test.py, or kernels.py)."""
+    is_batch_invariant: bool
+    """Whether a sample with a seed has the same bits whatever else the engine does. LoRA of single
+    low ranks may be an exception where torch multiplies, which a warning names.
+    """
+    expected_kl: float
+    """`optim/kl_sample_train_v2` of a healthy on-policy step is at most about this; 0: exactly."""
+    alarm_kl: float
+    """Above this, something other than rounding separates sampler and trainer."""
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        replaced = f", torch for {', '.join(self.replaced)}" if self.replaced else ""
+        invariant = (
+            "batch-invariant"
+            if self.is_batch_invariant
+            else "not batch-invariant: a seed may give other tokens beside other requests "
+            "(deterministic=True prevents that, slower)"
+        )
+        expected = f"up to about {self.expected_kl:g}" if self.expected_kl else "0"
+        return (
+            f"{self.dtype} on {self.device}, {self.kernels}{replaced}; {invariant}; on-policy "
+            f"kl_sample_train_v2 is {expected}, and above {self.alarm_kl:g} something is wrong"
+        )
+
+
+def describe(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, tiling: RowTiling | None
+) -> Numerics:
+    """Return the numerics of a model of this architecture. `tiling` is that of its sampler."""
+    library = cpu.loaded() if device.type == "cpu" else None
+    name = "torch"
+    replaced: set[str] = set()
+    if library is not None:
+        name = f"C++ kernels ({cpu.instructions()}{', AMX' if library.uses_amx else ''})"
+        replaced = {*library.refused} - {"amx"}
+        if not multiplies(config.hidden_size, config.hidden_size, dtype, device):
+            replaced |= {"matmul"}
+        if not adapts_in_panels(config, dtype, device):
+            replaced |= {"lora"}
+        if not cpu.attends(config.head_dim, dtype, device):
+            replaced |= {"attention"}
+    elif device.type == "cuda":
+        heads = head_shape(config, dtype)
+        served = {each for each in kernels.FAMILIES if kernels.triton_attends(each, heads, device)}
+        if served:
+            name, replaced = "Triton kernels", {*kernels.FAMILIES} - served
+    is_native = library is not None and not replaced & {"matmul", "lora", "attention"}
+    # The trainer does not compute in fixed tiles, so there its matmuls have an order of their own.
+    is_one_order = is_native or (tiling is not None and tiling.tile is None)
+    if is_one_order:
+        # Torch's log-sum-exp may differ in its last bit, and ties of logits may fall either way.
+        expected, alarm = (0.0, 1e-6) if is_native and not replaced else (1e-8, 1e-4)
+    else:
+        expected, alarm = (1e-3, 1e-2) if dtype == torch.bfloat16 else (1e-8, 1e-4)
+    return Numerics(
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        kernels=name,
+        replaced=tuple(sorted(replaced)),
+        is_batch_invariant=tiling is not None or is_native,
+        expected_kl=expected,
+        alarm_kl=alarm,
+    )

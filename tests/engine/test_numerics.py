@@ -1,0 +1,102 @@
+"""What a loaded base model says of its numbers is what they are."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from test_sampler_equals_trainer import gap
+
+from planish.engine.engine import Engine
+from planish.engine.numerics import describe
+from planish.engine.row_tiling import FIXED, RowTiling, probe
+from planish.engine.settings import EngineSettings, head_shape
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.native import cpu, kernels
+from planish.testing import tiny_model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HALF, FLOAT = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ModelConfig:
+    path = tiny_model(tmp_path_factory.mktemp("model"), vocab_size=320)
+    return ModelConfig.from_directory(path)
+
+
+@pytest.fixture
+def library() -> cpu.Library:
+    found = cpu.loaded()
+    if found is None or not found.multiplies_bf16():
+        pytest.skip("this machine does not multiply bf16 by our kernels")
+    return found
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("deterministic", [RowTiling(), None])
+def test_our_own_kernels_are_exact(library, config, dtype, deterministic):
+    found = describe(config, dtype, CPU, deterministic)
+    assert found.kernels.startswith("C++ kernels (")
+    assert (found.replaced, found.is_batch_invariant) == ((), True)
+    assert (found.expected_kl, found.alarm_kl) == (0, 1e-6)
+    assert "kl_sample_train_v2 is 0" in found.summary
+
+
+def test_families_that_torch_replaces_are_named(library, config, monkeypatch):
+    monkeypatch.setattr(library, "refused", frozenset({"matmul", "decode"}))
+    padded, free = (
+        describe(config, HALF, CPU, RowTiling(least=4)),
+        describe(config, HALF, CPU, None),
+    )
+    assert "torch for decode, lora, matmul" in free.summary
+    assert padded.is_batch_invariant
+    assert padded.expected_kl == 1e-8
+    assert not free.is_batch_invariant
+    assert (free.expected_kl, free.alarm_kl) == (1e-3, 1e-2)
+    assert "not batch-invariant" in free.summary
+    assert "deterministic=True" in free.summary
+
+
+def test_without_kernels_and_in_fixed_tiles(config, monkeypatch):
+    monkeypatch.setattr(cpu, "loaded", lambda: None)
+    tiles, plain = describe(config, HALF, CPU, FIXED), describe(config, FLOAT, CPU, None)
+    assert tiles.kernels == plain.kernels == "torch"
+    assert tiles.is_batch_invariant
+    assert tiles.alarm_kl == 1e-2  # the trainer does not compute in tiles
+    assert not plain.is_batch_invariant
+    assert plain.alarm_kl == 1e-4
+
+
+def test_a_gpu_names_what_passed_its_check(config, monkeypatch):
+    assert describe(config, HALF, GPU, None).kernels == "torch"
+    heads = head_shape(config, HALF)
+    monkeypatch.setattr(kernels, "_admitted", {(GPU, heads): {*kernels.FAMILIES} - {"lora"}})
+    found = describe(config, HALF, GPU, None)
+    assert found.summary.startswith("bfloat16 on cuda:0, Triton kernels, torch for lora; not")
+    assert found.alarm_kl == 1e-2
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("path", ["native", "matmul", "log_sum_exp", "torch"])
+def test_the_gap_is_as_expected(library, path, dtype, tmp_path, monkeypatch):
+    """Sampler and trainer of a small model on each path."""
+    if path == "torch":
+        monkeypatch.setattr(cpu, "loaded", lambda: None)
+    elif path != "native":
+        monkeypatch.setattr(library, "refused", frozenset({path, "decode"}))
+    name = str(dtype).removeprefix("torch.")
+    tiny_model(tmp_path, "qwen3", kv_heads=4, intermediate=128, vocab_size=320, dtype=name)
+    decoder = Decoder.load(tmp_path, dtype, CPU)
+    expected = describe(decoder.config, dtype, CPU, probe(decoder.config, dtype, CPU))
+    assert 0.5 * np.mean(gap(decoder, 1.0) ** 2) <= expected.expected_kl
+
+
+def test_a_loaded_model_says_it_in_one_line(tmp_path, caplog):
+    model = tiny_model(tmp_path / "model")
+    engine = Engine({"m": str(model)}, tmp_path / "data", EngineSettings(dtype="float32"))
+    with caplog.at_level(logging.INFO, "planish"):
+        numerics = engine._models.get("m").numerics()
+    engine.close()
+    assert [numerics.summary in record.message for record in caplog.records].count(True) == 1
