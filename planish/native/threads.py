@@ -1,5 +1,5 @@
-"""How many threads compute on the CPU, how long they spin before they sleep, and how long Python's
-threads wait for the interpreter lock.
+"""The number of threads that compute on the CPU, how they wait, and how long Python's threads wait
+for the interpreter lock.
 
 Our kernels run on a pool of their own (cpp/pool.h). torch's operations run on OpenMP threads, which
 by default spin for milliseconds after each operation and so keep cores from the pool and from other
@@ -31,19 +31,19 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class _Own(local):
-    """What a thread of Python knows of its own threads for computing."""
+    """Settings of one Python thread."""
 
     is_engine = False
     kernel_threads = 0
-    """How many the kernels use that it calls; 0: as many as torch."""
+    """Threads of the kernels that it calls; 0 means as many as torch uses."""
 
 
 _own = _Own()
 
 SWITCH_SECONDS = 2e-4
-"""How long a Python thread keeps the interpreter lock while others want it, as long as an engine
-runs. An operation of torch gives the lock up and takes it back, so beside a busy Python thread
-Python's default of 5 ms makes a decoding step of 45 operations take 58 ms instead of 1.
+"""Python's switch interval while an engine runs. Every operation of torch releases the interpreter
+lock and takes it back, so beside a busy Python thread Python's default of 5 ms makes a decoding step
+of 45 operations take 58 ms instead of 1.
 """
 _PYTHONS_OWN = 5e-3
 _lock = Lock()
@@ -51,17 +51,18 @@ _holders = 0
 
 
 def spin_shortly() -> None:
-    """Have torch's OpenMP threads sleep soon when they have nothing to do. Called when planish is
-    imported; without effect where torch is loaded already or the environment says how to wait.
+    """Make torch's OpenMP threads sleep soon after an operation. planish calls this when it is
+    imported. It has no effect if torch is loaded already, or if the environment says how OpenMP
+    threads wait.
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
         os.environ[SPIN_VARIABLE] = SPINS
 
 
 def limit_threads() -> None:
-    """Let torch, and with it our kernels, use no more threads than the processor time that this
-    process may use; says so in the log. What the user set stays: OMP_NUM_THREADS,
-    MKL_NUM_THREADS, or a number given to torch.set_num_threads.
+    """Reduce the threads of torch and of our kernels to the processors that this process may keep
+    busy, and log it. A number that the user chose stays: OMP_NUM_THREADS, MKL_NUM_THREADS or
+    torch.set_num_threads.
     """
     import torch
 
@@ -83,8 +84,8 @@ def limit_threads() -> None:
 
 
 def usable_cpus() -> int:
-    """How many processors this process may keep busy: by its affinity, and by the CPU quota of its
-    control groups, rounded up.
+    """Return how many processors this process may keep busy: those of its affinity, or the CPU
+    quota of its control groups, rounded up, if that is less.
     """
     quota = cpu_quota()
     return _affinity() if quota is None else max(1, min(_affinity(), math.ceil(quota)))
@@ -93,8 +94,8 @@ def usable_cpus() -> int:
 def cpu_quota(
     memberships: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS
 ) -> float | None:
-    """Processor seconds that the control groups of this process (version 1 or 2) allow per second;
-    None if they set no limit or cannot be read.
+    """Return the processor seconds per second that the control groups of this process (version 1
+    or 2) allow, or None if they set no limit or cannot be read.
     """
     found: list[float] = []
     with suppress(OSError):
@@ -109,8 +110,8 @@ def cpu_quota(
 
 
 def _limits(mount: Path, path: str, quota: Callable[[Path], float | None]) -> Iterator[float]:
-    """The quotas of a group and of all groups that it lies in. In a container the group's path is
-    often the host's, of which the mount shows the last part as its root.
+    """Yield the quotas of a group and of all groups that contain it. In a container the path is
+    often the host's, while the container's own group is the root of the mount.
     """
     inner = PurePosixPath(path.lstrip("/"))
     for group in (inner, *inner.parents):
@@ -167,8 +168,8 @@ def _openmp() -> Any:
 
 @contextmanager
 def engine_thread() -> Iterator[None]:
-    """What holds in the engine thread: its torch operations leave the threads to the kernels, and
-    Python's threads take turns quickly.
+    """Prepare the calling thread to be an engine thread: torch's operations leave the processors to
+    the kernels (`kernel_threads`), and Python's threads take turns quickly.
     """
     _own.is_engine = True
     with short_switch_interval():
@@ -177,9 +178,8 @@ def engine_thread() -> Iterator[None]:
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Inside, a thread that wants the interpreter lock gets it within SWITCH_SECONDS. Several
-    threads may be inside; the last one that leaves restores Python's default. An interval that the
-    program chose itself stays.
+    """Set Python's switch interval to SWITCH_SECONDS, unless the program has changed it. Several
+    threads may hold this context; the last one that leaves it restores Python's default.
     """
     global _holders
     with _lock:

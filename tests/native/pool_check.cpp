@@ -1,5 +1,7 @@
 // Runs the pool of cpp/pool.h in the way that argv[1] names; the exit status is 0 if all was right.
 
+#include <sys/wait.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -7,8 +9,6 @@
 #include <stdexcept>
 #include <thread>
 #include <vector>
-
-#include <sys/wait.h>
 
 #include "vectors.h"
 

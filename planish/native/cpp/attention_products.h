@@ -337,8 +337,8 @@ void weigh(const Weighted& values, int64_t rows, int64_t pairs, int64_t e, float
     });
 }
 
-// What a thread needs for one block and head. It is kept from call to call: fresh pages cost as
-// much as what is written to them.
+// A thread's buffers for one block and head. They are kept from call to call, because fresh pages
+// cost as much as what is written to them.
 struct Scratch {
     Room q, s, o, g, d, stats, k, v, pairs, twice;
 

@@ -52,28 +52,30 @@ void norm_heads(X* x, int64_t stride, const float* weight, float eps, int64_t ro
         }
 }
 
-// From qkv [T, (Hq + 2 Hkv) * E] of one layer: queries and keys are normed, where the family norms
-// them, and rotated, and keys and values appended to their rows' own ranges. One region, since each
-// of these takes a few microseconds.
+// Norms (if the family has such norms) and rotates queries and keys of qkv [T, (Hq + 2 Hkv) * E],
+// and appends keys and values to the private ranges of their rows. All of it is one parallel
+// region, because each part takes only a few microseconds.
 template <class X>
 void heads_of_rows(const Pass<X>& p, const Layer<X>& own, const Attention& attention, X* qkv,
                    const float* cos, const float* sin, X* q, X* k, int threads) {
     const int64_t e = attention.e, heads = attention.heads, of_queries = heads * attention.group,
                   q_size = of_queries * e, k_size = heads * e, stride = q_size + 2 * k_size;
-    parallel(p.rows, p.rows * stride, threads, [=, &p, &own, &attention](int64_t first, int64_t last) {
-        const int64_t rows = last - first, angles = first * (e / 2);
-        X *queries = qkv + first * stride, *keys = queries + q_size;
-        if (own.q_norm) norm_heads(queries, stride, own.q_norm, p.eps, rows, of_queries, e);
-        if (own.k_norm) norm_heads(keys, stride, own.k_norm, p.eps, rows, heads, e);
-        rotate(queries, stride, cos + angles, sin + angles, 1.0f, q + first * q_size, rows,
-               of_queries, e, 1);
-        rotate(keys, stride, cos + angles, sin + angles, 1.0f, k + first * k_size, rows, heads, e,
-               1);
-        for (int64_t i = 0; i < p.entries; i++)
-            if (const int64_t row = attention.rows[i]; row >= first && row < last)
-                keep(attention.own + i, attention.rows + i, 1, k, k_size, qkv + q_size + k_size,
-                     stride, heads, e);
-    });
+    parallel(p.rows, p.rows * stride, threads,
+             [=, &p, &own, &attention](int64_t first, int64_t last) {
+                 const int64_t rows = last - first, angles = first * (e / 2);
+                 X *queries = qkv + first * stride, *keys = queries + q_size;
+                 if (own.q_norm)
+                     norm_heads(queries, stride, own.q_norm, p.eps, rows, of_queries, e);
+                 if (own.k_norm) norm_heads(keys, stride, own.k_norm, p.eps, rows, heads, e);
+                 rotate(queries, stride, cos + angles, sin + angles, 1.0f, q + first * q_size, rows,
+                        of_queries, e, 1);
+                 rotate(keys, stride, cos + angles, sin + angles, 1.0f, k + first * k_size, rows,
+                        heads, e, 1);
+                 for (int64_t i = 0; i < p.entries; i++)
+                     if (const int64_t row = attention.rows[i]; row >= first && row < last)
+                         keep(attention.own + i, attention.rows + i, 1, k, k_size,
+                              qkv + q_size + k_size, stride, heads, e);
+             });
 }
 
 // out [T, D]: hidden states after the final norm. Call by call the same as model/decoder.py.

@@ -1,9 +1,9 @@
 // Threads of our own that share the work of a kernel.
 //
-// OpenMP is not used, because its threads meet at the end of every region: where another process
-// takes a core, all wait until the scheduler runs the one that shares that core. Here the caller
-// takes part, and work is claimed in chunks. A worker that the scheduler does not run claims
-// nothing, so nobody waits for it. Waiting is a short spin, then a sleep in the kernel.
+// OpenMP threads meet at the end of every region. If another process takes a core, all of them wait
+// until the scheduler runs the thread on that core again. Here the calling thread takes part, and
+// threads claim the work in chunks. A worker that the scheduler does not run claims nothing, so
+// nothing waits for it. A thread that waits spins for a short time and then sleeps.
 
 #pragma once
 
@@ -19,13 +19,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <new>
 
 namespace {
 
 using Futex = std::atomic<uint32_t>;
 static_assert(sizeof(Futex) == 4 && Futex::is_always_lock_free, "as the system call reads it");
 
-// Sleeps while `word` has this value; may return early.
+// Sleeps while `word` has the given value; may return early.
 inline void futex_wait(Futex& word, uint32_t value) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
@@ -39,7 +40,7 @@ inline int64_t now_ns(clockid_t clock = CLOCK_MONOTONIC) {
     return at.tv_sec * 1'000'000'000LL + at.tv_nsec;
 }
 
-// Whether done() held within so many nanoseconds.
+// Calls done() again and again; returns whether it became true within `nanoseconds`.
 template <class F>
 bool spin_until(int64_t nanoseconds, F done) {
     for (const int64_t end = now_ns() + nanoseconds; now_ns() < end;)
@@ -50,17 +51,17 @@ bool spin_until(int64_t nanoseconds, F done) {
     return done();
 }
 
-// What a worker does where others want the processor that it runs on. Beside a busy process it
-// would be stopped for milliseconds within a chunk, and the caller wait for it: so it rests instead,
-// for longer each time, and the caller computes alone. Times between rests show whether that is
-// still so.
+// How a worker gives way to other programs. Beside a busy process the scheduler stops a worker for
+// milliseconds in the middle of a chunk, and the caller waits for that chunk. So a worker rests
+// after such an interruption, for longer if interruptions follow each other, and the caller
+// computes alone meanwhile.
 class Contention {
     static constexpr int64_t MS = 1'000'000, TOLERATED_NS = MS / 2, LEAST_REST_NS = 2 * MS,
                              MOST_REST_NS = 64 * MS;
     int64_t rest_ns = LEAST_REST_NS, rested_at = 0, moved_at = 0;
 
   public:
-    // f(), and then a rest if others had the processor meanwhile for longer than is tolerated.
+    // Calls f, and rests if the worker did not run for more than TOLERATED_NS of that time.
     template <class F>
     void watch(F f) {
         const int64_t begun = now_ns(), used = now_ns(CLOCK_THREAD_CPUTIME_ID);
@@ -77,8 +78,8 @@ class Contention {
         rested_at = now_ns();
     }
 
-    // Leaves the processor of the caller, of whose time it would compute, for another one; not if
-    // that did not help a moment ago, or there is no other one.
+    // Moves this thread to another processor: on the caller's it would only delay the caller.
+    // Returns false if there is no other processor, or if a move a moment ago did not help.
     bool move() {
         const int64_t now = now_ns();
         cpu_set_t allowed, others;
@@ -94,9 +95,8 @@ class Contention {
 
 class Pool {
   public:
-    // The pool of this process. It lives as long as the process does, so that workers may run while
-    // static objects are destroyed. The child of a fork, which has none of the workers, gets a new
-    // one.
+    // Returns the pool of this process. It is never destroyed, because workers may still run while
+    // static objects are destroyed. A forked child has no workers, so it gets a new pool.
     static Pool& shared() {
         static const bool registered = [] {
             current() = new Pool;
@@ -107,10 +107,10 @@ class Pool {
         return *current();
     }
 
-    // f(first, last) for runs of 0 .. n - 1 that are disjoint and cover all, each of at least
-    // `grain` (but for the last of a thread's share) and at most `most`; by at most `threads`
-    // threads, of which the caller is one. f must not throw. The caller does everything where the
-    // workers serve another caller.
+    // Calls f(first, last) for chunks that together cover 0 .. n - 1, each item once, on at most
+    // `threads` threads, of which the caller is one. A chunk has at most `most` items and at least
+    // `grain`, except for the last of a thread's share. f must not throw. While the workers serve
+    // another caller, this caller does all the work itself.
     template <class F>
     void run(int64_t n, int64_t grain, int64_t most, int threads, F f) {
         if (threads < 2 || n <= grain || is_taken.exchange(true, std::memory_order_acquire))
@@ -133,16 +133,16 @@ class Pool {
     }
 
   private:
-    // How long a thread spins before it sleeps. Between two regions of a decoding step lie some
-    // microseconds, which a sleep and a wake would multiply; docs/log.md has what was measured.
+    // How long a thread spins before it sleeps. The regions of a decoding step follow each other
+    // within microseconds, and waking a sleeping thread takes longer (docs/log.md).
     static constexpr int64_t WORKER_SPIN_NS = 200'000, CALLER_SPIN_NS = 200'000;
     static constexpr int MOST_THREADS = 256;
 
-    // Equal parts of the work. Threads that run at the same speed end at the same time, and one
-    // meets the rows again that it computed in the region before; whoever is done first goes on
-    // with what is left of the others' shares.
+    // One thread's part of the work. Shares are equal, so threads of equal speed end together, and
+    // a thread finds the rows of the region before in its cache. A thread that has finished its
+    // share continues with what is left of the others'.
     struct alignas(64) Share {
-        std::atomic<int64_t> next{0};  // the first that nobody has claimed
+        std::atomic<int64_t> next{0};  // the first item that is not claimed yet
         int64_t end = 0;
     };
     struct Job {
@@ -151,26 +151,26 @@ class Pool {
         int64_t grain, most;
         int shares;
     };
-    // May be read only by the caller, and by workers that are counted in `gate`.
+    // Only the caller and the workers that `gate` counts may read these two.
     Job job;
     Share shares[MOST_THREADS];
 
-    // Whether workers may enter, whether the caller sleeps until the last one left, how many may
-    // still enter, and how many are inside.
+    // The bits of `gate`: whether workers may enter, whether the caller sleeps until the last
+    // worker leaves, how many workers may still enter, and how many are inside.
     static constexpr uint32_t OPEN = 1u << 31, ASLEEP = 1u << 30, SEAT = 1u << 12,
                               INSIDE = SEAT - 1;
     alignas(64) Futex gate{0};
     alignas(64) Futex ticket{0};  // the number of jobs so far
     std::atomic<int> sleepers{0}, caller_cpu{0};
     alignas(64) std::atomic<bool> is_taken{false};
-    int workers = 0;  // written by who holds `is_taken`
+    int workers = 0;  // belongs to the caller that has set `is_taken`
 
     static Pool*& current() {
         static Pool* found = nullptr;
         return found;
     }
 
-    // Chunks shrink as less is left of a share: few claims, and little to wait for in the end.
+    // Each claim takes half of what is left of a share: few claims, and a short last chunk.
     void work(int thread) {
         for (int i = 0; i < job.shares; i++) {
             Share& share = shares[(thread + i) % job.shares];
@@ -186,7 +186,7 @@ class Pool {
         }
     }
 
-    // No worker enters from here on; returns when all that did have left.
+    // Lets no more workers in, and returns when those inside have left.
     void close() {
         uint32_t found = gate.fetch_and(~OPEN, std::memory_order_acq_rel) & ~OPEN;
         auto is_empty = [&] {
@@ -224,7 +224,8 @@ class Pool {
                 sleepers.fetch_sub(1);
             }
             seen = ticket.load(std::memory_order_acquire);
-            if (sched_getcpu() == caller_cpu.load(std::memory_order_relaxed) && !contention.move()) {
+            if (sched_getcpu() == caller_cpu.load(std::memory_order_relaxed) &&
+                !contention.move()) {
                 contention.rest();
                 continue;
             }
@@ -236,7 +237,7 @@ class Pool {
         }
     }
 
-    // Fewer workers than asked for are enough: the system may refuse threads.
+    // Starts workers until there are `wanted`, or fewer if the system refuses memory or threads.
     void grow(int wanted) {
         struct Start {
             Pool* pool;
@@ -248,7 +249,8 @@ class Pool {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
         for (; workers < wanted; workers++) {
-            auto* start = new Start{this, workers + 1, ticket.load()};
+            auto* start = new (std::nothrow) Start{this, workers + 1, ticket.load()};
+            if (!start) break;
             pthread_t thread;
             const int refused = pthread_create(
                 &thread, nullptr,

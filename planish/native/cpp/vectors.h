@@ -128,17 +128,16 @@ class Operand<float> {
     }
 };
 
-// f(first, last) over 0 .. n - 1 in chunks of at most `most`, by several threads if the work is
-// worth waking them: `work` is roughly the number of multiply-adds of all n.
+// Calls f(first, last) for chunks of at most `most` of 0 .. n - 1, on several threads if the work
+// is worth waking them. `work` is roughly the number of multiply-adds of all n.
 template <class F>
 void parallel(int64_t n, int64_t work, int64_t most, int threads, F f) {
     constexpr int64_t LEAST = 1 << 14, LEAST_CHUNK = 1 << 13;
     if (threads < 2 || work < LEAST || n < 2) return f(0, n);
     Shortage shortage;
-    Pool::shared().run(n, std::max<int64_t>(1, n * LEAST_CHUNK / work), most, threads,
-                       [&](int64_t first, int64_t last) {
-                           shortage.guard([&] { f(first, last); });
-                       });
+    Pool::shared().run(
+        n, std::max<int64_t>(1, n * LEAST_CHUNK / work), most, threads,
+        [&](int64_t first, int64_t last) { shortage.guard([&] { f(first, last); }); });
     shortage.raise();
 }
 template <class F>
@@ -146,7 +145,7 @@ void parallel(int64_t n, int64_t work, int threads, F f) {
     parallel(n, work, n, threads, f);
 }
 
-// f(i) for 0 .. n - 1, one at a time: for items of unequal cost, each of which is worth a claim.
+// Calls f(i) for 0 .. n - 1. Threads claim single items, because their costs differ.
 template <class F>
 void parallel_items(int64_t n, int threads, F f) {
     parallel(n, std::numeric_limits<int64_t>::max(), 1, threads, [&](int64_t i, int64_t last) {
