@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planish.doctor.examination import Questions, examine
-from planish.doctor.findings import Report, Section
+from planish.doctor.findings import Report, Section, collected_warnings
 from planish.engine.settings import EngineSettings
 from planish.server.options import ServeOptions
 
@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 if nothing needs attention, else 1."""
-    settings = EngineSettings(device=arguments.device)
-    report = examine(Questions(arguments.data_dir, arguments.model, settings))
+    with collected_warnings():  # the findings say the same
+        settings = EngineSettings(device=arguments.device)
+        report = examine(Questions(arguments.data_dir, arguments.model, settings))
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2))
     else:

@@ -41,8 +41,8 @@ def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
     plan = DeviceMemory(settings)
     usable = usable_bytes(plan.device)
     if usable is not None:
-        text = f"{gib(usable)} of the memory of {plan.device}"
-        yield Finding("usable", text, usable)
+        place = "main memory" if plan.device.type == "cpu" else f"the memory of {plan.device}"
+        yield Finding("usable", f"{gib(usable)} of {place}", usable)
     try:
         directory = resolve_model(name or DEFAULT_MODEL, fetch=False)
     except UnknownModelError as error:
