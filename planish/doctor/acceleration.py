@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,43 +12,21 @@ from pathlib import Path
 import torch
 
 from planish.doctor.findings import Finding, collected_warnings, write_problem
+from planish.doctor.preparation import Preparation
 from planish.engine.memory import gib
-from planish.engine.settings import EngineSettings, choose_device, choose_dtype
+from planish.engine.settings import EngineSettings, choose_device, choose_dtype, unused_gpu
 from planish.errors import UserError
 from planish.files import cache_home, short_path
 from planish.native import cpu
 from planish.native.build import BuildError, find_compiler
+from planish.native.gpu_check import driver_version, has_headers, remedy_of
+from planish.native.kernels import wants_graphs
 from planish.native.verdicts import Verdict
 
-_PREPARE = "from planish.native import cpu; cpu.loaded()"
 _REMEDY = (
     "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch turns planish's kernels off"
 )
 _AGAIN = "run `planish doctor` again in a minute: the work goes on in the background, once"
-
-
-class Preparation:
-    """Compiles and self-tests what this machine has not tried yet, in a process of its own, which
-    outlives this one when the time is up: its results are cached.
-    """
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PREPARE],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def is_done(self, deadline: float) -> bool:
-        """Wait until it is done, or until `deadline` by time.monotonic()."""
-        try:
-            self._process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.returncode = 0  # else Python warns of a process that nobody waited for
-            return False
-        return True
 
 
 def device(settings: EngineSettings) -> Iterator[Finding]:
@@ -59,8 +35,18 @@ def device(settings: EngineSettings) -> Iterator[Finding]:
         found = torch.cuda.get_device_properties(number)
         text = f"{found.name}, compute capability {found.major}.{found.minor}, {gib(found.total_memory)}"
         yield Finding(f"cuda:{number}", text)
+    problem, _, remedy = (unused_gpu() or "").rpartition(": ")
+    if problem:
+        yield Finding("unused_gpu", problem, remedy=remedy)
     chosen = choose_device(settings.device)
-    yield Finding("device", str(chosen))
+    if settings.device != "auto":
+        reason = "as asked for"
+    elif chosen.type == "cuda":
+        reason = "the first GPU"
+    else:
+        reason = "torch cannot use the GPU" if problem else "no NVIDIA GPU was found"
+    yield Finding("device", f"{chosen}, {reason}", str(chosen))
+    yield Finding("driver", driver_version().strip() or "no NVIDIA driver was found")
     dtype = choose_dtype(settings.dtype, chosen)
     yield Finding("dtype", str(dtype).removeprefix("torch."))
 
@@ -74,11 +60,15 @@ def kernel_findings(
     yield _python_headers(is_needed=chosen.type == "cuda")
     yield _cache(cache_home() / "kernels")
     yield Finding("cpu_instructions", ", ".join(_instructions()), _instructions())
-    if preparation.is_done(deadline):
-        yield from _cpu_kernels()
-    else:
+    verdicts = preparation.gpu_verdicts(deadline)
+    if verdicts is None:
         text = "still being compiled and tested for this machine"
         yield Finding("cpu_kernels", text, {"in_use": False, "reason": text}, _AGAIN)
+        return
+    yield from _cpu_kernels()
+    if chosen.type == "cuda":
+        yield Finding("cuda_graphs", "on" if wants_graphs() else "off, by PLANISH_GRAPHS=0")
+        yield gpu_self_test(verdicts)
 
 
 def _compiler() -> Finding:
@@ -103,10 +93,10 @@ def _compiler() -> Finding:
 
 def _python_headers(is_needed: bool) -> Finding:
     """Triton compiles its launcher against Python.h; the CPU's kernels do not need it."""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if header.is_file():
-        return Finding("python_headers", short_path(header), True)
-    text = f"{short_path(header)} is missing"
+    directory = short_path(Path(sysconfig.get_path("include")))
+    if has_headers():
+        return Finding("python_headers", f"in {directory}", True)
+    text = f"Python.h is not in {directory}"
     if not is_needed:
         return Finding("python_headers", f"{text}, which only GPUs need", False)
     remedy = "install Python's headers (Debian, Ubuntu: apt-get install python3-dev)"
@@ -157,13 +147,24 @@ def _cpu_kernels() -> Iterator[Finding]:
 
 def _self_test(verdicts: Sequence[Verdict]) -> Finding:
     """What the CPU's kernels were found to compute, family by family."""
+    return _judged("cpu_self_test", verdicts, f"{_REMEDY}; please report it")
+
+
+def gpu_self_test(verdicts: Sequence[Verdict]) -> Finding:
+    """The same of the GPU's kernels."""
+    if not verdicts:
+        text = "not run: PLANISH_KERNELS turns the kernels off, or there is no base model here"
+        return Finding("gpu_self_test", text, [])
+    reasons = dict.fromkeys(remedy_of(v.reason) for v in verdicts if not v.passed)
+    return _judged("gpu_self_test", verdicts, " ".join(reasons).rstrip("."))
+
+
+def _judged(name: str, verdicts: Sequence[Verdict], remedy: str) -> Finding:
     value = [asdict(verdict) for verdict in verdicts]
     failed = [f"{v.family} ({v.reason})" for v in verdicts if not v.passed]
     if not failed:
-        names = ", ".join(verdict.family for verdict in verdicts)
-        return Finding("cpu_self_test", f"passed: {names}", value)
-    text = f"torch replaces what failed: {', '.join(failed)}"
-    return Finding("cpu_self_test", text, value, f"{_REMEDY}; please report it")
+        return Finding(name, f"passed: {', '.join(v.family for v in verdicts)}", value)
+    return Finding(name, f"torch replaces what failed: {', '.join(failed)}", value, remedy)
 
 
 def _has_avx2() -> bool:

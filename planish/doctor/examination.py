@@ -6,10 +6,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from planish.doctor.acceleration import Preparation, device, kernel_findings
+from planish.doctor.acceleration import device, kernel_findings
 from planish.doctor.busy import measure_load
 from planish.doctor.findings import Report, Section
-from planish.doctor.models import memory, models
+from planish.doctor.models import directory_of, memory, models
+from planish.doctor.preparation import Preparation
 from planish.doctor.processors import processors
 from planish.doctor.sandbox import sandbox
 from planish.doctor.software import extras, versions
@@ -35,8 +36,9 @@ def examine(questions: Questions, seconds: float = SECONDS) -> Report:
     """Run every probe. `seconds` bounds the wait for kernels that are still being compiled."""
     began = time.monotonic()
     load = measure_load()  # before this process does anything itself
-    preparation, hub = Preparation(), HubProbe()
     settings, deadline = questions.settings, began + seconds
+    directory = directory_of(questions.model)
+    preparation, hub = Preparation(settings.device, directory), HubProbe()
     # The slow probes run in the background and are asked last, but are shown in their place.
     sections = [
         Section.gather("versions", versions),

@@ -31,6 +31,14 @@ def models() -> Iterator[Finding]:
             yield Finding(entry.name, f"{entry.source}, {short_path(entry.path)}", value)
 
 
+def directory_of(name: str | None) -> Path | None:
+    """The directory of this base model, or of the embedded one; None if it cannot be loaded."""
+    try:
+        return resolve_model(name or DEFAULT_MODEL, fetch=False)
+    except PlanishError:
+        return None
+
+
 def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
     """How memory would be divided for the base model `name`; None: for the embedded one, if it is
     here.

@@ -7,18 +7,20 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from planish.commands.cli import main
-from planish.doctor import acceleration, examination, software, storage
-from planish.doctor.acceleration import Preparation
+from planish.doctor import acceleration, examination, preparation, software, storage
 from planish.doctor.busy import Load, measure_load
 from planish.doctor.examination import Questions, examine
 from planish.doctor.findings import Finding, Report, Section, collected_warnings
 from planish.doctor.models import memory, models
+from planish.doctor.preparation import Preparation
 from planish.doctor.processors import processors
 from planish.doctor.sandbox import sandbox
 from planish.doctor.software import EXTRAS, extras
@@ -33,7 +35,7 @@ from planish.testing import tiny_model
 
 SCHEMA = {
     "versions": {"planish", "torch", "triton", "python", "system", "torch_built_for"},
-    "device": {"device", "dtype"},
+    "device": {"device", "driver", "dtype"},
     "kernels": {"compiler", "python_headers", "kernel_cache", "cpu_instructions", "cpu_kernels"},
     "processors": {"cores", "quota", "threads", "variables", "other_programs"},
     "models": {DEFAULT_MODEL},
@@ -154,18 +156,73 @@ def test_a_compiler_that_does_not_run(monkeypatch):
     assert "CXX" in finding.remedy
 
 
+def preparing(monkeypatch, program):
+    """A preparation that runs this program."""
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr(preparation, "command", lambda device, directory: command)
+    return Preparation("cpu", None)
+
+
 def test_kernels_that_are_still_being_compiled(monkeypatch):
-    monkeypatch.setattr(acceleration, "_PREPARE", "import time; time.sleep(60)")
-    preparation = Preparation()
+    going_on = preparing(monkeypatch, "import time; time.sleep(60)")
     try:
-        found = by_name(
-            acceleration.kernel_findings(EngineSettings(device="cpu"), preparation, 0.0)
-        )
+        found = by_name(acceleration.kernel_findings(EngineSettings(device="cpu"), going_on, 0.0))
     finally:
-        os.kill(preparation._process.pid, 9)
-        os.waitpid(preparation._process.pid, 0)
+        os.kill(going_on._process.pid, 9)
+        os.waitpid(going_on._process.pid, 0)
     assert "still being compiled" in found["cpu_kernels"].text
     assert "again" in found["cpu_kernels"].remedy
+
+
+@pytest.mark.parametrize("said", ["noise\\n[]", ""])
+def test_the_preparation_tells_verdicts(monkeypatch, said):
+    assert preparing(monkeypatch, f"print('{said}')").gpu_verdicts(time.monotonic() + 30) == []
+    rows = '[{"family": "lora", "passed": false, "reason": "wrong result"}]'
+    found = preparing(monkeypatch, f"print('{rows}')").gpu_verdicts(time.monotonic() + 30)
+    assert found == [Verdict("lora", False, "wrong result")]
+
+
+def test_a_preparation_without_a_gpu_has_no_verdicts(here):
+    done = subprocess.run(
+        preparation.command("cpu", here / "model"), capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("RuntimeError: Failed to find C compiler", "gcc"),
+        ("wrong result: largest difference 0.3", "please report this"),
+        ("timeout: no verdict within 300 seconds", "less busy"),
+    ],
+)
+def test_gpu_kernels_that_failed_their_self_test(reason, remedy):
+    finding = acceleration.gpu_self_test([Verdict("lora", False, reason), Verdict("rope", True)])
+    assert f"lora ({reason})" in finding.text
+    assert remedy in finding.remedy
+    assert not acceleration.gpu_self_test([Verdict("rope", True)]).needs_attention
+    assert not acceleration.gpu_self_test([]).needs_attention
+
+
+def test_a_driver_that_is_too_old(monkeypatch):
+    problem = (
+        "This machine has an NVIDIA GPU that torch for CUDA 13.0 cannot use (The NVIDIA driver on "
+        "your system is too old): update the NVIDIA driver"
+    )
+    monkeypatch.setattr(acceleration, "unused_gpu", lambda: problem)
+    monkeypatch.setattr(acceleration, "choose_device", lambda _: torch.device("cpu"))
+    found = by_name(acceleration.device(EngineSettings(device="cpu")))
+    assert "too old" in found["unused_gpu"].text
+    assert found["unused_gpu"].remedy == "update the NVIDIA driver"
+    found = by_name(acceleration.device(replace(EngineSettings(), device="auto")))
+    assert found["device"].text == "cpu, torch cannot use the GPU"
+
+
+def test_an_unknown_value_of_a_switch_names_the_allowed_ones(monkeypatch, capsys):
+    monkeypatch.setenv("PLANISH_GRAPHS", "maybe")
+    assert main(["doctor"]) == 1
+    assert "PLANISH_GRAPHS='maybe': give 0 or 1" in capsys.readouterr().err
 
 
 def test_kernels_that_were_turned_off(monkeypatch):
@@ -232,8 +289,8 @@ def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
     assert list(map(str, asked)) == [str(library)] * 3
 
 
-def test_headers_matter_where_triton_compiles(monkeypatch, tmp_path):
-    monkeypatch.setattr(acceleration.sysconfig, "get_path", lambda _: str(tmp_path))
+def test_headers_matter_where_triton_compiles(monkeypatch):
+    monkeypatch.setattr(acceleration, "has_headers", lambda: False)
     assert "python3-dev" in acceleration._python_headers(is_needed=True).remedy
     assert not acceleration._python_headers(is_needed=False).needs_attention
 
