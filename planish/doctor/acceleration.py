@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from planish.doctor.findings import Finding, collected_warnings, write_problem
-from planish.doctor.preparation import Preparation
+from planish.doctor.preparation import Prepared
 from planish.engine.memory import gib
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype, unused_gpu
 from planish.errors import UserError
@@ -51,24 +51,23 @@ def device(settings: EngineSettings) -> Iterator[Finding]:
     yield Finding("dtype", str(dtype).removeprefix("torch."))
 
 
-def kernel_findings(
-    settings: EngineSettings, preparation: Preparation, deadline: float
-) -> Iterator[Finding]:
-    """The compiler, and the kernels that serve the device, or the reason why torch does."""
+def kernel_findings(settings: EngineSettings, prepared: Prepared | None) -> Iterator[Finding]:
+    """The compiler, and the kernels that serve the device, or the reason why torch does.
+    `prepared`: None if it was not done in time.
+    """
     chosen = choose_device(settings.device)
     yield _compiler()
     yield _python_headers(is_needed=chosen.type == "cuda")
     yield _cache(cache_home() / "kernels")
     yield Finding("cpu_instructions", ", ".join(_instructions()), _instructions())
-    verdicts = preparation.gpu_verdicts(deadline)
-    if verdicts is None:
+    if prepared is None:
         text = "still being compiled and tested for this machine"
         yield Finding("cpu_kernels", text, {"in_use": False, "reason": text}, _AGAIN)
         return
     yield from _cpu_kernels()
     if chosen.type == "cuda":
         yield Finding("cuda_graphs", "on" if wants_graphs() else "off, by PLANISH_GRAPHS=0")
-        yield gpu_self_test(verdicts)
+        yield gpu_self_test(prepared.gpu_verdicts)
 
 
 def _compiler() -> Finding:

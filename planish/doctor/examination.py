@@ -10,6 +10,7 @@ from planish.doctor.acceleration import device, kernel_findings
 from planish.doctor.busy import measure_load
 from planish.doctor.findings import Report, Section
 from planish.doctor.models import directory_of, memory, models
+from planish.doctor.numerics import numerics
 from planish.doctor.preparation import Preparation
 from planish.doctor.processors import processors
 from planish.doctor.sandbox import sandbox
@@ -36,7 +37,7 @@ def examine(questions: Questions, seconds: float = SECONDS) -> Report:
     """Run every probe. `seconds` bounds the wait for kernels that are still being compiled."""
     began = time.monotonic()
     load = measure_load()  # before this process does anything itself
-    settings, deadline = questions.settings, began + seconds
+    settings = questions.settings
     directory = directory_of(questions.model)
     preparation, hub = Preparation(settings.device, directory), HubProbe()
     # The slow probes run in the background and are asked last, but are shown in their place.
@@ -51,6 +52,9 @@ def examine(questions: Questions, seconds: float = SECONDS) -> Report:
         Section.gather("directories", lambda: directories(questions.server_data)),
         Section.gather("network", hub.findings),
     ]
-    kernels = Section.gather("kernels", lambda: kernel_findings(settings, preparation, deadline))
-    sections.insert(2, kernels)
+    prepared = preparation.result(began + seconds)
+    sections[2:2] = [
+        Section.gather("kernels", lambda: kernel_findings(settings, prepared)),
+        Section.gather("numerics", lambda: numerics(prepared)),
+    ]
     return Report(tuple(sections), time.monotonic() - began)

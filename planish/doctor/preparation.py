@@ -1,9 +1,9 @@
-"""Compiles and self-tests the kernels that this machine has not tried yet, in a process of its own.
+"""What takes long is done in a process of its own: compiling and self-testing the kernels that this
+machine has not tried yet, and looking at its matmuls.
 
     python -m planish.doctor.preparation DEVICE [DIRECTORY]
 
-The process does it, for the shapes of the base model in DIRECTORY where DEVICE is a GPU, and prints
-the GPU's verdicts as JSON.
+The process does it for the base model in DIRECTORY, and prints a `Prepared` as JSON.
 """
 
 from __future__ import annotations
@@ -12,21 +12,52 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from planish.engine.settings import choose_device, choose_dtype, head_shape, kernel_shapes
+from planish.engine.numerics import Numerics, describe
+from planish.engine.settings import (
+    choose_device,
+    choose_dtype,
+    choose_tiling,
+    head_shape,
+    kernel_shapes,
+)
 from planish.model.config import ModelConfig
 from planish.native import cpu
 from planish.native.gpu_check import admit_checked
 from planish.native.verdicts import Verdict
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What the process found."""
+
+    gpu_verdicts: Sequence[Verdict] = ()
+    """Of the GPU's kernels; none without a GPU or a base model."""
+    numerics: Numerics | None = None
+    """Of the base model; None if there is none."""
+
+    @classmethod
+    def read(cls, text: bytes) -> Prepared:
+        """From what the process printed; a process that failed found nothing."""
+        try:
+            row = json.loads(text.strip().splitlines()[-1])
+            found = row["numerics"]
+            verdicts = [Verdict(**each) for each in row["gpu_verdicts"]]
+        except (ValueError, LookupError, TypeError):
+            return cls()
+        if found is not None:
+            found = Numerics(**{**found, "replaced": tuple(found["replaced"])})
+        return cls(verdicts, found)
+
+
 class Preparation:
-    """The process. It outlives this one when the time is up: its results are cached."""
+    """The process. It outlives this one when the time is up: verdicts and kernels are cached."""
 
     def __init__(self, device: str, directory: Path | None) -> None:
-        """`directory`: of a base model; None: there is none to check GPU kernels for."""
+        """`directory`: of a base model; None: there is none on this machine."""
         self._process = subprocess.Popen(
             command(device, directory),
             stdin=subprocess.DEVNULL,
@@ -35,9 +66,9 @@ class Preparation:
             start_new_session=True,
         )
 
-    def gpu_verdicts(self, deadline: float) -> list[Verdict] | None:
-        """Wait until the process is done, or until `deadline` by time.monotonic(). Return what the
-        self-test found about the GPU's kernels, none without a GPU; None if it is not done yet.
+    def result(self, deadline: float) -> Prepared | None:
+        """Wait until the process is done, or until `deadline` by time.monotonic(); None if it is not
+        done by then. To be called once.
         """
         try:
             output, _ = self._process.communicate(timeout=max(0.1, deadline - time.monotonic()))
@@ -46,8 +77,7 @@ class Preparation:
             self._process.stdout.close()
             self._process.returncode = 0  # else Python warns of a process that nobody waited for
             return None
-        lines = output.strip().splitlines()
-        return [Verdict(**row) for row in json.loads(lines[-1])] if lines else []
+        return Prepared.read(output)
 
 
 def command(device: str, directory: Path | None) -> list[str]:
@@ -55,17 +85,21 @@ def command(device: str, directory: Path | None) -> list[str]:
     return [sys.executable, "-m", "planish.doctor.preparation", device, *named]
 
 
-def prepare(device_name: str, directory: Path | None) -> list[Verdict]:
-    """Return the verdicts of the GPU's kernels, checked now if they never were."""
+def prepare(device_name: str, directory: Path | None) -> Prepared:
+    """Compile and test what was not yet, and describe the base model's numerics."""
     cpu.loaded()
-    device = choose_device(device_name)
-    if device.type != "cuda" or directory is None:
-        return []
-    config = ModelConfig.from_directory(directory)
-    heads = head_shape(config, choose_dtype("auto", device))
-    return admit_checked(directory, kernel_shapes(config), heads, device)
+    if directory is None:
+        return Prepared()
+    config, device = ModelConfig.from_directory(directory), choose_device(device_name)
+    dtype = choose_dtype("auto", device)
+    verdicts: Sequence[Verdict] = ()
+    if device.type == "cuda":
+        shapes, heads = kernel_shapes(config), head_shape(config, dtype)
+        verdicts = admit_checked(directory, shapes, heads, device)
+    tiling = choose_tiling(None, config, dtype, device)
+    return Prepared(verdicts, describe(config, dtype, device, tiling))
 
 
 if __name__ == "__main__":
     path = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-    print(json.dumps([asdict(verdict) for verdict in prepare(sys.argv[1], path)]))
+    print(json.dumps(asdict(prepare(sys.argv[1], path))))

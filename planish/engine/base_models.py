@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from planish.engine.memory import DeviceMemory, ModelMemory
+from planish.engine.memory import DeviceMemory, ModelMemory, gib
 from planish.engine.numerics import Numerics, describe
 from planish.engine.sampler import Sampler
 from planish.engine.settings import (
@@ -225,7 +225,13 @@ class BaseModels:
             self._memory.release(directory)
             raise
         names = [name for name, found in self._directories.items() if found == directory]
-        logging.getLogger(__name__).info("%s: %s", names[0], model.numerics().summary)
+        logging.getLogger(__name__).info(
+            "%s: %s; %d threads; memory up to %s",
+            names[0],
+            model.numerics().summary,
+            torch.get_num_threads(),
+            gib(memory.total),
+        )
         return model
 
     def directory(self, name: str) -> Path:

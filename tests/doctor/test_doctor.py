@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +20,13 @@ from planish.doctor.busy import Load, measure_load
 from planish.doctor.examination import Questions, examine
 from planish.doctor.findings import Finding, Report, Section, collected_warnings
 from planish.doctor.models import memory, models
-from planish.doctor.preparation import Preparation
+from planish.doctor.numerics import numerics
+from planish.doctor.preparation import Preparation, Prepared
 from planish.doctor.processors import processors
 from planish.doctor.sandbox import sandbox
 from planish.doctor.software import EXTRAS, extras
 from planish.doctor.storage import HubProbe, directories
+from planish.engine.numerics import Numerics
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
@@ -37,6 +39,7 @@ SCHEMA = {
     "versions": {"planish", "torch", "triton", "python", "system", "torch_built_for"},
     "device": {"device", "driver", "dtype"},
     "kernels": {"compiler", "python_headers", "kernel_cache", "cpu_instructions", "cpu_kernels"},
+    "numerics": {"kernels", "batch_invariant", "kl_sample_train_v2"},
     "processors": {"cores", "quota", "threads", "variables", "other_programs"},
     "models": {DEFAULT_MODEL},
     "memory": {"main_memory", "usable", "plan"},
@@ -166,7 +169,9 @@ def preparing(monkeypatch, program):
 def test_kernels_that_are_still_being_compiled(monkeypatch):
     going_on = preparing(monkeypatch, "import time; time.sleep(60)")
     try:
-        found = by_name(acceleration.kernel_findings(EngineSettings(device="cpu"), going_on, 0.0))
+        found = by_name(
+            acceleration.kernel_findings(EngineSettings(device="cpu"), going_on.result(0.0))
+        )
     finally:
         os.kill(going_on._process.pid, 9)
         os.waitpid(going_on._process.pid, 0)
@@ -174,19 +179,45 @@ def test_kernels_that_are_still_being_compiled(monkeypatch):
     assert "again" in found["cpu_kernels"].remedy
 
 
-@pytest.mark.parametrize("said", ["noise\\n[]", ""])
-def test_the_preparation_tells_verdicts(monkeypatch, said):
-    assert preparing(monkeypatch, f"print('{said}')").gpu_verdicts(time.monotonic() + 30) == []
-    rows = '[{"family": "lora", "passed": false, "reason": "wrong result"}]'
-    found = preparing(monkeypatch, f"print('{rows}')").gpu_verdicts(time.monotonic() + 30)
-    assert found == [Verdict("lora", False, "wrong result")]
+NUMERICS = Numerics("cpu", "bfloat16", "torch", ("lora",), False, 1e-3, 1e-2)
 
 
-def test_a_preparation_without_a_gpu_has_no_verdicts(here):
+def test_the_preparation_tells_what_it_found(monkeypatch):
+    told = Prepared([Verdict("lora", False, "wrong result")], NUMERICS)
+    text = json.dumps(asdict(told))
+    done = preparing(monkeypatch, f"print('noise'); print({text!r})")
+    assert done.result(time.monotonic() + 30) == told
+
+
+@pytest.mark.parametrize("program", ["", "print()", "print('noise')", "print('{}')", "exit(3)"])
+def test_a_preparation_that_fails_found_nothing(monkeypatch, program):
+    assert preparing(monkeypatch, program).result(time.monotonic() + 30) == Prepared()
+
+
+def test_the_preparation_describes_the_numbers_of_a_model(here):
     done = subprocess.run(
-        preparation.command("cpu", here / "model"), capture_output=True, text=True, check=True
+        preparation.command("cpu", here / "model"), capture_output=True, check=True
     )
-    assert json.loads(done.stdout) == []
+    found = Prepared.read(done.stdout)
+    assert found.gpu_verdicts == []
+    assert found.numerics is not None
+    assert found.numerics.device == "cpu"
+
+
+def test_numbers_are_told_for_people_and_programs():
+    found = by_name(numerics(Prepared([], NUMERICS)))
+    assert found["batch_invariant"].value is False
+    assert "deterministic=True" in found["batch_invariant"].text
+    assert found["kl_sample_train_v2"].value == {"expected": 1e-3, "alarm": 1e-2}
+    assert found["kernels"].text == "torch; torch for lora"
+    exact = replace(NUMERICS, is_batch_invariant=True, expected_kl=0.0)
+    found = by_name(numerics(Prepared([], exact)))
+    assert found["batch_invariant"].value is True
+    assert found["kl_sample_train_v2"].text.startswith("exactly 0")
+    [pending] = numerics(None)
+    assert "not found out in this time" in pending.text
+    [without] = numerics(Prepared())
+    assert "without a base model" in without.text
 
 
 @pytest.mark.parametrize(

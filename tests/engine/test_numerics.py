@@ -99,4 +99,6 @@ def test_a_loaded_model_says_it_in_one_line(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "planish"):
         numerics = engine._models.get("m").numerics()
     engine.close()
-    assert [numerics.summary in record.message for record in caplog.records].count(True) == 1
+    [line] = [each.message for each in caplog.records if numerics.summary in each.message]
+    assert line.startswith("m: ")
+    assert f"{torch.get_num_threads()} threads; memory up to " in line

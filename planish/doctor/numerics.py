@@ -1,0 +1,36 @@
+"""What to expect of the numbers that one base model gives on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planish.doctor.findings import Finding
+from planish.doctor.preparation import Prepared
+
+
+def numerics(prepared: Prepared | None) -> Iterator[Finding]:
+    """None of these needs attention: each path is right, and they differ in what they promise.
+    `prepared`: None if it was not done in time.
+    """
+    found = prepared.numerics if prepared is not None else None
+    if found is None:
+        reason = "in this time" if prepared is None else "without a base model on this machine"
+        yield Finding("batch_invariant", f"not found out {reason}", {})
+        return
+    replaced = f"; torch for {', '.join(found.replaced)}" if found.replaced else ""
+    yield Finding("kernels", f"{found.kernels}{replaced}", {"replaced": list(found.replaced)})
+    if found.is_batch_invariant:
+        text = "yes: a sample with a seed does not depend on what else runs"
+    else:
+        text = (
+            "no: a seed may give other tokens beside other requests; deterministic=True "
+            "(--deterministic) prevents that, slower"
+        )
+    yield Finding("batch_invariant", text, found.is_batch_invariant)
+    expected = f"up to about {found.expected_kl:g}" if found.expected_kl else "exactly 0"
+    text = (
+        f"{expected} between sampler and trainer on-policy; above {found.alarm_kl:g} something "
+        "is wrong"
+    )
+    value = {"expected": found.expected_kl, "alarm": found.alarm_kl}
+    yield Finding("kl_sample_train_v2", text, value)
