@@ -27,7 +27,7 @@ Handler = Callable[[int, FrameType | None], object]
 _ONE_SIGTERM_SECONDS = 1.0
 """`timeout` sends two signals at once, one to the program and one to its process group."""
 _ANSWERS = {
-    signal.SIGINT: "Ctrl-C: stopping where the run can go on from; once more, and it stops at once",
+    signal.SIGINT: "Ctrl-C: stopping where the run can be resumed; a second one ends it at once",
     signal.SIGTERM: "SIGTERM: stopping where the run can be resumed; a second one ends it at once",
 }
 
@@ -92,12 +92,12 @@ class Interruption:
 
     @contextmanager
     def heed_signals(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the block the first Ctrl-C or SIGTERM asks, and is answered by `say`. The next
-        Ctrl-C is an ordinary KeyboardInterrupt; the next SIGTERM ends the process.
+        """Within the block the first Ctrl-C or SIGTERM asks the run to end, and `say` gets the
+        answer. The next Ctrl-C is an ordinary KeyboardInterrupt; the next SIGTERM ends the process.
 
-        Not where signals do not arrive, which is in threads other than those of `run_in_thread`
-        (which SIGTERM ends as before), nor where a signal is not for this process, as Ctrl-C behind
-        nohup.
+        Signals arrive in the main thread only, and from there in `run_in_thread`, which leaves
+        SIGTERM alone. In any other thread the block does nothing. A signal that the process
+        ignores, such as Ctrl-C behind nohup, stays ignored.
         """
         loop = asyncio.get_running_loop()
 
@@ -121,8 +121,10 @@ class Interruption:
 
 
 class StopRequest:
-    """Whether a loop without asyncio was asked to end, by Ctrl-C or SIGTERM, within a `with` block
-    of the main thread. In another thread nothing asks it. SIGTERM ends a notebook as before.
+    """Whether a loop without asyncio was asked to end, by Ctrl-C or SIGTERM.
+
+    Use it as a context manager in the main thread. In any other thread no signal asks the loop to
+    end. In a notebook SIGTERM keeps its effect.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -159,8 +161,8 @@ class StopRequest:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """The work within the block may be left undone: a request raises Interrupted in its
-        middle.
+        """Let a request raise Interrupted in the middle of the block, whose work may be left
+        undone.
         """
         self._is_at_once = True
         try:
@@ -229,8 +231,10 @@ def sigterm_like_control_c() -> Iterator[None]:
 
 
 class _Sigterm:
-    """The handler of SIGTERM in the main thread within the block: the first one calls `first`. If
-    that returns False, it ends the process by that signal, as further ones do.
+    """A handler of SIGTERM for a block of the main thread, unless the program has one of its own.
+
+    The first signal calls `first`. If that returns False, the signal ends the process, as further
+    ones do.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:
